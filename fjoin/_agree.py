@@ -1,0 +1,119 @@
+"""What ranks compare before the first payload, and how a difference is told."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._errors import DesyncError
+from ._mesh import Mesh
+from .transforms._base import Pipeline
+
+
+def check_program(
+    mesh: Mesh,
+    pipeline: Pipeline,
+    params: Mapping[str, Tensor],
+    bucket_bytes: int,
+    accumulate: int,
+    buffers: Mapping[str, Tensor] | None,
+) -> None:
+    """Raise on all ranks, before any payload, unless they run the same program on the same shapes.
+
+    Raises:
+        DesyncError: naming the ranks that differ from most, and in what.
+    """
+    mine = {
+        "pipeline": pipeline.spec.canonical(),
+        "parameters": _describe(params),
+        "buffers": _describe(buffers or {}),
+        "mesh": str(mesh.shape),
+        "bucket_bytes": bucket_bytes,
+        "accumulate": accumulate,
+    }
+    shown = {**mine, "pipeline": repr(pipeline)}
+    problem = mesh.exchange([mine, shown], _compare)
+    if problem:
+        raise DesyncError(problem[1], rank=problem[0])
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for path, t in tensors.items()]
+
+
+def _compare(values: list[Any]) -> Any:
+    for what in values[0][0]:
+        texts = [str(mine[what]) for mine, _ in values]
+        usual = Counter(texts).most_common(1)[0][0]
+        odd = [rank for rank, text in enumerate(texts) if text != usual]
+        if odd:
+            like = texts.index(usual)
+            there, here = values[odd[0]][1][what], values[like][1][what]
+            if isinstance(there, list):
+                there, here = _first_difference(there, here)
+            ranks = ", ".join(map(str, odd))
+            return [odd[0], f"rank {ranks} differs from rank {like} in its {what}: {there} there, {here} on rank {like}. "
+                            f"Nothing has been sent; run the same program with the same settings on all ranks"]  # fmt: skip
+    return None
+
+
+def _first_difference(a: list[str], b: list[str]) -> tuple[str, str]:
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            return x, y
+    return (f"{len(a)} of them", f"{len(b)}")
+
+
+def same_values(mesh: Mesh, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
+    """Raise on all ranks unless parameters and buffers are equal to the bit.
+
+    Raises:
+        DesyncError: naming a rank and the first tensor that differs.
+    """
+    digests = {path: _digest(t) for path, t in {**params, **(buffers or {})}.items()}
+    problem = mesh.exchange(digests, _compare_digests)
+    if problem:
+        raise DesyncError(problem[1], rank=problem[0])
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _compare_digests(values: list[Any]) -> Any:
+    for rank, digests in enumerate(values):
+        for path, digest in digests.items():
+            if values[0].get(path) != digest:
+                return [rank, f"{path!r} has other values on rank {rank} than on rank 0; use init(params, sync='broadcast'), "
+                              f"or the same seed on all ranks"]  # fmt: skip
+    return None
+
+
+def sum_names(mesh: Mesh, mine: list[str] | None) -> tuple[str, ...]:
+    """The names in aux["sum"], which only ranks with a batch know, on all ranks.
+
+    Raises:
+        DesyncError: two ranks with a batch have different names.
+    """
+    found = mesh.exchange(mine, _common_names)
+    if "problem" in found:
+        raise DesyncError(found["problem"], rank=found["rank"])
+    return tuple(found["names"])
+
+
+def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
+    known = [(rank, sorted(names)) for rank, names in enumerate(values) if names is not None]
+    for rank, names in known:
+        if names != known[0][1]:
+            return {
+                "rank": rank,
+                "problem": f"aux['sum'] has the names {names} on rank {rank}, but {known[0][1]} on rank {known[0][0]}; "
+                f"they must be the same on all ranks",
+            }
+    return {"names": known[0][1] if known else []}

@@ -1,0 +1,136 @@
+"""An axis over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+_REDUCE = {"psum": dist.ReduceOp.SUM, "pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
+
+
+class Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """The work of a collective that has run already."""
+
+    def wait(self) -> None:
+        return None
+
+
+class GroupAxis:
+    """What a real rank binds to one axis name.
+
+    Args:
+        group: The process group.
+        ordered: Sum in rank order, bit for bit as the lockstep simulator does: for tests, since it
+            gathers every rank's value to do so.
+    """
+
+    token: Tensor | None = None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ordered: bool = False,
+        joint: Callable[[tuple[str, ...]], GroupAxis | None] = lambda axes: None,
+    ) -> None:
+        self.group: Any = group
+        self.size, self.rank = group.size(), group.rank()
+        self.ordered, self.joint = ordered, joint
+
+    def index(self) -> Tensor:
+        return torch.tensor(self.rank)
+
+    def reduce_(self, buffer: Tensor) -> Work:
+        """Start summing a contiguous buffer in place."""
+        if self.ordered:
+            buffer.copy_(self.run("psum", buffer, None))
+            return Done()
+        return dist.all_reduce(buffer, group=self.group, async_op=True)  # type: ignore[no-any-return]
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._traced(op, x.contiguous(), arg)
+        n, group = self.size, self.group
+        x = x.contiguous()
+        if self.ordered and op in ("psum", "psum_scatter"):
+            gathered = self.run("all_gather" if op == "psum" else "all_to_all", x, None)
+            return functools.reduce(torch.add, gathered.unbind(0)).clone()
+        if op in _REDUCE:
+            out = x.clone()
+            dist.all_reduce(out, _REDUCE[op], group=group)
+            return out
+        if op == "pbroadcast":
+            out = x.clone()
+            dist.broadcast(out, group=group, group_src=arg)
+            return out
+        if op == "all_gather":
+            out = x.new_empty((n, *x.shape))
+            dist.all_gather(list(out.unbind(0)), x, group=group)
+            return out
+        if op == "psum_scatter":
+            if dist.get_backend(group) == "gloo":  # whose reduce_scatter takes twice its all_reduce
+                return self.run("all_to_all", x, None).sum(0, dtype=x.dtype)
+            out = x.new_empty(x.shape[1:])
+            dist.reduce_scatter_tensor(out, x, group=group)
+            return out
+        if op == "all_to_all":
+            out = torch.empty_like(x)
+            dist.all_to_all_single(out, x, group=group)
+            return out
+        send = dict(arg).get(self.rank)
+        receive = {target: source for source, target in arg}.get(self.rank)
+        flat = x.reshape(-1)
+        out = torch.zeros_like(flat)
+        sizes = [[flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send)]
+        dist.all_to_all_single(
+            out if receive is not None else out[:0], flat if send is not None else flat[:0], *sizes, group=group
+        )
+        return out.view(x.shape)
+
+    def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        """The same in operations that torch.compile traces."""
+        _refuse_traced_vmap(op, x)
+        n, group = self.size, self.group
+        if op in _REDUCE:
+            return functional.wait_tensor(functional.all_reduce(x, op.removeprefix("p"), group))
+        if op == "pbroadcast":
+            return functional.wait_tensor(functional.broadcast(x, arg, group))
+        if op == "all_gather":
+            return functional.wait_tensor(functional.all_gather_tensor(x.unsqueeze(0), 0, group))
+        if op == "psum_scatter":
+            return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, group)).squeeze(0)
+        if op == "all_to_all":
+            return functional.wait_tensor(functional.all_to_all_single(x, None, None, group))
+        send = dict(arg).get(self.rank)
+        receive = {target: source for source, target in arg}.get(self.rank)
+        flat = x.reshape(-1)
+        inputs = [flat.numel() if r == send else 0 for r in range(n)]
+        outputs = [flat.numel() if r == receive else 0 for r in range(n)]
+        out = functional.all_to_all_single(flat if send is not None else flat[:0], outputs, inputs, group)
+        out = functional.wait_tensor(out)
+        return out.view(x.shape) if receive is not None else torch.zeros_like(x) + out.sum()
+
+
+def _refuse_traced_vmap(op: str, x: Tensor) -> None:
+    """Raise where torch.compile traces a vmap around a collective.
+
+    Dynamo drops the vmap rule of an autograd.Function, and torch's functional collectives have none:
+    the result would be an unreduced or partly reduced tensor, without a word.
+    """
+    level = x
+    while torch._C._functorch.is_gradtrackingtensor(level):
+        level = torch._C._functorch.get_unwrapped(level)
+    if torch._C._functorch.is_batchedtensor(level):
+        raise RuntimeError(
+            f"{op} inside torch.func.vmap inside torch.compile: the compiler would drop the batching rule and return "
+            f"wrong sums. Call {op} outside the vmap (it takes batched tensors as they are), or do not compile this part."
+        )

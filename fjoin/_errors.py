@@ -1,0 +1,63 @@
+"""Errors of the shell. Each names the rank and the step, where it knows them."""
+
+from __future__ import annotations
+
+
+class FjoinError(RuntimeError):
+    """Base of the shell's errors.
+
+    Attributes:
+        rank: The rank that is at fault, or None.
+        step: The step in which it was noticed, or None.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.step = rank, step
+
+
+class PeerLost(FjoinError):
+    """Another rank failed or its connection broke."""
+
+
+class CollectiveTimeout(FjoinError):
+    """Another rank did not come to a meeting in time."""
+
+
+class DesyncError(FjoinError):
+    """The ranks do not run the same program: another pipeline, shape, dtype, order or parameter value."""
+
+
+class EarlyTermination(FjoinError):
+    """A rank ran out of input while others had more, under throw_on_early_termination."""
+
+
+class JoinError(FjoinError):
+    """The body of a loop over `step.join` did not call the step exactly once."""
+
+
+class NoBatch(FjoinError):
+    """A rank that never had a batch used the stand-in for it."""
+
+
+class NonFinite(FjoinError):
+    """The loss, the weight or a gradient is NaN or infinite; parameters and state are unchanged.
+
+    Attributes:
+        ranks: The ranks whose loss is not finite.
+        paths: The parameters whose summed gradient is not finite, where that was looked up.
+    """
+
+    def __init__(
+        self, message: str, *, step: int | None = None, ranks: tuple[int, ...] = (), paths: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message, rank=ranks[0] if ranks else None, step=step)
+        self.ranks, self.paths = ranks, paths
+
+
+class DonatedState(FjoinError):
+    """A state was used again after a step had taken its memory."""
+
+
+class TornState(FjoinError):
+    """A step failed after it had changed some of the parameters; the state is neither old nor new."""

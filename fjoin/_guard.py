@@ -1,0 +1,162 @@
+"""Whether a step may change anything: the same answer on all ranks, from what came with the gradients.
+
+On a CPU the host looks. On an accelerator the kernels are told by a tensor on the device, and the
+host reads a copy of the verdict later, without waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ._errors import NonFinite
+from ._wire import Outgoing
+from .transforms._clip import clip_factor
+from .transforms.sync._lane import decode_lane, host_lane, ranks_in_masks
+
+
+class Verdict(NamedTuple):
+    changes: bool  # whether to run the kernels
+    scale: Tensor | None  # what they divide the gradients by
+    found_inf: Tensor | None  # 1 where they are to change nothing; None where the host has looked
+    error: NonFinite | None
+
+
+class Guard:
+    """Judges the steps of one rank.
+
+    Args:
+        ranks: The size of the axes reduced over.
+        on_device: Judge on the device although the host could look; for tests.
+    """
+
+    def __init__(self, ranks: int, on_device: bool = False) -> None:
+        self.ranks, self.on_device = ranks, on_device
+        self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
+
+    def read_lane(self, words: Tensor, names: tuple[str, ...], ranks: int) -> dict[str, Any]:
+        """The summed lane: numbers where the host may look, else tensors on the device."""
+        if words.device.type == "cpu" and not self.on_device:
+            return dict(host_lane(words.tolist(), names, words.dtype, ranks))
+        return dict(decode_lane(words.clone(), names, ranks))
+
+    def from_tensors(self, sums: dict[str, Tensor]) -> dict[str, Any]:
+        if self.on_device or any(v.device.type != "cpu" for v in sums.values()):
+            return dict(sums)
+        return {name: v.item() for name, v in sums.items()}
+
+    @staticmethod
+    def host(sums: dict[str, Any]) -> dict[str, float]:
+        return {name: float(v) for name, v in sums.items()}
+
+    def judge(
+        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: float | None
+    ) -> Verdict:
+        """Decide on a step.
+
+        Args:
+            step: Its number, for the error.
+            sums: The summed lane.
+            outgoing: The summed gradients, still to be divided.
+            divisor: What they are to be divided by.
+            clip: The largest norm of the result, or None.
+        """
+        if isinstance(sums["weight"], Tensor):
+            return self._judge_on_device(step, sums, outgoing, divisor, clip)
+        if sums["weight"] == 0:
+            return Verdict(False, None, None, None)
+        norm = _norm(outgoing).item() if clip is not None else 0.0
+        fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
+        if clip is not None:
+            fine = fine and (math.isfinite(norm) or not _nonfinite_paths(outgoing))
+        else:
+            # A sum is the fastest pass there is; where it overflows, look again with care.
+            fine = fine and all(math.isfinite(out.grads.sum().item()) or not _nonfinite(out.grads) for out in outgoing)
+        if not fine:
+            return Verdict(False, None, None, _error(step, sums, _nonfinite_paths(outgoing)))
+        scale = divisor
+        if clip is not None:
+            scale = divisor / clip_factor(torch.tensor(norm / divisor, dtype=torch.float64), clip).item()
+        return Verdict(True, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64), None, None)
+
+    def _judge_on_device(
+        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: float | None
+    ) -> Verdict:
+        scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
+        fine = torch.isfinite(scalars).all()
+        if outgoing:
+            # The largest magnitude is NaN or infinite if and only if some element is.
+            tops = [out.grads.abs().amax().float() for out in outgoing if out.grads.numel()]
+            fine = fine & torch.isfinite(torch.stack(tops)).all() if tops else fine
+        found_inf = (~(fine & (sums["weight"] > 0))).to(torch.float32)
+        scale = torch.as_tensor(divisor, dtype=torch.float64, device=found_inf.device)
+        if clip is not None:
+            scale = scale / clip_factor(_norm(outgoing) / scale, clip)
+        flag = (~fine & ~(sums["weight"] == 0)).to(torch.float32)
+        event = None
+        if flag.device.type == "cuda":
+            flag = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((step, sums, flag, event))
+        return Verdict(True, scale, found_inf, None)
+
+    def raise_pending(self) -> None:
+        """Raise for an earlier step that changed nothing, as far as its verdict has arrived.
+
+        Raises:
+            NonFinite: naming that step.
+        """
+        while self._pending and (self._pending[0][3] is None or self._pending[0][3].query()):
+            step, sums, flag, _ = self._pending.pop(0)
+            if flag.item():
+                raise _error(step, self.host(sums), ())
+
+    @staticmethod
+    def keep(found_inf: Tensor, new: Any, old: Any) -> Any:
+        """A state that stays as it was where a step has changed nothing."""
+
+        def pick(n: Any, o: Any) -> Any:
+            return torch.where(found_inf > 0, o.to(n.device), n) if isinstance(n, Tensor) else n
+
+        if optree.tree_structure(new) != optree.tree_structure(old):
+            return new
+        return optree.tree_map(pick, new, old)
+
+
+def _norm(outgoing: list[Outgoing]) -> Tensor:
+    """The 2-norm of all gradients together, 0-d float64."""
+    norms = [
+        torch.linalg.vector_norm(out.grads, dtype=torch.promote_types(out.grads.dtype, torch.float32)).double()
+        for out in outgoing
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+
+
+def _nonfinite(grads: Tensor) -> bool:
+    return not bool(torch.isfinite(grads).all())
+
+
+def _nonfinite_paths(outgoing: list[Outgoing]) -> tuple[str, ...]:
+    return tuple(path for out in outgoing for path, grad in out.by_path().items() if _nonfinite(grad))
+
+
+def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:
+    ranks = ranks_in_masks(sums)
+    parts = []
+    if ranks:
+        parts.append(f"the loss of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
+    if paths:
+        shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+        parts.append(f"the summed gradient of {shown} is not finite")
+    return NonFinite(
+        f"step {step}: {'; '.join(parts) or 'a gradient or a weight is not finite'}. Parameters and state are unchanged; wrap the "
+        f"pipeline in skip_if_nonfinite(...) to leave such steps out",
+        step=step,
+        ranks=ranks,
+        paths=paths,
+    )

@@ -1,0 +1,108 @@
+"""Uneven inputs: a loop that ends on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from ._errors import EarlyTermination, JoinError, NoBatch
+
+B = TypeVar("B")
+_END: Any = object()
+
+
+class _NoBatch:
+    """Stands for the batch of a rank that never had one; every use of it raises."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NoBatch(
+            "this rank has no batch at all, so the loop got fjoin.NO_BATCH; pass step.join(loader, empty=a_batch) with a "
+            "batch of the right form, or touch the batch only inside loss_fn and weight, which are not called without one"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what tools ask of any object
+            raise AttributeError(name)
+        self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __call__ = __bool__ = __float__ = __int__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __contains__ = _refuse  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "fjoin.NO_BATCH"
+
+
+NO_BATCH: Any = _NoBatch()
+
+
+@dataclass
+class Turn:
+    """One iteration of the loop, as the step sees it."""
+
+    number: int
+    live: bool  # whether this rank has a batch
+    has_next: bool  # whether it has another one after this
+    called: bool = False
+    others: Callable[[], float] | None = None  # how many ranks have another batch, once a window has ended
+
+
+def join(step: Any, loader: Iterable[B], *, empty: Any = NO_BATCH, throw_on_early_termination: bool = False) -> Iterator[B]:
+    """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
+    step._begin_join()
+    number, finished = 0, False
+    try:
+        batches = iter(loader)
+        current: Any = next(batches, _END)
+        have = step._count(float(current is not _END))
+        if throw_on_early_termination and 0 < have < step.ranks:
+            _stop_early(step, have)
+        given: Any = empty
+        more = have > 0
+        while more:
+            following: Any = _END if current is _END else next(batches, _END)
+            if current is not _END:
+                given = current
+            turn = step._turn = Turn(number, current is not _END, following is not _END)
+            yield given
+            if not turn.called:
+                raise JoinError(
+                    f"the loop body did not call the step in iteration {number}; call it exactly once in each iteration "
+                    f"(to leave a batch out, give it weight 0)",
+                    step=step._last_step,
+                )
+            step._turn = None
+            # Only a rank that is out of input has to wait for the others' answer.
+            if turn.others is not None and (throw_on_early_termination or not turn.has_next):
+                left = turn.others()
+                if throw_on_early_termination and 0 < left < step.ranks:
+                    _stop_early(step, left)
+                more = left > 0
+            current, number = following, number + 1
+        finished = True
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        finished = True
+        if not isinstance(error, EarlyTermination):  # which all ranks raise at the same place
+            step._fail(error)
+        raise
+    finally:
+        step._turn = None
+        if not finished:
+            step._leave(
+                JoinError(
+                    f"rank {step.rank} left the loop over step.join in iteration {number}, by break, return or an "
+                    f"exception; to stop all ranks after n batches, loop over step.join(itertools.islice(loader, n))",
+                    rank=step.rank,
+                    step=step._last_step,
+                )
+            )
+
+
+def _stop_early(step: Any, have: float) -> NoReturn:
+    raise EarlyTermination(
+        f"{step.ranks - int(have)} of {step.ranks} ranks are out of input after step {step._last_step} while the others have "
+        f"more, and throw_on_early_termination is set",
+        step=step._last_step,
+    )

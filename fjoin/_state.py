@@ -1,0 +1,90 @@
+"""What a training step takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ._errors import DonatedState, TornState
+from ._storage import Storage
+from .transforms._fuse import PipelineState
+
+
+@dataclass
+class Body:
+    """The memory behind a state. Steps change it in place; `version` says whose it is now."""
+
+    storage: Storage
+    buffers: dict[str, Tensor] | None
+    hook: Any
+    after: Any
+    rebuild: Callable[[dict[str, Any]], Any]  # path -> leaf, to the tree that the user gave
+    step: int = 0  # steps taken
+    calls: int = 0  # calls of the step, more than steps where gradients are accumulated
+    window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
+    version: int = 0
+    torn: str = ""
+
+    def clone(self) -> Body:
+        buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
+        return replace(self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0)
+
+
+class TrainState:
+    """Parameters, optimizer state, buffers and counters; made by `step.init`, renewed by `step`.
+
+    A step takes the memory of the state it is given, as with JAX's donate_argnums: the old state
+    cannot be used afterwards. Tensors taken out of it are views that the next step overwrites;
+    `clone` keeps them.
+    """
+
+    __slots__ = ("_body", "_version")
+
+    def __init__(self, body: Body) -> None:
+        self._body, self._version = body, body.version
+
+    def _claim(self) -> Body:
+        body = self._body
+        if body.torn:
+            raise TornState(body.torn, step=body.step)
+        if body.version != self._version:
+            raise DonatedState(
+                f"this state was donated to step {body.step - 1}, which has overwritten it; use the state that the step "
+                f"returned (`state, metrics = step(state, batch)`), keep `state.clone()`, or pass donate=False to train_step",
+                step=body.step,
+            )
+        return body
+
+    @property
+    def params(self) -> Any:
+        """The parameters, in the tree given to `init`: views that the next step overwrites."""
+        body = self._claim()
+        return body.rebuild({path: leaf.detach() for path, leaf in body.storage.leaves.items()})
+
+    @property
+    def buffers(self) -> dict[str, Tensor] | None:
+        """The buffers as the last `loss_fn` returned them, or None."""
+        return self._claim().buffers
+
+    @property
+    def pipeline(self) -> PipelineState:
+        """The pipeline's state as `pipeline.init` and `pipeline.step` have it: keyed by path, in views."""
+        body = self._claim()
+        return PipelineState(body.hook, body.rebuild(body.storage.optimizer_states()), body.after)
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self._claim().step
+
+    def clone(self) -> TrainState:
+        """A copy in memory of its own, which no step has overwritten."""
+        return TrainState(self._claim().clone())
+
+    def __repr__(self) -> str:
+        body = self._body
+        how = "torn" if body.torn else "donated" if body.version != self._version else f"step={body.step}"
+        return f"TrainState({len(body.storage.leaves)} parameters, {how})"

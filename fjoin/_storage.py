@@ -1,0 +1,94 @@
+"""Parameters and optimizer slots in flat buffers, one per bucket, with the leaves as views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .transforms._base import Optimizer
+from .transforms._layout import Bucket, Span
+
+
+class Storage:
+    """What a state owns: a flat buffer of parameters per bucket, and a slot state per span.
+
+    Attributes:
+        layout: The buckets.
+        flats: One flat tensor of parameters per bucket.
+        leaves: Path -> view into it that requires a gradient, in the order of `params`.
+        slots: For each bucket and span the optimizer's state, on the flat range.
+    """
+
+    def __init__(self, layout: tuple[Bucket, ...], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        self.layout, self.optimizer = layout, optimizer
+        self.shapes = {path: p.shape for path, p in params.items()}
+        self.flats = [torch.cat([params[p].detach().reshape(-1) for p in bucket.paths]) for bucket in layout]
+        self.slots = [
+            [optimizer.at(span.paths[0]).init_param(self._range(i, span)) for span in bucket.spans]
+            for i, bucket in enumerate(layout)
+        ]
+        self._make_leaves()
+
+    def _make_leaves(self) -> None:
+        of: dict[str, Tensor] = {}
+        for bucket, flat in zip(self.layout, self.flats, strict=True):
+            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
+                of[path] = view.detach().requires_grad_()
+        self.leaves = {path: of[path] for path in self.shapes}
+        self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
+
+    def _range(self, bucket: int, span: Span) -> Tensor:
+        """A span's parameters: flat, or in their own shape where the optimizer needs that."""
+        flat = self.flats[bucket][span.start : span.stop]
+        if self.optimizer.at(span.paths[0]).elementwise:
+            return flat
+        return flat.view(self.shapes[span.paths[0]])
+
+    def ranges(self, bucket: int, wire: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
+        """For each span: (optimizer, parameters, gradients, slots), to step in place."""
+        out = []
+        for span, slots in zip(self.layout[bucket].spans, self.slots[bucket], strict=True):
+            param = self._range(bucket, span)
+            grad = wire[span.start : span.stop].view(param.shape)
+            out.append((self.optimizer.at(span.paths[0]), param, grad, slots))
+        return out
+
+    def optimizer_states(self) -> dict[str, Any]:
+        """Path -> the parameter's own optimizer state, views of the slots in its shape."""
+        out: dict[str, Any] = {}
+        for bucket, slots in zip(self.layout, self.slots, strict=True):
+            offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
+            for span, state in zip(bucket.spans, slots, strict=True):
+                common = self.optimizer.at(span.paths[0]).common
+                for path in span.paths:
+                    at, shape = offset[path] - span.start, self.shapes[path]
+                    fields = [
+                        f if f is None or c else f.reshape(-1)[at : at + shape.numel()].view(shape)
+                        for f, c in zip(state, common, strict=True)
+                    ]
+                    out[path] = type(state)(*fields)
+        return {path: out[path] for path in self.shapes}
+
+    def clone(self) -> Storage:
+        """The same values in memory of its own, gradients that are being accumulated included."""
+        new = object.__new__(Storage)
+        new.layout, new.optimizer, new.shapes = self.layout, self.optimizer, self.shapes
+        new.flats = [flat.clone() for flat in self.flats]
+        new.slots = [
+            [type(s)(*(None if f is None else f.clone() for f in s)) for s in slots] for slots in self.slots
+        ]
+        new._make_leaves()
+        for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
+            leaf.grad = None if old.grad is None else old.grad.clone()
+        return new
+
+
+def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:
+    """The leaves of a bucket as views of a flat buffer."""
+    return [
+        flat[at : at + shapes[path].numel()].view(shapes[path])
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True)
+    ]

@@ -1,0 +1,78 @@
+"""Pure transforms for distributed training: what crosses the network, and what becomes of it.
+
+    kinds        Transform  Optimizer  Pipeline  Schedule
+    combine      chain  identity  stateless  masked  partition  fuse
+    when         switch_after  every  accumulate  skip_if_nonfinite
+    clip         clip_by_global_norm  clip_by_value
+    agree        mean  sum_over  noop
+    optimizers   sgd  adam  adamw  frozen
+    schedules    constant  linear  cosine  warmup_cosine
+    collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
+                 axis_index  axis_size
+    run          simulate
+    look         explain  fingerprint  to_json  from_json  factory
+"""
+
+if __name__ != "fjoin.transforms":
+    raise ImportError(
+        "The folder transforms/ is the package fjoin.transforms. Install fjoin (`pip install -e .`) and write "
+        f"`from fjoin import transforms as tx`; importing it as {__name__!r} would load a second copy of every class in it."
+    )
+
+from ._base import Optimizer as Optimizer
+from ._base import Pipeline as Pipeline
+from ._base import Transform as Transform
+from ._clip import clip_by_global_norm as clip_by_global_norm
+from ._clip import clip_by_value as clip_by_value
+from ._combine import chain as chain
+from ._combine import identity as identity
+from ._combine import masked as masked
+from ._combine import partition as partition
+from ._combine import stateless as stateless
+from ._errors import CollectiveMismatch as CollectiveMismatch
+from ._errors import NotVmappable as NotVmappable
+from ._errors import UnboundAxis as UnboundAxis
+from ._explain import explain as explain
+from ._fuse import PipelineState as PipelineState
+from ._fuse import fuse as fuse
+from ._spec import Spec as Spec
+from ._spec import factory as factory
+from ._spec import fingerprint as fingerprint
+from ._spec import from_json as from_json
+from ._spec import to_json as to_json
+from ._when import AccumulateState as AccumulateState
+from ._when import EveryState as EveryState
+from ._when import SkipState as SkipState
+from ._when import SwitchState as SwitchState
+from ._when import accumulate as accumulate
+from ._when import every as every
+from ._when import skip_if_nonfinite as skip_if_nonfinite
+from ._when import switch_after as switch_after
+from .axes._collectives import all_gather as all_gather
+from .axes._collectives import all_to_all as all_to_all
+from .axes._collectives import axis_index as axis_index
+from .axes._collectives import axis_size as axis_size
+from .axes._collectives import pbroadcast as pbroadcast
+from .axes._collectives import pmax as pmax
+from .axes._collectives import pmean as pmean
+from .axes._collectives import pmin as pmin
+from .axes._collectives import ppermute as ppermute
+from .axes._collectives import psum as psum
+from .axes._collectives import psum_scatter as psum_scatter
+from .axes._simulate import simulate as simulate
+from .optimizers._adam import AdamState as AdamState
+from .optimizers._adam import adam as adam
+from .optimizers._adam import adamw as adamw
+from .optimizers._frozen import FrozenState as FrozenState
+from .optimizers._frozen import frozen as frozen
+from .optimizers._schedules import Schedule as Schedule
+from .optimizers._schedules import constant as constant
+from .optimizers._schedules import cosine as cosine
+from .optimizers._schedules import linear as linear
+from .optimizers._schedules import warmup_cosine as warmup_cosine
+from .optimizers._sgd import SGDState as SGDState
+from .optimizers._sgd import sgd as sgd
+from .sync._mean import MeanState as MeanState
+from .sync._mean import mean as mean
+from .sync._mean import noop as noop
+from .sync._mean import sum_over as sum_over

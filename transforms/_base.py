@@ -1,0 +1,203 @@
+"""The three kinds of thing that compose: Transform, Optimizer, Pipeline.
+
+    Transform   init(params) -> state
+                update(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)
+    Optimizer   init_param(param) -> state
+                step_param(param, grad, state) -> (param, state)            pure
+                step_param_(param, grad, state, *, grad_scale, found_inf)   the same, in place
+    Pipeline    init(params) -> state
+                step(params, grads, state, *, weight=None, lane=None) -> (params, state)
+
+All of them are pairs of pure functions; whatever they remember is in the state that they return.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ._errors import NotVmappable
+from ._spec import Spec, spec_of_function
+from ._tree import State, Tree
+from .axes._env import under_vmap
+
+Scope: TypeAlias = Literal["element", "leaf", "message", "tree"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Specified:
+    """Equality, hash and repr by spec."""
+
+    @property
+    def _spec(self) -> Spec:
+        return self.spec  # type: ignore[attr-defined,no-any-return]
+
+    def with_spec(self, spec: Spec) -> Any:
+        return replace(self, spec=spec)  # type: ignore[call-arg]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._spec == other._spec  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self._spec)
+
+    def __repr__(self) -> str:
+        return repr(self._spec)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transform(_Specified):
+    """A pair of pure functions on gradients (or, after the optimizer, on parameters).
+
+    Args:
+        init: `params -> state`.
+        update: `(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)`.
+            `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is
+            1), `lane` a dict of named scalars to be summed along with the gradients. It may
+            return None for the gradients: nothing to step with in this call (see `accumulate`);
+            then the stages that follow are not run.
+        scope: What `update` may be given: "element" one flat buffer instead of a tree, "leaf" any
+            subset of the leaves, "message" one flat buffer whose layout matters, "tree" only the
+            whole tree.
+        sums: For a transform that reduces and carries the lane: `state -> MeanState`, the sums that
+            the last message brought. None if it does not carry the lane.
+        vmappable: Whether `update` runs under the simulator's vmap engine.
+        spec: The transform as data; `factory` fills it in.
+
+    >>> import torch
+    >>> double = Transform(lambda params: (), lambda g, s, params=None, **extra: (g * 2, s), scope="element")
+    >>> double.update(torch.tensor(1.5), ())
+    (tensor(3.), ())
+    """
+
+    init: Callable[[Tree], State]
+    update: Callable[..., tuple[Tree, State]]
+    scope: Scope = "tree"
+    sums: Callable[[State], Any] | None = None
+    vmappable: bool = True
+    spec: Spec = Spec("")
+
+    def __post_init__(self) -> None:
+        if self.scope not in ("element", "leaf", "message", "tree"):
+            raise ValueError(f"scope must be 'element', 'leaf', 'message' or 'tree', got {self.scope!r}")
+        if not self.vmappable and not getattr(self.update, "_refuses_vmap", False):
+            object.__setattr__(self, "update", _refuse_vmap(self.update, self))
+
+    def with_spec(self, spec: Spec) -> Transform:
+        return replace(self, spec=spec)
+
+    @property
+    def _spec(self) -> Spec:
+        return self.spec if self.spec.name else spec_of_function(self.update)
+
+
+def _refuse_vmap(update: Callable[..., Any], owner: Transform) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if under_vmap():
+            raise NotVmappable(f"{owner!r} does not run under the vmap engine; use simulate(..., engine='lockstep')")
+        return update(*args, **kwargs)
+
+    guarded._refuses_vmap = True  # type: ignore[attr-defined]
+    return guarded
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Optimizer(_Specified):
+    """An optimizer in step_param style: what it does to one parameter, pure and in place.
+
+    Args:
+        init_param: `param -> state`, a NamedTuple of tensors: each has the parameter's shape or is
+            0-d. The first field is `step`, float32, 0-d: the steps taken.
+        step_param: `(param, grad, state) -> (param, state)`, pure, in differentiable and vmappable
+            operations.
+        step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
+            place on `param` and on the state's tensors; `grad` is scratch. `grad_scale`, 0-d
+            float32: divide the gradient by it first. `found_inf`, 0-d float32: change nothing
+            where it is 1.
+        elementwise: Whether a flat buffer of many parameters may stand for one parameter.
+        select: `path -> Optimizer`, for one that is not the same everywhere (see `partition`).
+        check: `params -> None`, raises where these parameters cannot be served.
+        spec: The optimizer as data; `factory` fills it in.
+    """
+
+    init_param: Callable[[Tensor], State]
+    step_param: Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
+    step_param_: Callable[..., None]
+    elementwise: bool = True
+    select: Callable[[str], Optimizer] | None = None
+    check: Callable[[Tree], Any] | None = None
+    spec: Spec = Spec("")
+
+    def with_spec(self, spec: Spec) -> Optimizer:
+        return replace(self, spec=spec)
+
+    @property
+    def _spec(self) -> Spec:
+        return self.spec if self.spec.name else spec_of_function(self.step_param)
+
+    def at(self, path: str) -> Optimizer:
+        """The optimizer of the parameter at `path`."""
+        return self.select(path) if self.select else self
+
+    @functools.cached_property
+    def common(self) -> tuple[bool, ...]:
+        """For each field of the state, whether one value serves all elements of a flat buffer."""
+        probe = self.init_param(torch.empty(3, device="meta"))
+        return tuple(field is not None and field.dim() == 0 for field in probe)
+
+    def init(self, params: Tree) -> State:
+        """The states of all parameters: the tree of `params` with a state at every leaf."""
+        from .optimizers._lift import init
+
+        return init(self, params)
+
+    def step(self, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+        """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.
+
+        Raises:
+            ValueError, TypeError: `grads` has not the structure, shapes and dtypes of `params`.
+        """
+        from .optimizers._lift import step
+
+        return step(self, params, grads, state)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Pipeline(_Specified):
+    """Gradient transform, then optimizer, then parameter transform; made by `fuse`."""
+
+    init: Callable[[Tree], State]
+    step: Callable[..., tuple[Tree, State]]
+    hook: Transform
+    optimizer: Optimizer
+    after: Transform | None = None
+    spec: Spec = Spec("")
+
+    def with_spec(self, spec: Spec) -> Pipeline:
+        return replace(self, spec=spec)
+
+
+def check_transform(value: Any, where: str) -> Transform:
+    """Raise TypeError unless `value` is a Transform."""
+    if isinstance(value, Transform):
+        return value
+    if isinstance(value, Optimizer):
+        hint = "an optimizer comes last: write fuse(hook, optimizer)"
+    elif isinstance(value, Pipeline):
+        hint = "a pipeline is complete already; put the transform into its hook"
+    elif callable(value):
+        hint = "did you forget to call the factory, or do you want stateless(function)?"
+    else:
+        hint = "make one with Transform(init, update)"
+    raise TypeError(f"{where} must be a Transform, got {value!r}; {hint}")
+
+
+def init_empty(params: Tree) -> State:
+    """The init of a transform without state."""
+    del params
+    return ()

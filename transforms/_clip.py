@@ -1,0 +1,83 @@
+"""Clipping, by norm and by value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+
+from ._base import Transform, init_empty
+from ._spec import factory
+from ._tree import State, Tree, global_norm
+from .axes._collectives import AxisName, psum
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value!r}")
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What torch.nn.utils.clip_grad_norm_ multiplies by: min(1, max_norm / (norm + 1e-6))."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+@factory
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """Scale all gradients so that their norm together is at most `max_norm`.
+
+        g <- g min(1, max_norm / (|g| + 1e-6)),   |g|^2 = sum of squares over all leaves
+
+    Put it after the reduction: the norm of the mean is meant. It needs the whole tree, so it waits
+    for all messages. A NaN or infinity in any leaf makes all of them NaN.
+
+    Args:
+        max_norm: The largest norm; above 0.
+
+    Returns:
+        A `Transform` without state. `extra["sharded_over"]`, axis names, says over which axes the
+        tree is sharded; the squares are summed across them.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+
+    Same as: torch.nn.utils.clip_grad_norm_, norm_type=2; optax.clip_by_global_norm has no 1e-6.
+
+    >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, ())[0]
+    {'w': tensor([0.6000, 0.8000])}
+    """
+    _positive("max_norm", max_norm)
+
+    def update(
+        grads: Tree, state: State, params: Tree = None, *, sharded_over: AxisName = (), **extra: Any
+    ) -> tuple[Tree, State]:
+        del params, extra
+        norm = global_norm(grads)
+        if sharded_over:
+            norm = psum(norm * norm, sharded_over).sqrt()
+        factor = clip_factor(norm, max_norm)
+        return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), state
+
+    return Transform(init_empty, update, scope="tree")
+
+
+@factory
+def clip_by_value(max_value: float) -> Transform:
+    """Limit every element to [-max_value, max_value]; a NaN stays a NaN.
+
+    Raises:
+        ValueError: `max_value` is not above 0.
+
+    Same as: torch.nn.utils.clip_grad_value_; optax.clip.
+
+    >>> clip_by_value(1.0).update({"w": torch.tensor([0.5, -4.0])}, ())[0]
+    {'w': tensor([ 0.5000, -1.0000])}
+    """
+    _positive("max_value", max_value)
+
+    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+        del params, extra
+        return optree.tree_map(lambda g: g.clamp(-max_value, max_value), grads), state
+
+    return Transform(init_empty, update, scope="element")

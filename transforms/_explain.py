@@ -1,0 +1,247 @@
+"""What a pipeline will send, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ._base import Optimizer, Pipeline, Transform
+from ._combine import stages
+from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
+from ._plan import make_plan
+from ._tree import Tree, named_leaves
+from .axes._collectives import axis_size, psum
+from .axes._env import bind_axes
+from .sync._lane import encode_lane, lane_dtype, step_lane
+
+
+class Message(NamedTuple):
+    collective: str
+    axis: str
+    dtype: torch.dtype
+    payload_bytes: int  # what one rank hands to the collective
+    sent_bytes: int  # what one rank sends, by a ring
+
+
+class Row(NamedTuple):
+    """One stage of a pipeline, as `explain` sees it for one step."""
+
+    stage: str
+    scope: str
+    when: str
+    messages: tuple[Message, ...]
+    state_bytes: int
+
+
+class Explanation(NamedTuple):
+    """What `explain` returns; print it, or read its rows."""
+
+    rows: tuple[Row, ...]
+    axes: dict[str, int]
+
+    @property
+    def messages(self) -> int:
+        """Messages of one step in which every stage runs."""
+        return sum(len(row.messages) for row in self.rows)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(m.payload_bytes for row in self.rows for m in row.messages)
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(m.sent_bytes for row in self.rows for m in row.messages)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(row.state_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("stage", "scope", "when", "collective", "dtype", "messages", "payload", "sent", "state")
+        table: list[tuple[str, ...]] = [head]
+        for row in self.rows:
+            groups: dict[tuple[str, str], list[Message]] = {}
+            for m in row.messages:
+                groups.setdefault((f"{m.collective}({m.axis})", str(m.dtype).removeprefix("torch.")), []).append(m)
+            lines = [
+                (*key, str(len(ms)), _bytes(sum(m.payload_bytes for m in ms)), _bytes(sum(m.sent_bytes for m in ms)))
+                for key, ms in groups.items()
+            ] or [("-", "-", "0", "0 B", "0 B")]
+            for i, line in enumerate(lines):
+                lead = (row.stage, row.scope, row.when) if i == 0 else ("", "", "")
+                table.append((*lead, *line, _bytes(row.state_bytes) if i == 0 else ""))
+        table.append(
+            ("total per rank and step", "", "", "", "", str(self.messages), _bytes(self.payload_bytes),
+             _bytes(self.sent_bytes), _bytes(self.state_bytes))
+        )  # fmt: skip
+        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table)
+
+
+def _bytes(n: int) -> str:
+    value, unit = float(n), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+# What one rank sends, in units of its payload, on an axis of n ranks.
+_SENT: dict[str, Callable[[int], float]] = {
+    "psum": lambda n: 2 * (n - 1) / n,
+    "pmax": lambda n: 2 * (n - 1) / n,
+    "pmin": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: n - 1,
+    "psum_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "pbroadcast": lambda n: (n - 1) / n,
+    "ppermute": lambda n: 1,
+}
+
+
+class _Recorder:
+    """An axis that notes what is sent and returns values of the right shape."""
+
+    token: Tensor | None = None
+
+    def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
+        self.name, self.size, self._notes, self._whole = name, size, notes, whole
+
+    def index(self) -> Tensor:
+        return torch.tensor(0)
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        payload = x.numel() * x.element_size()
+        self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * _SENT[op](self.size))))
+        if op == "all_gather":
+            return x.new_zeros(self.size, *x.shape)
+        return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
+
+    def joint(self, axes: tuple[str, ...]) -> _Recorder | None:
+        if axes != tuple(self._whole):
+            return None
+        size = 1
+        for n in self._whole.values():
+            size *= n
+        return _Recorder(" x ".join(axes), size, self._notes, self._whole)
+
+
+def explain(
+    pipeline: Pipeline | Transform, params: Tree, axes: Mapping[str, int], *, bucket_bytes: int = BUCKET_BYTES
+) -> Explanation:
+    """What each stage of a pipeline sends and keeps, per rank and step, before anything runs.
+
+    The stages are run once on tensors without data, over axes that only note what is asked of them:
+    nothing is declared by hand. Gradients are cut into the buckets of `fjoin.train_step`; a stage
+    that does not need the whole tree is run once per bucket.
+
+    Args:
+        pipeline: A `Pipeline`, or a `Transform` alone.
+        params: The parameters; only paths, shapes and dtypes are used.
+        axes: Axis name -> number of ranks.
+        bucket_bytes: As in `fjoin.train_step`.
+
+    Returns:
+        An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
+
+    >>> from fjoin import transforms as tx
+    >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
+    >>> what = explain(pipeline, {"w": torch.zeros(1000)}, {"data": 8})
+    >>> what.messages, what.payload_bytes, what.state_bytes
+    (1, 4040, 4012)
+    """
+    notes: list[Message] = []
+    sizes = dict(axes)
+    recorders = {name: _Recorder(name, n, notes, sizes) for name, n in sizes.items()}
+    rows: list[Row] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
+        fake = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in named_leaves(params).items()}
+        layout = make_layout(fake, lambda path: 0, bucket_bytes)
+        ranks = 1
+        for n in sizes.values():
+            ranks *= n
+        lane = dict.fromkeys(step_lane(ranks)[1:], 0.0)
+        hook, optimizer, after = _parts(pipeline)
+
+        plan = make_plan(hook)
+
+        def explain_stage(part: Transform, when: str, carries: bool) -> None:
+            inner = _alternatives(part)
+            for child, child_when in inner:
+                for stage in stages(child):
+                    explain_stage(stage, child_when if when == "each step" else f"{when}, {child_when}", carries)
+            if inner:
+                return
+            if part is plan.reduce:
+                messages = _bucket_messages(part, fake, layout, lane, notes)
+            else:
+                messages = _messages(part, fake, lane if carries else None, notes)
+            rows.append(Row(repr(part), part.scope, when, messages, _state_bytes(part.init(fake))))
+
+        for part in stages(hook):
+            explain_stage(part, "each step", bool(hook.sums and part.sums))
+        if not hook.sums and optimizer is not None and ranks > 1:
+            del notes[:]
+            psum(encode_lane({"total": 1.0, **lane}, lane_dtype(b.dtype for b in layout), ranks), tuple(sizes))
+            rows.append(Row("(the step's own counts)", "message", "each step", tuple(notes), 0))
+        if optimizer is not None:
+            scope = "element" if optimizer.elementwise else "leaf"
+            rows.append(Row(repr(optimizer), scope, "each step", (), _state_bytes(optimizer.init(fake))))
+        if after is not None:
+            for part in stages(after):
+                explain_stage(part, "each step", False)
+    return Explanation(tuple(rows), sizes)
+
+
+def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None]:
+    if isinstance(pipeline, Pipeline):
+        return pipeline.hook, pipeline.optimizer, pipeline.after
+    if isinstance(pipeline, Transform):
+        return pipeline, None, None
+    raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
+
+
+def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
+    """What runs inside a transform that decides when others run."""
+    spec = part.spec
+    if spec.name == "switch_after":
+        return [(spec["before"], f"before step {spec['step']}"), (spec["after"], f"from step {spec['step']}")]
+    if spec.name == "every":
+        return [(spec["transform"], f"every {spec['steps']} steps")]
+    if spec.name == "accumulate":
+        return [(spec["transform"], f"once in {spec['steps']} calls")]
+    return []
+
+
+def _messages(part: Transform, params: dict[str, Tensor], lane: Any, notes: list[Message]) -> tuple[Message, ...]:
+    """What a stage sends that runs on the whole tree."""
+    del notes[:]
+    part.update(dict(params), part.init(params), params, weight=None, lane=lane)
+    return tuple(notes)
+
+
+def _bucket_messages(
+    part: Transform, params: dict[str, Tensor], layout: tuple[Bucket, ...], lane: Any, notes: list[Message]
+) -> tuple[Message, ...]:
+    """What a reduction sends bucket by bucket: the lane and the total ride in one of them, if one can."""
+    del notes[:]
+    carrier = lane_bucket(layout)
+    total = torch.ones((), dtype=torch.float64)
+    if carrier is None:
+        words = encode_lane({"total": total, **lane}, lane_dtype(b.dtype for b in layout), axis_size(part.spec["axis"]))
+        psum(words, part.spec["axis"])
+    for i, bucket in enumerate(layout):
+        some = {path: params[path] for path in bucket.paths}
+        extra = {"lane": lane} if i == carrier else {"total": total}
+        part.update(some, part.init(some), some, weight=None, **extra)
+    return tuple(notes)
+
+
+def _state_bytes(state: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in optree.tree_leaves(state) if isinstance(t, Tensor)}.values())

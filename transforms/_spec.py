@@ -1,0 +1,233 @@
+"""What a transform is, as data: its name, its arguments and, among them, its children.
+
+From the spec come the repr, equality, the JSON round trip and the fingerprint that ranks
+compare. A factory decorated with `factory` gets all of these for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FACTORIES: dict[str, Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """The name of a factory and the arguments it was called with, defaults included."""
+
+    name: str
+    args: tuple[tuple[str, Any], ...] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        return dict(self.args)[key]
+
+    @property
+    def children(self) -> tuple[Any, ...]:
+        """The arguments that carry a spec of their own, in order, containers searched."""
+        found: list[Any] = []
+
+        def search(value: Any) -> None:
+            if isinstance(getattr(value, "spec", None), Spec):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                for item in value:
+                    search(item)
+            elif isinstance(value, Mapping):
+                for item in value.values():
+                    search(item)
+
+        for _, value in self.args:
+            search(value)
+        return tuple(found)
+
+    def canonical(self) -> str:
+        return json.dumps(_encode(self, functions=True), sort_keys=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and self.canonical() == other.canonical()
+
+    def __hash__(self) -> int:
+        return hash(self.canonical())
+
+    def __repr__(self) -> str:
+        make = _FACTORIES.get(self.name)
+        known = inspect.signature(make).parameters if make else {}
+        parts = []
+        for key, value in self.args:
+            parameter = known.get(key)
+            if parameter is not None and parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                parts += [_show(item) for item in value]
+            elif parameter is None or parameter.default is inspect.Parameter.empty:
+                parts.append(_show(value))
+            elif not _same(parameter.default, value):
+                parts.append(f"{key}={_show(value)}")
+        return f"{self.name}({', '.join(parts)})"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def _show(value: Any) -> str:
+    if isinstance(getattr(value, "spec", None), Spec):
+        return repr(value.spec)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
+def spec_of_function(function: Callable[..., Any]) -> Spec:
+    """The spec of something written by hand: it is known by its function."""
+    return Spec("custom", (("function", function),))
+
+
+def factory(function: Callable[P, T]) -> Callable[P, T]:
+    """Let what `function` returns carry a spec: the function's name and its arguments.
+
+    The decorated function becomes known to `from_json` under its own name, so a name can be
+    taken once only.
+
+    Raises:
+        ValueError: another factory has this name.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.clip_by_global_norm(1.0)
+    clip_by_global_norm(1.0)
+    """
+    name = function.__name__
+    known = _FACTORIES.get(name)
+    if known is not None and known.__module__ != function.__module__:
+        raise ValueError(
+            f"a factory called {name!r} exists already, in {known.__module__}; choose another name"
+        )
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def make(*args: P.args, **kwargs: P.kwargs) -> T:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        made: Any = function(*args, **kwargs)
+        if not made.spec.name:  # one that has a name already was made by another factory
+            made = made.with_spec(Spec(name, tuple(bound.arguments.items())))
+        return made  # type: ignore[no-any-return]
+
+    _FACTORIES[name] = make
+    return make
+
+
+def _encode(value: Any, functions: bool) -> Any:
+    """The JSON form. `functions`: let functions stand as a name and a hash of their code."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Spec):
+        return {"name": value.name, "args": {k: _encode(v, functions) for k, v in value.args}}
+    if isinstance(getattr(value, "spec", None), Spec):
+        return _encode(value.spec, functions)
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.Tensor):
+        return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, (list, tuple)):
+        return [_encode(v, functions) for v in value]
+    if isinstance(value, Mapping):
+        return {"dict": [[str(k), _encode(v, functions)] for k, v in value.items()]}
+    if callable(value):
+        label = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        if functions:
+            return {"function": label, "code": _code_hash(value)}
+        return {"function": label}
+    raise TypeError(f"{value!r} (a {type(value).__name__}) has no JSON form; pass numbers, strings, dtypes or transforms")
+
+
+def _code_hash(function: Any) -> str:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        return ""
+    constants = [c for c in code.co_consts if isinstance(c, (bool, int, float, str, bytes, type(None)))]
+    return hashlib.sha256(code.co_code + repr((constants, code.co_names)).encode()).hexdigest()[:16]
+
+
+def to_json(transform: Any) -> str:
+    """A transform, optimizer, schedule or pipeline as JSON text; `from_json` reads it back.
+
+    A function among the arguments is written by its qualified name; `from_json` then needs it
+    in `functions`.
+
+    Raises:
+        TypeError: `transform` carries no spec, or an argument has no JSON form.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.from_json(tx.to_json(tx.clip_by_value(0.5))) == tx.clip_by_value(0.5)
+    True
+    """
+    if not isinstance(getattr(transform, "spec", None), Spec):
+        raise TypeError(f"expected a transform, optimizer, schedule or pipeline, got {transform!r}")
+    return json.dumps(_encode(transform, functions=False), indent=1)
+
+
+def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
+    """Build again what `to_json` wrote.
+
+    Only factories known by name are called: reading a text runs no code that it brings along.
+
+    Args:
+        text: What `to_json` returned.
+        functions: Qualified name -> function, for those among the arguments.
+
+    Raises:
+        ValueError: an unknown factory or function, named in the message.
+    """
+
+    def decode(node: Any) -> Any:
+        if isinstance(node, list):
+            return tuple(decode(item) for item in node)
+        if not isinstance(node, dict):
+            return node
+        if "dtype" in node and "tensor" in node:
+            return torch.tensor(node["tensor"], dtype=getattr(torch, node["dtype"]))
+        if "dtype" in node:
+            return getattr(torch, node["dtype"])
+        if "dict" in node:
+            return {k: decode(v) for k, v in node["dict"]}
+        if "function" in node:
+            try:
+                return (functions or {})[node["function"]]
+            except KeyError:
+                raise ValueError(
+                    f"the text names the function {node['function']!r}; pass it as "
+                    f"from_json(text, functions={{{node['function']!r}: ...}})"
+                ) from None
+        args = {k: decode(v) for k, v in node["args"].items()}
+        if node["name"] not in _FACTORIES:
+            raise ValueError(f"unknown transform {node['name']!r}; known: {sorted(_FACTORIES)}")
+        make = _FACTORIES[node["name"]]
+        bound = inspect.BoundArguments(inspect.signature(make), dict(args))  # type: ignore[arg-type]
+        return make(*bound.args, **bound.kwargs)
+
+    return decode(json.loads(text))
+
+
+def fingerprint(*parts: Any) -> str:
+    """A short hash of transforms and plain data, equal on two ranks iff the parts are.
+
+    Functions count by qualified name and code, not by what they close over.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.fingerprint(tx.identity()) == tx.fingerprint(tx.clip_by_value(1.0))
+    False
+    """
+    text = json.dumps([_encode(part, functions=True) for part in parts])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,110 @@
+"""Pytrees with paths: the few operations that optree does not have under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+Tree: TypeAlias = Any  # a pytree of tensors
+State: TypeAlias = Any  # a pytree of tensors and host integers
+
+
+def path_string(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def named_leaves(tree: Tree) -> dict[str, Tensor]:
+    """Path -> leaf, in optree's order (dict keys sorted).
+
+    >>> named_leaves({"b": [torch.tensor(1)], "a": torch.tensor(2)})
+    {'a': tensor(2), 'b.0': tensor(1)}
+    """
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    return {path_string(p): leaf for p, leaf in zip(paths, leaves, strict=True)}
+
+
+def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`function(path, leaf, *leaves_of_rest)` at every leaf."""
+    return optree.tree_map_with_path(lambda p, *leaves: function(path_string(p), *leaves), tree, *rest)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    return optree.tree_map(torch.zeros_like, tree)
+
+
+def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
+    """Leaf by leaf `a` where the 0-d `condition` holds, else `b`; equal non-tensors are kept."""
+
+    def choose(x: Any, y: Any) -> Any:
+        if isinstance(x, Tensor):
+            return torch.where(condition, x, y)
+        if x != y:
+            raise TypeError(f"a host value cannot depend on data: it is {x!r} on one side and {y!r} on the other")
+        return x
+
+    return optree.tree_map(choose, a, b)
+
+
+def all_finite(tree: Tree) -> Tensor:
+    """A 0-d bool tensor: no leaf holds a NaN or an infinity."""
+    leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.is_floating_point()]
+    if not leaves:
+        return torch.tensor(True)
+    return torch.stack([torch.isfinite(leaf).all() for leaf in leaves]).all()
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """The 2-norm of all leaves together, 0-d, in at least float32; 0 for an empty tree."""
+    leaves = optree.tree_leaves(tree)
+    if not leaves:
+        return torch.tensor(0.0)
+    wide = [leaf if leaf.dtype in (torch.float32, torch.float64) else leaf.float() for leaf in leaves]
+    norms = [torch.linalg.vector_norm(leaf) for leaf in wide]
+    return torch.linalg.vector_norm(torch.stack([n.to(torch.promote_types(n.dtype, norms[0].dtype)) for n in norms]))
+
+
+def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
+    """Raise unless `tree` has the structure, shapes and dtypes of `like`.
+
+    Raises:
+        ValueError: another structure or shape, with the path.
+        TypeError: another dtype, or a leaf that is no dense real floating-point tensor.
+    """
+    have, want = named_leaves(tree), named_leaves(like)
+    if have.keys() != want.keys():
+        missing, extra = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
+        raise ValueError(
+            f"{name} and {like_name} differ in structure: {name} lacks {missing} and has {extra} besides; "
+            f"pass {name} with the structure of {like_name}"
+        )
+    for path, leaf in have.items():
+        check_dense(f"{name}[{path!r}]", leaf)
+        other = want[path]
+        if leaf.shape != other.shape:
+            raise ValueError(
+                f"{name}[{path!r}] has shape {tuple(leaf.shape)}, but {like_name}[{path!r}] has shape {tuple(other.shape)}"
+            )
+        if leaf.dtype != other.dtype:
+            raise TypeError(
+                f"{name}[{path!r}] has dtype {leaf.dtype}, but {like_name}[{path!r}] has dtype {other.dtype}; "
+                f"convert one of them with .to(dtype)"
+            )
+
+
+def check_dense(name: str, leaf: Any) -> None:
+    """Raise TypeError unless `leaf` is a strided, real, floating-point tensor."""
+    if not isinstance(leaf, Tensor):
+        raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; expected a tensor")
+    if leaf.layout is not torch.strided:
+        raise TypeError(
+            f"{name} has layout {leaf.layout}; sparse gradients are not supported, use a dense one "
+            f"(for nn.Embedding: sparse=False, or grad.to_dense())"
+        )
+    if leaf.is_complex():
+        raise TypeError(f"{name} has complex dtype {leaf.dtype}; pass torch.view_as_real(tensor) instead")
+    if not leaf.is_floating_point():
+        raise TypeError(f"{name} has dtype {leaf.dtype}; only floating-point tensors can be trained")

@@ -1,0 +1,253 @@
+"""Transforms that decide when others run.
+
+What decides whether a collective runs is a host integer in the state, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from ._base import Optimizer, Pipeline, Transform, check_transform
+from ._combine import widest
+from ._spec import factory
+from ._tree import State, Tree, all_finite, where, zeros_like
+from .sync._mean import check_weight
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return value
+
+
+class SwitchState(NamedTuple):
+    step: int  # calls so far, on the host
+    before: State
+    after: State
+
+
+@factory
+def switch_after(step: int, before: Transform, after: Transform) -> Transform:
+    """Run one transform for the first `step` calls, and another from then on.
+
+    Args:
+        step: Calls that `before` serves; at least 0.
+        before: For calls 0 to step - 1.
+        after: For the others; its state starts as `after.init(params)` made it.
+
+    Returns:
+        A `Transform` with state `SwitchState(step, before, after)`.
+
+    >>> from fjoin import transforms as tx
+    >>> late = tx.switch_after(1, tx.identity(), tx.stateless(torch.neg))
+    >>> state = late.init(torch.tensor(0.0))
+    >>> first, state = late.update(torch.tensor(1.0), state)
+    >>> first, late.update(torch.tensor(1.0), state)[0]
+    (tensor(1.), tensor(-1.))
+    """
+    _whole("step", step, 0)
+    check_transform(before, "switch_after: before")
+    check_transform(after, "switch_after: after")
+
+    def init(params: Tree) -> State:
+        return SwitchState(0, before.init(params), after.init(params))
+
+    def update(grads: Tree, state: SwitchState, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+        if state.step < step:
+            grads, new = before.update(grads, state.before, params, **extra)
+            return grads, state._replace(step=state.step + 1, before=new)
+        grads, new = after.update(grads, state.after, params, **extra)
+        return grads, state._replace(step=state.step + 1, after=new)
+
+    def sums(state: SwitchState) -> Any:
+        part, inner = (before, state.before) if state.step <= step else (after, state.after)
+        return part.sums(inner) if part.sums else None
+
+    both = before.sums and after.sums
+    return Transform(init, update, scope=widest([before, after]), sums=sums if both else None)
+
+
+class EveryState(NamedTuple):
+    step: int  # calls so far, on the host
+    inner: State
+
+
+@factory
+def every(steps: int, transform: Transform) -> Transform:
+    """Run a transform in every `steps`-th call; in the others the gradients pass unchanged.
+
+    Args:
+        steps: The period; calls steps - 1, 2 steps - 1, ... (counted from 0) run it.
+        transform: What to run then.
+
+    Returns:
+        A `Transform` with state `EveryState(step, inner)`. It does not carry the lane, which must
+        travel in every step.
+
+    >>> from fjoin import transforms as tx
+    >>> second = tx.every(2, tx.stateless(torch.neg))
+    >>> state = second.init(torch.tensor(0.0))
+    >>> first, state = second.update(torch.tensor(1.0), state)
+    >>> first, second.update(torch.tensor(1.0), state)[0]
+    (tensor(1.), tensor(-1.))
+    """
+    _whole("steps", steps, 1)
+    check_transform(transform, "every: transform")
+
+    def init(params: Tree) -> State:
+        return EveryState(0, transform.init(params))
+
+    def update(grads: Tree, state: EveryState, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+        count = state.step + 1
+        if count % steps:
+            return grads, state._replace(step=count)
+        grads, inner = transform.update(grads, state.inner, params, **extra)
+        return grads, EveryState(count, inner)
+
+    return Transform(init, update, scope=transform.scope)
+
+
+class AccumulateState(NamedTuple):
+    step: int  # calls so far, on the host
+    weight: Tensor  # of this window so far, 0-d float64
+    grads: Tree  # sum of weight * gradient in this window, like the parameters
+    lane: dict[str, Tensor]  # sums of the lane in this window
+    inner: State
+
+
+@factory
+def accumulate(steps: int, transform: Transform) -> Transform:
+    """Gather the gradients of `steps` calls and hand their weighted mean to a transform once.
+
+    In the other calls the gradients are None: chain and fuse stop there, so that nothing is sent
+    and nothing is stepped. The window's weight is the sum of its calls' weights, so the mean over
+    all calls and ranks stays exact.
+
+    Args:
+        steps: Calls in a window.
+        transform: What runs at the end of each window, for example `mean("data")`.
+
+    Returns:
+        A `Transform` with state `AccumulateState(step, weight, grads, lane, inner)`.
+
+    Same as: optax.MultiSteps.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = tx.accumulate(2, tx.identity())
+    >>> state = hook.init(torch.tensor(0.0))
+    >>> first, state = hook.update(torch.tensor(1.0), state, weight=1)
+    >>> first, hook.update(torch.tensor(4.0), state, weight=2)[0]
+    (None, tensor(3.))
+    """
+    _whole("steps", steps, 1)
+    check_transform(transform, "accumulate: transform")
+
+    def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
+        return AccumulateState(step, torch.zeros((), dtype=torch.float64), zeros_like(params), {}, inner)
+
+    def init(params: Tree) -> State:
+        return fresh(params, 0, transform.init(params))
+
+    def update(
+        grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
+    ) -> tuple[Tree, State]:
+        w = check_weight(weight)
+        gathered = optree.tree_map(
+            lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads
+        )
+        total = state.weight + w
+        summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}
+        count = state.step + 1
+        if count % steps:
+            return None, AccumulateState(count, total, gathered, summed, state.inner)
+        divisor = torch.where(total > 0, total, torch.ones_like(total))
+        mean = optree.tree_map(lambda g: g / divisor.to(g.dtype), gathered)
+        out, inner = transform.update(mean, state.inner, params, weight=total, lane=summed or None, **extra)
+        return out, fresh(grads, count, inner)
+
+    sums = (lambda state: transform.sums(state.inner)) if transform.sums else None  # type: ignore[misc]
+    return Transform(init, update, scope=transform.scope, sums=sums)
+
+
+class SkipState(NamedTuple):
+    inner: State
+    skipped: Tensor  # calls without effect so far, 0-d int64
+
+
+Skippable = TypeVar("Skippable", Transform, Pipeline)
+
+
+@factory
+def skip_if_nonfinite(part: Skippable) -> Skippable:
+    """Let a call whose result holds a NaN or an infinity have no effect.
+
+    Around a pipeline, parameters and state stay as they were: this is what training wants. Around a
+    transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that
+    its momentum moves the parameters.
+
+    All ranks decide alike only if what they test is equal on all of them: put the reduction inside.
+
+    Args:
+        part: A `Pipeline` or a `Transform`.
+
+    Returns:
+        The same kind of thing, with state `SkipState(inner, skipped)`.
+
+    Raises:
+        TypeError: `part` is neither.
+
+    Same as: optax.apply_if_finite; the skipped step of torch.amp.GradScaler.
+
+    >>> from fjoin import transforms as tx
+    >>> safe = tx.skip_if_nonfinite(tx.fuse(tx.identity(), tx.sgd(1.0)))
+    >>> p = torch.tensor(1.0)
+    >>> safe.step(p, torch.tensor(float("nan")), safe.init(p))[0]
+    tensor(1.)
+    """
+    if isinstance(part, Pipeline):
+        return _skip_pipeline(part)
+    if isinstance(part, Optimizer):
+        raise TypeError("skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))")
+    return _skip_transform(check_transform(part, "skip_if_nonfinite: part"))
+
+
+def _skip_transform(part: Transform) -> Transform:
+    def init(params: Tree) -> State:
+        return SkipState(part.init(params), torch.zeros((), dtype=torch.int64))
+
+    def update(grads: Tree, state: SkipState, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+        out, inner = part.update(grads, state.inner, params, **extra)
+        if out is None:
+            return None, state._replace(inner=inner)
+        fine = all_finite(out)
+        return where(fine, out, zeros_like(out)), SkipState(_choose(fine, inner, state.inner), state.skipped + ~fine)
+
+    sums = (lambda state: part.sums(state.inner)) if part.sums else None  # type: ignore[misc]
+    return Transform(init, update, scope="tree", sums=sums)
+
+
+def _skip_pipeline(part: Pipeline) -> Pipeline:
+    def init(params: Tree) -> State:
+        return SkipState(part.init(params), torch.zeros((), dtype=torch.int64))
+
+    def step(params: Tree, grads: Tree, state: SkipState, **extra: Any) -> tuple[Tree, State]:
+        new, inner = part.step(params, grads, state.inner, **extra)
+        fine = all_finite(new)
+        return where(fine, new, params), SkipState(_choose(fine, inner, state.inner), state.skipped + ~fine)
+
+    return Pipeline(init, step, part.hook, part.optimizer, part.after)
+
+
+def _choose(fine: Tensor, new: State, old: State) -> State:
+    """`new` where fine, else `old`; host counters go on, since they say what has been called."""
+
+    def pick(n: Any, o: Any) -> Any:
+        return torch.where(fine, n, o) if isinstance(n, Tensor) else n
+
+    if optree.tree_structure(new) != optree.tree_structure(old):
+        return new  # the first call may add names to a lane; there is nothing older to keep
+    return optree.tree_map(pick, new, old)

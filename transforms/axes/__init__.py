@@ -1,0 +1,1 @@
+"""Named axes: collectives, and the interpreters that run them without processes."""

@@ -1,0 +1,201 @@
+"""N ranks as N threads of which exactly one runs at a time, switching only at collectives.
+
+Anything Python can do is allowed (control flow per rank, in-place operations, `.item()`), every
+rank has its own stream of random numbers, the order is always the same, sums are taken in rank
+order, and collectives that do not fit together are reported instead of hanging.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import CollectiveMismatch
+from ._env import Axis, bind_axes, bound
+
+
+class _Abandon(BaseException):
+    """Unwinds the threads of a simulation that has failed elsewhere."""
+
+
+class _Group:
+    """The ranks along one axis that meet in its collectives."""
+
+    def __init__(self, axis: str, members: tuple[int, ...]) -> None:
+        self.axis, self.members = axis, members
+        self.given: dict[int, Any] = {}
+        self.call: tuple[str, int] | None = None  # what is being called, and who came first
+
+
+class SimulatedAxis:
+    """What one simulated rank binds to one axis name."""
+
+    token: Tensor | None = None
+
+    def __init__(self, world: _World, group: _Group, me: int) -> None:
+        self._world, self._group, self._me = world, group, me
+        self.size = len(group.members)
+        self.rank = group.members.index(me)
+        self.world_rank = me
+
+    def index(self) -> Tensor:
+        return torch.tensor(self.rank)
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        detail = "" if arg is None else f", {arg!r}"
+        call = f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail})"
+        out: Tensor = self._world.meet(self._me, self._group, call, x.detach(), lambda xs: _combine(op, xs, arg))
+        return out
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's Python object, in rank order."""
+        out: list[Any] = self._world.meet(self._me, self._group, "exchange", value, lambda xs: [xs] * len(xs))
+        return out
+
+    def joint(self, axes: tuple[str, ...]) -> SimulatedAxis | None:
+        """One axis that covers several, if they cover the whole world in its own order."""
+        if axes != tuple(self._world.shape):
+            return None
+        return SimulatedAxis(self._world, self._world.everyone, self._me)
+
+
+def _combine(op: str, xs: list[Tensor], arg: Any) -> list[Tensor]:
+    """The collective on all ranks' inputs, sums in rank order."""
+    n = len(xs)
+    if op in ("psum", "psum_scatter"):
+        total = xs[0].clone()
+        for x in xs[1:]:
+            total += x
+        return list(total.unbind(0)) if op == "psum_scatter" else _copies(total, n)
+    if op in ("pmax", "pmin"):
+        return _copies(functools.reduce(torch.maximum if op == "pmax" else torch.minimum, xs), n)
+    if op == "pbroadcast":
+        return _copies(xs[arg], n)
+    if op == "all_gather":
+        return _copies(torch.stack(xs), n)
+    if op == "all_to_all":
+        return list(torch.stack(xs).transpose(0, 1).contiguous().unbind(0))
+    source = {target: s for s, target in arg}
+    return [xs[source[r]].clone() if r in source else torch.zeros_like(xs[r]) for r in range(n)]
+
+
+def _copies(x: Tensor, n: int) -> list[Tensor]:
+    return [x.clone() for _ in range(n)]
+
+
+class _World:
+    def __init__(self, shape: dict[str, int]) -> None:
+        self.shape = dict(shape)
+        coordinates = list(itertools.product(*map(range, shape.values())))
+        self.size = n = len(coordinates)
+        self.everyone = _Group(" x ".join(shape), tuple(range(n)))
+        self.groups: list[dict[str, _Group]] = [{} for _ in range(n)]
+        for i, axis in enumerate(shape):
+            lines = collections.defaultdict(list)
+            for rank, c in enumerate(coordinates):
+                lines[c[:i] + c[i + 1 :]].append(rank)
+            for members in lines.values():
+                group = _Group(axis, tuple(members))
+                for rank in members:
+                    self.groups[rank][axis] = group
+        self.turn = [threading.Semaphore(0) for _ in range(n)]
+        self.back = threading.Semaphore(0)
+        self.ready = collections.deque(range(n))
+        self.received: list[Any] = [None] * n
+        self.results: list[Any] = [None] * n
+        self.doing = ["has not started"] * n
+        self.random = [torch.get_rng_state()] * n
+        self.error: BaseException | None = None
+
+    def meet(self, me: int, group: _Group, call: str, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
+        """Wait here until every rank of the group has come with the same call."""
+        if group.call is None:
+            group.call = (call, me)
+        elif group.call[0] != call:
+            raise CollectiveMismatch(
+                f"on axis {group.axis!r} rank {group.call[1]} calls {group.call[0]}, but rank {me} calls {call}; "
+                f"all ranks of an axis must call the same collectives on the same shapes in the same order"
+            )
+        group.given[me] = value
+        self.doing[me] = f"waits in {call} over {group.axis!r}"
+        if len(group.given) == len(group.members):
+            outs = combine([group.given[rank] for rank in group.members])
+            group.given, group.call = {}, None
+            for rank, out in zip(group.members, outs, strict=True):
+                self.received[rank] = out
+            self.ready.extend(group.members)
+        self.random[me] = torch.get_rng_state()
+        self.back.release()
+        self.turn[me].acquire()
+        if self.error:
+            raise _Abandon
+        torch.set_rng_state(self.random[me])
+        self.doing[me] = "runs"
+        out, self.received[me] = self.received[me], None
+        return out
+
+    def _thread(self, me: int, run: Callable[[], Any]) -> None:
+        self.turn[me].acquire()
+        try:
+            if self.error:
+                return
+            torch.set_rng_state(self.random[me])
+            self.doing[me] = "runs"
+            self.results[me] = run()
+            self.doing[me] = "has returned"
+        except _Abandon:
+            pass
+        except BaseException as error:
+            self.doing[me] = f"raised {type(error).__name__}"
+            if self.error is None:
+                error.add_note(f"raised on simulated rank {me} of {self.shape}")
+                self.error = error
+        finally:
+            self.random[me] = torch.get_rng_state()
+            self.back.release()
+
+    def run(self, function: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        outer, grad, random = bound(), torch.is_grad_enabled(), torch.get_rng_state()
+
+        def start(me: int) -> Any:
+            axes: dict[str, Axis] = {name: SimulatedAxis(self, g, me) for name, g in self.groups[me].items()}
+            with bind_axes({**outer, **axes}), torch.set_grad_enabled(grad):
+                return function(*args[me])
+
+        threads = [
+            threading.Thread(target=self._thread, args=(me, functools.partial(start, me)), daemon=True)
+            for me in range(self.size)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            while self.ready and not self.error:
+                self.turn[self.ready.popleft()].release()
+                self.back.acquire()
+            if not self.error and any(d != "has returned" for d in self.doing):
+                self.error = CollectiveMismatch("; ".join(f"rank {r} {d}" for r, d in enumerate(self.doing)))
+        except BaseException as error:  # an interrupt: let the threads go before it is passed on
+            self.error = error
+            raise
+        finally:
+            if self.error:
+                for turn in self.turn:
+                    turn.release()
+            for thread in threads:
+                thread.join()
+            torch.set_rng_state(random)
+        if self.error:
+            error, self.error = self.error, None
+            raise error
+        return self.results
+
+
+def lockstep(function: Callable[..., Any], shape: dict[str, int], args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return _World(shape).run(function, args)

@@ -1,0 +1,1 @@
+"""Optimizers in step_param style, and what they share."""

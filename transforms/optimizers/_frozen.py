@@ -1,0 +1,42 @@
+"""The optimizer that does nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .._base import Optimizer
+from .._spec import factory
+from ._inplace import new_step
+
+
+class FrozenState(NamedTuple):
+    step: Tensor  # calls, 0-d float32
+
+
+@factory
+def frozen() -> Optimizer:
+    """Leave parameters as they are; for a part of `partition`.
+
+    Returns:
+        An `Optimizer`. State: `FrozenState(step)`.
+
+    Same as: optax.set_to_zero.
+
+    >>> from fjoin import transforms as tx
+    >>> opt = tx.partition({"embed.*": tx.frozen(), "*": tx.sgd(0.1)})
+    """
+
+    def init_param(param: Tensor) -> FrozenState:
+        return FrozenState(new_step(param))
+
+    def step_param(param: Tensor, grad: Tensor, state: FrozenState) -> tuple[Tensor, FrozenState]:
+        del grad
+        return param, FrozenState(state.step + 1)
+
+    def step_param_(param: Tensor, grad: Tensor, state: FrozenState, **guards: Tensor | None) -> None:
+        del param, grad, guards
+        state.step.add_(1)
+
+    return Optimizer(init_param, step_param, step_param_)

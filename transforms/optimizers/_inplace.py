@@ -1,0 +1,44 @@
+"""What the in-place kernels share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._schedules import ScalarOrSchedule, value_at
+
+
+def not_negative(**values: Any) -> None:
+    """Raise ValueError for a hyperparameter below 0; tensors and schedules are not looked into."""
+    for name, value in values.items():
+        if isinstance(value, (int, float)) and not value >= 0.0:
+            raise ValueError(f"{name} must be at least 0, got {value!r}")
+
+
+def check_betas(betas: tuple[float, float]) -> None:
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas if isinstance(beta, (int, float))):
+        raise ValueError(f"betas must be two numbers, at least 0 and below 1, got {betas!r}")
+
+
+def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
+    """The learning rate as a fused kernel wants it: a number, or a tensor where reading it would wait for the device."""
+    value = value_at(lr, step)
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" else value.to(torch.float32)
+    return value
+
+
+def unscale(grad: Tensor, grad_scale: Tensor | None) -> Tensor | None:
+    """The scale to hand to a fused kernel; float64 is divided here, since kernels take a float32 scale."""
+    if grad_scale is None:
+        return None
+    if grad.dtype is torch.float64:
+        grad.div_(grad_scale)
+        return None
+    return grad_scale.to(torch.float32)
+
+
+def new_step(param: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=param.device)

@@ -1,0 +1,100 @@
+"""From one parameter to a tree of them.
+
+`step` is pure. Where nothing differentiates through it, it copies parameters and state into one
+flat buffer and runs the in-place kernel on the copy: one fused kernel for the whole tree. Under
+torch.func transforms and where a gradient is wanted it runs `step_param` leaf by leaf.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import Optimizer
+from .._tree import State, Tree, check_dense, check_same, path_string
+
+
+def init(optimizer: Optimizer, params: Tree) -> State:
+    if optimizer.check:
+        optimizer.check(params)
+    shared: dict[Any, State] = {}
+
+    def one(path: tuple[Any, ...], param: Tensor) -> State:
+        name = path_string(path)
+        check_dense(f"params[{name!r}]", param)
+        part = optimizer.at(name)
+        state = part.init_param(param.detach())
+        # Equal 0-d fields are one tensor, so that `step` sees that one flat buffer can serve.
+        first = shared.setdefault((id(part), param.dtype, param.device), state)
+        return type(state)(*(a if one_for_all else b for a, b, one_for_all in zip(first, state, part.common, strict=True)))
+
+    return optree.tree_map_with_path(one, params)
+
+
+def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    check_same("grads", grads, "params", params)
+    paths, leaves, structure = optree.tree_flatten_with_path(params)
+    try:
+        states = structure.flatten_up_to(state)
+    except ValueError as error:
+        raise ValueError(f"state does not fit params, it is of another tree or another pipeline: {error}") from None
+    grad_leaves = optree.tree_leaves(grads)
+    groups: dict[Any, list[int]] = {}
+    for i, (path, param) in enumerate(zip(paths, leaves, strict=True)):
+        part = optimizer.at(path_string(path))
+        common = tuple(id(field) for field, c in zip(states[i], part.common, strict=True) if c)
+        groups.setdefault((id(part), param.dtype, param.device, *common), []).append(i)
+    new_leaves, new_states = list(leaves), list(states)
+    for members in groups.values():
+        part = optimizer.at(path_string(paths[members[0]]))
+        chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
+        run = _flat if part.elementwise and _plain(part, *chosen) else _leafwise
+        for i, (param, new) in zip(members, run(part, *chosen), strict=True):
+            new_leaves[i], new_states[i] = param, new
+    return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
+
+
+def _plain(part: Optimizer, *trees: list[Any]) -> bool:
+    """Whether nothing differentiates or maps through this step, so that a copy may be changed in place."""
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    hyper = [value for _, value in part.spec.args if isinstance(value, Tensor)]
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in [*optree.tree_leaves(trees), *hyper])
+    return not wanted
+
+
+def _leafwise(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[tuple[Tensor, Any]]:
+    return [part.step_param(p, g, s) for p, g, s in zip(params, grads, states, strict=True)]
+
+
+def _flat(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[tuple[Tensor, Any]]:
+    flat_param, flat_grad = _ravel(params), _ravel(grads)
+    make = type(states[0])
+    flat_state = make(
+        *(
+            None if field is None else field.clone() if common else _ravel([s[k] for s in states])
+            for k, (field, common) in enumerate(zip(states[0], part.common, strict=True))
+        )
+    )
+    with torch.no_grad():
+        part.step_param_(flat_param, flat_grad, flat_state)
+    sizes = [p.numel() for p in params]
+
+    def views(flat: Tensor) -> list[Tensor]:
+        return [piece.view(p.shape) for piece, p in zip(flat.split(sizes), params, strict=True)]
+
+    columns = [
+        [field] * len(params) if field is None or common else views(field)
+        for field, common in zip(flat_state, part.common, strict=True)
+    ]
+    return [(p, make(*row)) for p, *row in zip(views(flat_param), *columns, strict=True)]
+
+
+def _ravel(leaves: list[Tensor]) -> Tensor:
+    """A flat copy."""
+    if len(leaves) == 1:
+        return leaves[0].detach().reshape(-1).clone()
+    return torch.cat([leaf.detach().reshape(-1) for leaf in leaves])

@@ -1,0 +1,126 @@
+"""Schedules: hyperparameters as functions of the step.
+
+A schedule takes the number of steps taken before this one (0 in the first step; a number or a 0-d
+tensor) and returns a 0-d float64 tensor. Anything callable like that is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._spec import Spec, factory, spec_of_function
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Schedule:
+    """A function of the step that carries a spec."""
+
+    function: Callable[[Tensor], Tensor]
+    spec: Spec = Spec("")
+
+    def __call__(self, step: Any) -> Tensor:
+        return self.function(torch.as_tensor(step, dtype=torch.float64))
+
+    def with_spec(self, spec: Spec) -> Schedule:
+        return replace(self, spec=spec)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        return repr(self.spec if self.spec.name else spec_of_function(self.function))
+
+
+ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
+
+
+def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
+    """The hyperparameter for a step; `step` counts the steps taken before."""
+    return hyper(step) if callable(hyper) else hyper
+
+
+def _steps(name: str, value: int, least: int) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+
+
+@factory
+def constant(value: float) -> Schedule:
+    """The same value in every step.
+
+    >>> constant(0.1)(7).item()
+    0.1
+    """
+    return Schedule(lambda step: torch.full_like(step, value))
+
+
+@factory
+def linear(start: float, end: float, total_steps: int) -> Schedule:
+    """From `start` in step 0 in a straight line to `end` in step `total_steps`, then constant.
+
+    Raises:
+        ValueError: `total_steps` is below 1.
+
+    Same as: torch.optim.lr_scheduler.LinearLR; optax.linear_schedule.
+
+    >>> [linear(0.0, 1.0, 4)(s).item() for s in (0, 1, 4, 9)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    _steps("total_steps", total_steps, 1)
+    return Schedule(lambda step: start + (end - start) * torch.clamp(step / total_steps, max=1.0))
+
+
+@factory
+def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
+    """From `start` in step 0 along half a cosine to `end` in step `total_steps`, then constant.
+
+    Raises:
+        ValueError: `total_steps` is below 1.
+
+    Same as: torch.optim.lr_scheduler.CosineAnnealingLR, up to T_max; optax.cosine_decay_schedule.
+
+    >>> [round(cosine(1.0, 4)(s).item(), 4) for s in (0, 2, 4, 9)]
+    [1.0, 0.5, 0.0, 0.0]
+    """
+    _steps("total_steps", total_steps, 1)
+
+    def function(step: Tensor) -> Tensor:
+        done = torch.clamp(step / total_steps, max=1.0)
+        return end + (start - end) * 0.5 * (1 + torch.cos(math.pi * done))
+
+    return Schedule(function)
+
+
+@factory
+def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
+    """Linear warm-up to `peak`, then half a cosine down to `end`.
+
+    Step s has peak (s + 1) / warmup_steps while s < warmup_steps, so that the first step is not
+    lost; step `warmup_steps - 1` is the first at `peak`, step `total_steps` has `end`.
+
+    Raises:
+        ValueError: `warmup_steps` is negative, or `total_steps` not above it.
+
+    Same as: LinearLR and CosineAnnealingLR in torch's SequentialLR.
+
+    >>> [round(warmup_cosine(1.0, 2, 6)(s).item(), 4) for s in (0, 1, 2, 4, 6)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    _steps("warmup_steps", warmup_steps, 0)
+    _steps("total_steps", total_steps, warmup_steps + 1)
+    rest = cosine(peak, total_steps - warmup_steps, end)
+
+    def function(step: Tensor) -> Tensor:
+        rise = peak * (step + 1) / max(warmup_steps, 1)
+        return torch.where(step < warmup_steps, rise, rest(torch.clamp(step - warmup_steps, min=0.0)))
+
+    return Schedule(function)

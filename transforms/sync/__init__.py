@@ -1,0 +1,1 @@
+"""Who agrees on what, and when."""

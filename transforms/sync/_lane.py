@@ -1,0 +1,103 @@
+"""The lane: a few named scalars that ride in the message that carries the gradients.
+
+A float32 message holds each scalar as two words, v = high * base + low, with base a power of two
+chosen so that the sum of all ranks' low words stays exact: whole numbers are exact as long as
+their sum is below 2^48 / ranks (2^45, 3.5e13, on 8 ranks). A float64 message holds one word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Lane: TypeAlias = Mapping[str, Any]
+
+
+def lane_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype of the lane beside payloads of these dtypes: float64 if there is one, else float32."""
+    return torch.float64 if torch.float64 in set(dtypes) else torch.float32
+
+
+def words_per_scalar(dtype: torch.dtype) -> int:
+    return 1 if dtype is torch.float64 else 2
+
+
+def _base(ranks: int) -> float:
+    return float(2 ** (24 - math.ceil(math.log2(ranks)))) if ranks > 1 else float(2**24)
+
+
+def host_words(lane: Mapping[str, float], dtype: torch.dtype, ranks: int) -> list[float]:
+    """`encode_lane` for host numbers."""
+    if dtype is torch.float64:
+        return list(lane.values())
+    base = _base(ranks)
+    words: list[float] = []
+    for value in lane.values():
+        high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0
+        words += (high, value - high * base)
+    return words
+
+
+def host_lane(words: list[float], names: Iterable[str], dtype: torch.dtype, ranks: int) -> dict[str, float]:
+    """`decode_lane` for host numbers."""
+    if dtype is not torch.float64:
+        base = _base(ranks)
+        words = [high * base + low for high, low in zip(words[::2], words[1::2], strict=True)]
+    return dict(zip(names, words, strict=True))
+
+
+def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device | None = None) -> Tensor:
+    """The lane as a vector of words, (words * scalars,), in the order of its names."""
+    if not lane:
+        return torch.zeros(0, dtype=dtype, device=device)
+    values = torch.stack([_wide(v, device) for v in lane.values()])
+    if dtype is torch.float64:
+        return values
+    base = _base(ranks)
+    finite = torch.isfinite(values)
+    high = torch.where(finite, torch.trunc(values / base), torch.zeros_like(values))
+    return torch.stack([high, values - high * base], dim=1).reshape(-1).to(dtype)
+
+
+def _wide(value: Any, device: torch.device | None) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def decode_lane(words: Tensor, names: Iterable[str], ranks: int) -> dict[str, Tensor]:
+    """The sums back from the sum of the words: name -> 0-d float64."""
+    wide = words.to(torch.float64)
+    if words.dtype is not torch.float64:
+        pairs = wide.reshape(-1, 2)
+        wide = pairs[:, 0] * _base(ranks) + pairs[:, 1]
+    return dict(zip(names, wide.unbind(0), strict=True))
+
+
+# One scalar of the lane holds a bit for each of so many ranks, exactly.
+MASK_BITS = 24
+
+
+def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
+    """The names in the lane of a train_step: its own, then the user's sums.
+
+    total: the sum of the ranks' factors in the mean; weight, loss: the sums of the weights and of
+    weight * loss; has_next: ranks that have another batch; nonfinite0, ...: a bit for each rank
+    whose loss is not finite.
+    """
+    masks = (f"nonfinite{i}" for i in range(math.ceil(ranks / MASK_BITS)))
+    return ("total", "weight", "loss", "has_next", *masks, *(f"sum.{name}" for name in sums))
+
+
+def ranks_in_masks(lane: Mapping[str, float]) -> tuple[int, ...]:
+    """The ranks whose bit is set in the nonfinite words of a summed lane."""
+    ranks: list[int] = []
+    for name, value in lane.items():
+        if name.startswith("nonfinite") and value == value:
+            first = int(name.removeprefix("nonfinite")) * MASK_BITS
+            ranks += [first + bit for bit in range(MASK_BITS) if int(value) >> bit & 1]
+    return tuple(ranks)

@@ -1,0 +1,176 @@
+"""The reductions of gradients: mean, sum_over, noop.
+
+A rank without input takes part with weight 0 and contributes exactly nothing; that is all that
+uneven inputs need.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import Transform, init_empty
+from .._spec import factory
+from .._tree import Tree
+from ..axes._collectives import AxisName, axis_size, psum
+from ._lane import Lane, decode_lane, encode_lane, lane_dtype
+
+Over: TypeAlias = Literal["weight", "live", "world"]
+
+
+class MeanState(NamedTuple):
+    """What the last message brought besides the gradients."""
+
+    total: Tensor  # what the sum was divided by, 0-d float64
+    lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
+
+
+def _init(params: Tree) -> MeanState:
+    del params
+    return MeanState(torch.zeros((), dtype=torch.float64), {})
+
+
+def check_weight(weight: Any) -> Tensor:
+    """The weight as a 0-d float64 tensor; None is 1.
+
+    Raises:
+        ValueError: a host number that is negative, NaN or infinite, or a tensor that is not 0-d.
+    """
+    if weight is None:
+        return torch.ones((), dtype=torch.float64)
+    if isinstance(weight, Tensor):
+        if weight.dim():
+            raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
+        return weight.to(torch.float64)
+    if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"weight must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0")
+    return torch.tensor(float(weight), dtype=torch.float64)
+
+
+def share(weight: Tensor, over: Over) -> Tensor:
+    """The factor of this rank's gradients in the sum: its weight, or 1 where only counts matter."""
+    return weight if over == "weight" else (weight > 0).to(weight.dtype)
+
+
+def _weighted_sum(
+    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, total: Tensor | None
+) -> tuple[Tree, MeanState]:
+    factor = share(check_weight(weight), over)
+    n = axis_size(axis)
+
+    def scale(g: Tensor) -> Tensor:
+        # A rank of weight 0 adds nothing, whatever its gradients hold: 0 * nan would be nan.
+        return torch.where(factor > 0, g * factor.to(g.dtype), torch.zeros_like(g))
+
+    scaled = optree.tree_map(scale, grads)
+    if total is not None:
+        return psum(scaled, axis), MeanState(total, {})
+    full = {"total": factor, **(lane or {})}
+    if lane and "total" in lane:
+        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+    dtype = lane_dtype(leaf.dtype for leaf in optree.tree_leaves(grads))
+    summed, words = psum((scaled, encode_lane(full, dtype, n)), axis)
+    sums = decode_lane(words, full, n)
+    return summed, MeanState(sums.pop("total"), sums)
+
+
+@factory
+def mean(axis: AxisName, over: Over = "weight") -> Transform:
+    """The mean of all ranks' gradients, weighted.
+
+    With w_r the weight of rank r and [.] 1 where it holds, else 0:
+
+        over="weight"   sum_r w_r g_r       / sum_r w_r
+        over="live"     sum_r [w_r > 0] g_r / sum_r [w_r > 0]
+        over="world"    sum_r [w_r > 0] g_r / size of the axis
+
+    The weight and the lane ride in the message that carries the gradients. Where all weights are
+    0 the result is 0. `extra["total"]`, the divisor where another bucket's message has brought it
+    already, saves sending it again.
+
+    Args:
+        axis: The axis, or a tuple of axes, to average over.
+        over: What to divide by.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
+        State: `MeanState(total, lane)`, the sums that came with the last message.
+
+    Raises:
+        ValueError: `over` is none of the three; at `update`: the weight is negative or not finite.
+        UnboundAxis: at `update`: nothing binds `axis`.
+
+    Same as: the all-reduce of torch's DDP; over="world" and "live" are
+        divide_by_initial_world_size=True and False of torch's Join.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(g, n):
+    ...     hook = tx.mean("data")
+    ...     return hook.update(g, hook.init(g), weight=n)[0]
+    >>> tx.simulate(one_rank, {"data": 3}, [1.0, 4.0, 9.0], [2, 1, 0])
+    [tensor(2.), tensor(2.), tensor(2.)]
+    """
+    if over not in ("weight", "live", "world"):
+        raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        total: Tensor | None = None, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        grads = optree.tree_map(torch.as_tensor, grads)
+        summed, new = _weighted_sum(grads, axis, weight, lane, over, total)
+        if over == "world" and total is None:
+            new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
+        divisor = torch.where(new.total == 0, torch.ones_like(new.total), new.total)
+        return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
+
+    return Transform(_init, update, scope="element", sums=lambda state: state)
+
+
+@factory
+def sum_over(axis: AxisName) -> Transform:
+    """The weighted sum of all ranks' gradients, sum_r w_r g_r, without a division.
+
+    State: `MeanState(total, lane)`, total being the sum of the weights.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(g):
+    ...     hook = tx.sum_over("data")
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [1.0, 4.0])
+    [tensor(5.), tensor(5.)]
+    """
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        total: Tensor | None = None, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        return _weighted_sum(optree.tree_map(torch.as_tensor, grads), axis, weight, lane, "weight", total)
+
+    return Transform(_init, update, scope="element", sums=lambda state: state)
+
+
+@factory
+def noop() -> Transform:
+    """Send nothing: every rank keeps its own gradients.
+
+    The upper bound of what any hook can save, and the hook of methods that average parameters.
+
+    Same as: torch.distributed's ddp_comm_hooks.debugging_hooks.noop_hook.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.noop().update(torch.tensor(2.0), ())
+    (tensor(2.), ())
+    """
+
+    def update(grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        del params, extra
+        return grads, state
+
+    return Transform(init_empty, update, scope="element")
