@@ -18,23 +18,65 @@ class Apply:
     was called.
     """
 
-    def __init__(self, module: nn.Module, updated: frozenset[str]) -> None:
-        self._module, self._updated = module, updated
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Path -> the dicts that hold this tensor, several for a shared one. Writing into them is what
+        # torch.func.functional_call does too, after looking all of this up again in each call.
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self._own: list[tuple[dict[str, Any], str, Any]] = []
+        self._updated: dict[str, Tensor] = {}
+        first: dict[int, str] = {}
+        for prefix, part in module.named_modules():
+            for kind in (part._parameters, part._buffers):
+                for name, tensor in kind.items():
+                    if tensor is not None:
+                        path = first.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
+                        self._places.setdefault(path, []).append((kind, name))
+                        self._own.append((kind, name, tensor))
+                        if kind is part._buffers:
+                            self._updated[path] = tensor
 
     def __call__(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        return self.with_buffers(params, buffers, *args, **kwargs)[0]
+        """The forward pass.
+
+        Raises:
+            ValueError: a path that the module does not have.
+        """
+        return self._call(params, buffers, args, kwargs)[0]
 
     def with_buffers(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """The forward pass and the buffers after it, as `(out, buffers)`."""
-        # The module writes into its buffers in place: let it write into copies.
-        own = {path: b.clone() if path in self._updated else b for path, b in {**self._defaults(), **buffers}.items()}
-        out = torch.func.functional_call(self._module, {**own, **params}, args, kwargs, strict=False)
-        return out, {path: b for path, b in own.items() if path in buffers}
+        return self._call(params, buffers, args, kwargs)
 
-    def _defaults(self) -> dict[str, Tensor]:
-        return {path: b for path, b in self._module.named_buffers() if path in self._updated}
+    def _call(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor]]:
+        # The module writes into its buffers in place: let it write into copies.
+        new = {path: buffers.get(path, b).clone() for path, b in self._updated.items()} if self._updated else {}
+        given = {**params, **buffers, **new}
+        if torch.compiler.is_compiling():
+            return torch.func.functional_call(self._module, given, args, kwargs), {p: given[p] for p in buffers}
+        if not given.keys() <= self._places.keys():
+            unknown = sorted(given.keys() - self._places.keys())
+            raise ValueError(f"the module has no parameter or buffer {unknown}; it has {list(self._places)}")
+        try:
+            for path, tensor in given.items():
+                for holder, name in self._places[path]:
+                    holder[name] = tensor
+            return self._module(*args, **kwargs), self._after(buffers)
+        finally:
+            for holder, name, tensor in self._own:
+                holder[name] = tensor
+
+    def _after(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers as the module has left them: written in place, or replaced by assignment."""
+        out = {}
+        for path in buffers:
+            holder, name = self._places[path][0]
+            out[path] = holder[name]
+        return out
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
@@ -65,5 +107,5 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     module = copy.deepcopy(module)
     params = {path: p.detach().clone() for path, p in module.named_parameters() if p.requires_grad}
     frozen = {path: p.detach().clone() for path, p in module.named_parameters() if not p.requires_grad}
-    updated = {path: b.detach().clone() for path, b in module.named_buffers()}
-    return Apply(module, frozenset(updated)), params, {**frozen, **updated}
+    buffers = {path: b.detach().clone() for path, b in module.named_buffers()}
+    return Apply(module), params, {**frozen, **buffers}

@@ -38,11 +38,11 @@ class Guard:
         self.ranks, self.on_device = ranks, on_device
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
 
-    def read_lane(self, words: Tensor, names: tuple[str, ...], ranks: int) -> dict[str, Any]:
+    def read_lane(self, words: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
         """The summed lane: numbers where the host may look, else tensors on the device."""
         if words.device.type == "cpu" and not self.on_device:
-            return dict(host_lane(words.tolist(), names, words.dtype, ranks))
-        return dict(decode_lane(words.clone(), names, ranks))
+            return dict(host_lane(words.tolist(), names, words.dtype, self.ranks))
+        return dict(decode_lane(words.clone(), names, self.ranks))
 
     def from_tensors(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         if self.on_device or any(v.device.type != "cpu" for v in sums.values()):
@@ -119,6 +119,8 @@ class Guard:
     @staticmethod
     def keep(found_inf: Tensor, new: Any, old: Any) -> Any:
         """A state that stays as it was where a step has changed nothing."""
+
+        new, old = (state() if callable(state) else state for state in (new, old))
 
         def pick(n: Any, o: Any) -> Any:
             return torch.where(found_inf > 0, o.to(n.device), n) if isinstance(n, Tensor) else n

@@ -85,7 +85,7 @@ def join(step: Any, loader: Iterable[B], *, empty: Any = NO_BATCH, throw_on_earl
     except BaseException as error:
         finished = True
         if not isinstance(error, EarlyTermination):  # which all ranks raise at the same place
-            step._fail(error)
+            step._raise(error)
         raise
     finally:
         step._turn = None

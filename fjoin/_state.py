@@ -28,6 +28,12 @@ class Body:
     version: int = 0
     torn: str = ""
 
+    def hook_state(self) -> Any:
+        """The hook's state; after a plain reduction it is made only when it is asked for."""
+        if callable(self.hook):
+            self.hook = self.hook()
+        return self.hook
+
     def clone(self) -> Body:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
         return replace(self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0)
@@ -73,7 +79,7 @@ class TrainState:
     def pipeline(self) -> PipelineState:
         """The pipeline's state as `pipeline.init` and `pipeline.step` have it: keyed by path, in views."""
         body = self._claim()
-        return PipelineState(body.hook, body.rebuild(body.storage.optimizer_states()), body.after)
+        return PipelineState(body.hook_state(), body.rebuild(body.storage.optimizer_states()), body.after)
 
     @property
     def step(self) -> int:

@@ -27,8 +27,8 @@ class Storage:
         self.shapes = {path: p.shape for path, p in params.items()}
         self.flats = [torch.cat([params[p].detach().reshape(-1) for p in bucket.paths]) for bucket in layout]
         self.slots = [
-            [optimizer.at(span.paths[0]).init_param(self._range(i, span)) for span in bucket.spans]
-            for i, bucket in enumerate(layout)
+            [(part := optimizer.at(span.paths[0])).init_param(self._range(part, flat, span)) for span in bucket.spans]
+            for bucket, flat in zip(layout, self.flats, strict=True)
         ]
         self._make_leaves()
 
@@ -40,21 +40,23 @@ class Storage:
         self.leaves = {path: of[path] for path in self.shapes}
         self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
 
-    def _range(self, bucket: int, span: Span) -> Tensor:
-        """A span's parameters: flat, or in their own shape where the optimizer needs that."""
-        flat = self.flats[bucket][span.start : span.stop]
-        if self.optimizer.at(span.paths[0]).elementwise:
-            return flat
-        return flat.view(self.shapes[span.paths[0]])
+        self._ranges = [
+            [(part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot) for span, slot in zip(bucket.spans, slots, strict=True)]
+            for bucket, flat, slots in zip(self.layout, self.flats, self.slots, strict=True)
+        ]
 
-    def ranges(self, bucket: int, wire: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
+    def _range(self, part: Optimizer, flat: Tensor, span: Span) -> Tensor:
+        """A span's part of a buffer: flat, or in the leaf's own shape where the optimizer needs that."""
+        piece = flat[span.start : span.stop]
+        return piece if part.elementwise else piece.view(self.shapes[span.paths[0]])
+
+    def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
         """For each span: (optimizer, parameters, gradients, slots), to step in place."""
-        out = []
-        for span, slots in zip(self.layout[bucket].spans, self.slots[bucket], strict=True):
-            param = self._range(bucket, span)
-            grad = wire[span.start : span.stop].view(param.shape)
-            out.append((self.optimizer.at(span.paths[0]), param, grad, slots))
-        return out
+        return [(part, param, self._range(part, grads, span), slot) for part, param, span, slot in self._ranges[bucket]]
+
+    def clear_grads(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = None
 
     def optimizer_states(self) -> dict[str, Any]:
         """Path -> the parameter's own optimizer state, views of the slots in its shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,32 +19,22 @@ class Outgoing:
     Attributes:
         wire: What is sent: the gradients, and behind them the lane if this bucket carries it.
         grads: The gradients' part of it.
+        lane: The lane's part of it, maybe empty.
     """
 
-    def __init__(self, bucket: Bucket, lane_words: int) -> None:
-        self.bucket, self.lane_words = bucket, lane_words
-        self.shapes: dict[str, torch.Size] = {}
+    def __init__(self, bucket: Bucket, shapes: Mapping[str, torch.Size], lane_words: int) -> None:
+        self.bucket, self._shapes = bucket, shapes
+        numel = 0 if bucket.direct else bucket.numel
+        self.wire = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
+        self.grads, self.lane = self.wire[:numel], self.wire[numel:]
+        self._views = [] if bucket.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
-        self.wire: Tensor = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
-        self.grads = self.wire
-        self._views: list[Tensor] = []
         self.work: Work | None = None
-        self.missing = 0
-        self.filled = False
+        self.missing, self.filled = 0, False
 
-    def start(self, leaves: list[Tensor], shapes: dict[str, torch.Size]) -> None:
+    def start(self, leaves: list[Tensor]) -> None:
         """Make ready for the gradients of these leaves."""
-        self.leaves, self.shapes = leaves, shapes
-        self.missing, self.filled, self.work = len(leaves), False, None
-        if not self.bucket.direct and not self._views and leaves:
-            bucket = self.bucket
-            self.wire = torch.zeros(bucket.numel + self.lane_words, dtype=bucket.dtype, device=bucket.device)
-            self.grads = self.wire[: bucket.numel]
-            self._views = views(bucket, self.grads, shapes)
-
-    @property
-    def lane(self) -> Tensor:
-        return self.wire[self.bucket.numel :]
+        self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
 
     def fill(self) -> None:
         """Take over the gradients that autograd has left at the leaves; a missing one counts as 0."""
@@ -76,7 +66,7 @@ class Outgoing:
 
     def by_path(self) -> dict[str, Tensor]:
         """Path -> view of its gradient."""
-        return dict(zip(self.bucket.paths, views(self.bucket, self.grads, self.shapes), strict=True))
+        return dict(zip(self.bucket.paths, views(self.bucket, self.grads, self._shapes), strict=True))
 
 
 class Queue:
@@ -92,10 +82,10 @@ class Queue:
         self._next = len(outgoing)
         self._sending = False
 
-    def start(self, by_bucket: list[list[Tensor]], shapes: dict[str, torch.Size], send: bool) -> None:
+    def start(self, by_bucket: list[list[Tensor]], send: bool) -> None:
         self._next, self._sending = 0, send
         for out, leaves in zip(self.outgoing, by_bucket, strict=True):
-            out.start(leaves, shapes)
+            out.start(leaves)
 
     def stop(self) -> None:
         """Take no more gradients, until the next start."""

@@ -1,0 +1,95 @@
+"""Start one process per rank, on this machine or in network namespaces, and read what they measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def launch(
+    what: str,
+    model: str,
+    count: int,
+    variants: Sequence[str],
+    *,
+    prefixes: Sequence[Sequence[str]] = ((), ()),
+    address: str = "127.0.0.1",
+    interfaces: Sequence[str] = ("lo", "lo"),
+    timeout_s: float = 1800,
+) -> list[dict[str, Any]]:
+    """Run `step.py` on two ranks.
+
+    Args:
+        what, model, count, variants: The arguments of `step.py`.
+        prefixes: What to put before each rank's command.
+        address: Where rank 0 can be reached.
+        interfaces: Each rank's network interface.
+        timeout_s: After this the ranks are killed.
+
+    Returns:
+        Each rank's result.
+    """
+    port = str(free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [os.path.join(folder, str(rank)) for rank in range(2)]
+        ranks = []
+        for rank in range(2):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": address,
+                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": interfaces[rank],
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, str(HERE / "step.py"), what, model, str(count), outs[rank], *variants]
+            ranks.append(subprocess.Popen([*prefixes[rank], *command], env=env))
+        wait(ranks, timeout_s)
+        return [json.loads(Path(out).read_text()) for out in outs]
+
+
+def wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    """Wait for all; once one has failed the others would hang, so they are killed."""
+    end = time.monotonic() + timeout_s
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            if any(rank.poll() for rank in ranks):
+                break
+            if time.monotonic() > end:
+                raise TimeoutError(f"the ranks did not end within {timeout_s:g} s")
+            time.sleep(0.05)
+    finally:
+        codes = [rank.poll() for rank in ranks]
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+            rank.wait()
+    if any(codes):
+        raise RuntimeError(f"a rank failed; exit codes: {codes} (None: was killed after the other had failed)")
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """A timed group as one: the slower rank's wall time and both ranks' CPU time, per round."""
+    first = ranks[0]
+    return {
+        **first,
+        "wall": {v: [max(t) for t in zip(*(r["wall"][v] for r in ranks), strict=True)] for v in first["wall"]},
+        "cpu": {v: [sum(t) for t in zip(*(r["cpu"][v] for r in ranks), strict=True)] for v in first["cpu"]},
+    }

@@ -1,0 +1,82 @@
+"""The models that are trained, each with one fixed batch per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Case(NamedTuple):
+    """A model, and how many steps make a block long enough to be timed (>= 50 ms)."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    steps: int
+
+
+def mlp(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for a, b in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class Block(nn.Module):
+    """A pre-LN transformer layer: 12 parameters, all of them small."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens)))).flatten(0, 1)
+
+
+def samples(n: int, inputs: int, classes: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, inputs), torch.randint(0, classes, (n,))
+
+
+def tokens(n: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, vocabulary, (n + 1,))
+    return text[:-1].unsqueeze(0), text[1:]
+
+
+CASES = {
+    "tiny": Case(lambda: mlp(32, 96, 64, 10), lambda: samples(64, 32, 10), 42),
+    "1m": Case(lambda: mlp(256, 640, 768, 512, 10), lambda: samples(64, 256, 10), 14),
+    "10m": Case(lambda: Transformer(30, 160, 4, 256), lambda: tokens(128, 256), 1),
+    "50m": Case(lambda: mlp(1536, 4096, 4096, 4096, 2048, 1024), lambda: samples(32, 1536, 1024), 1),
+}
+
+
+def model(name: str) -> nn.Module:
+    """The same values on every rank and in every variant."""
+    torch.manual_seed(0)
+    return CASES[name].build()
+
+
+def batch(name: str, rank: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1 + rank)
+    return CASES[name].batch()

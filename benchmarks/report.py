@@ -1,0 +1,188 @@
+"""The results as a Markdown page."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+NOTES = "## What bounds the missed targets"
+CONTROL_WITHIN = 0.03
+Groups = dict[str, dict[str, Any]]
+TITLES = {
+    "tiny": "tiny MLP",
+    "1m": "1M MLP",
+    "10m": "10M transformer",
+    "50m": "50M MLP, large tensors",
+    "link": "10M transformer at 1 Gbit/s",
+}
+
+
+class Row(NamedTuple):
+    """One claim: the time of `what` over that of `base` in the same round."""
+
+    text: str
+    group: str
+    what: str
+    base: str
+    target: float | None = None
+
+
+ROWS = [
+    Row("fjoin / DDP", "tiny", "ours", "ddp", 0.80),
+    Row("fjoin / DDP", "1m", "ours", "ddp", 0.98),
+    Row("fjoin / bound", "1m", "ours", "bound", 1.15),
+    Row("fjoin / DDP", "10m", "ours", "ddp", 0.96),
+    Row("fjoin / bound", "10m", "ours", "bound", 1.06),
+    Row("fjoin / DDP", "50m", "ours", "ddp", 0.91),
+    Row("fjoin / bound", "50m", "ours", "bound", 1.03),
+    Row("fjoin / DDP as it comes", "link", "ours", "ddp", 0.80),
+    Row("fjoin / DDP with its best bucket size", "link", "ours", "ddp best", 0.97),
+    Row("fjoin / bound", "link", "ours", "bound", 1.25),
+    Row("fjoin in join, even inputs / fjoin without join", "tiny", "ours join", "ours", 1.02),
+    Row("fjoin in join, even inputs / fjoin without join", "1m", "ours join", "ours", 1.02),
+    Row("fjoin in join, 14 against 10 batches / fjoin without join", "tiny", "ours join uneven", "ours"),
+    Row("fjoin in join, 14 against 10 batches / DDP in torch's Join", "tiny", "ours join uneven", "ddp join", 0.65),
+    Row("fused AdamW / DDP's _hook_then_optimizer", "10m", "ours", "ddp fused hook", 0.82),
+    Row("pure reference path / DDP", "1m", "pure", "ddp", 1.12),
+    Row("pure reference path / DDP", "10m", "pure", "ddp", 1.12),
+]
+
+
+def bounded(name: str, group: dict[str, Any]) -> dict[str, Any]:
+    """The group with two derived series: the lower bound, and DDP with the bucket size that suits it best."""
+    wall, cpu = dict(group["wall"]), dict(group["cpu"])
+    if {"C", "M", "O"} <= wall.keys():
+        rows = zip(wall["C"], wall["M"], wall["O"], strict=True)
+        # Over loopback messages keep the processors busy, so nothing hides; over a link they can hide wholly.
+        wall["bound"] = [max(c + o, m) if name == "link" else c + m + o for c, m, o in rows]
+    sizes = [v for v in wall if v in ("ddp", "ddp 5", "ddp 10")]
+    if len(sizes) > 1:
+        best = min(sizes, key=lambda v: statistics.median(wall[v]))
+        wall["ddp best"], cpu["ddp best"] = wall[best], cpu[best]
+    return {**group, "wall": wall, "cpu": cpu}
+
+
+def ratio(series: dict[str, list[float]], what: str, base: str) -> tuple[float, float, float]:
+    """(first quartile, median, third quartile) of the ratio per round."""
+    values = [a / b for a, b in zip(series[what], series[base], strict=True)]
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return q1, median, q3
+
+
+def judge(median: float, target: float | None, control: float) -> str:
+    if target is None:
+        return "no target"
+    if abs(control - 1) > CONTROL_WITHIN:
+        return f"not judged: control at {control:.3f}"
+    return "met" if median <= target else "**missed**"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+
+
+def shown(value: tuple[float, float, float]) -> str:
+    return f"{value[1]:.3f} [{value[0]:.3f}, {value[2]:.3f}]"
+
+
+def claims(groups: Groups, memory: dict[str, Any]) -> list[str]:
+    rows = []
+    for row in ROWS:
+        if row.group not in groups:
+            continue
+        wall = groups[row.group]["wall"]
+        if not {row.what, row.base} <= wall.keys():
+            continue
+        value, control = ratio(wall, row.what, row.base), ratio(wall, "ddp again", "ddp")[1]
+        target = "" if row.target is None else f"<= {row.target:.2f}"
+        rows.append([f"{TITLES[row.group]}: {row.text}", shown(value), target, judge(value[1], row.target, control)])
+    if memory:
+        value = memory["ours"]["peak"] / memory["ddp"]["peak"]
+        rows.append(["50M MLP: peak memory, fjoin / DDP", f"{value:.3f}", "<= 1.00", judge(value, 1.0, 1.0)])
+    return table(["case", "measured: median [q1, q3]", "target", "judged"], rows)
+
+
+def bounds(groups: Groups) -> list[str]:
+    rows = []
+    for name, group in groups.items():
+        wall = group["wall"]
+        if "bound" in wall:
+            pieces = [f"{statistics.median(wall[piece]) * 1e3:.3g}" for piece in ("C", "M", "O", "bound")]
+            rows.append([TITLES[name], *pieces, *(shown(ratio(wall, v, "bound")) for v in ("ddp", "ours"))])
+    return table(["model", "C ms", "M ms", "O ms", "bound ms", "DDP / bound", "fjoin / bound"], rows)
+
+
+def variants(groups: Groups) -> list[str]:
+    lines = []
+    for name, group in groups.items():
+        wall, cpu = group["wall"], group["cpu"]
+        rounds, steps = len(wall["ddp"]), group["steps"]
+        lines += [f"**{TITLES[name]}**: {group['parameters']:,} parameters, {rounds} rounds of {steps} steps", ""]
+        rows = [
+            [
+                variant,
+                f"{statistics.median(wall[variant]) * 1e3:.3f}",
+                f"{statistics.median(cpu[variant]) * 1e3 / 2:.3f}",
+                shown(ratio(wall, variant, "ddp")),
+                shown(ratio(cpu, variant, "ddp")),
+            ]
+            for variant in cpu
+            if variant != "ddp best"
+        ]
+        lines += table(["variant", "wall ms", "CPU ms per rank", "wall / DDP", "CPU / DDP"], rows)
+    return lines
+
+
+def page(groups: Groups, memory: dict[str, Any], simulator: list[dict[str, Any]], skipped: list[str], command: str, notes: str) -> str:
+    """The whole page; `notes` is the hand-written end of the last one."""
+    mb = 1e6
+    groups = {name: bounded(name, group) for name, group in groups.items()}
+    today = datetime.date.today().isoformat()
+    lines = [
+        "# Measured speed and memory",
+        "",
+        f"{today}, `{command}`, Python {platform.python_version()}, torch {version('torch')}, fjoin {version('fjoin')}, "
+        f"{os.cpu_count()} CPUs ({platform.machine()}, {platform.system()}).",
+        "",
+        "Two processes, gloo, one thread each, AdamW. Variants are interleaved: each round runs every variant once, in "
+        "shuffled order, after a barrier. A time is that of the slower rank, a ratio is taken within a round. DDP stands "
+        "for DistributedDataParallel(gradient_as_bucket_view=True) with the fused AdamW. A second, identical DDP is the "
+        f"control: a row is judged only where its median ratio is within {CONTROL_WITHIN:.0%} of 1.",
+        "",
+        "## Targets",
+        "",
+        *claims(groups, memory),
+        "## Lower bounds",
+        "",
+        "C: forward and backward without messages. M: all gradients all-reduced back to back. O: the fused AdamW alone. "
+        "Over loopback the bound is C + M + O, since the messages keep the same processors busy; over the link it is "
+        "max(C + O, M). Medians; the ratios are taken within a round.",
+        "",
+        *bounds(groups),
+        "## All variants",
+        "",
+        *variants(groups),
+    ]
+    if memory:
+        rows = [[v, f"{m['peak'] / mb:.0f}", f"{m['steady'] / mb:.0f}"] for v, m in memory.items()]
+        lines += ["## Memory per rank, 50M MLP", "", "RSS in MB of a process that runs one variant alone, set-up included.", ""]
+        lines += table(["variant", "peak", "after the last step"], rows)
+    if simulator:
+        rows = [
+            [r["engine"], str(r["ranks"]), f"{r['seconds'] * 1e3:.0f}", f"{r['added'] / mb:.0f}", f"{r['peak'] / mb:.0f}"]
+            for r in simulator
+        ]
+        lines += ["## The simulator", "", "Three steps of the tiny MLP with mean and sgd, all ranks in one process.", ""]
+        lines += table(["engine", "ranks", "ms", "MB added", "peak RSS MB"], rows)
+    if skipped:
+        lines += ["## Not measured", "", *(f"- {text}" for text in skipped), ""]
+    return "\n".join([*lines, NOTES, "", notes.strip() or "(to be written)", ""])

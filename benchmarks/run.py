@@ -1,0 +1,115 @@
+"""Measure fjoin against torch's DDP, side by side, and write RESULTS.md.
+
+    python benchmarks/run.py                        everything
+    python benchmarks/run.py --quick                few rounds, to see that it runs; prints only
+    python benchmarks/run.py --only tiny link       some groups; prints only
+
+A missed target is a result, not an error: only a crash makes the exit code non-zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import report
+from launch import HERE, combine, launch
+from link import Unavailable, link
+
+
+class Group(NamedTuple):
+    """What runs interleaved in one pair of processes."""
+
+    model: str
+    rounds: int
+    quick: int
+    variants: tuple[str, ...]
+
+
+DDP, PIECES = ("ddp", "ddp again"), ("C", "M", "O")
+GROUPS = {
+    "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", *PIECES)),
+    "1m": Group("1m", 80, 6, (*DDP, "ours", "ours join", "pure", *PIECES)),
+    "10m": Group("10m", 60, 4, (*DDP, "ours", "ddp fused hook", "pure", *PIECES)),
+    "50m": Group("50m", 40, 2, (*DDP, "ours", *PIECES)),
+    "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", *PIECES)),
+}
+ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)
+
+
+def timed(name: str, quick: bool) -> dict[str, Any]:
+    group = GROUPS[name]
+    rounds = group.quick if quick else group.rounds
+    if name != "link":
+        return combine(launch("time", group.model, rounds, group.variants))
+    with link() as where:
+        return combine(launch("time", group.model, rounds, group.variants, **where))
+
+
+def memory(quick: bool) -> dict[str, Any]:
+    """The larger rank's memory, each variant in a pair of processes of its own."""
+    out = {}
+    for variant in ("ddp", "ours"):
+        ranks = launch("memory", "50m", 2 if quick else 5, [variant])
+        out[variant] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    return out
+
+
+def simulator(quick: bool) -> list[dict[str, Any]]:
+    out = []
+    for engine in ENGINES:
+        for ranks in RANKS[:2] if quick else RANKS:
+            command = [sys.executable, str(HERE / "simulate.py"), engine, str(ranks)]
+            out.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=600).stdout))
+    return out
+
+
+def main() -> int:
+    parts: dict[str, Callable[[bool], Any]] = {
+        **{name: lambda quick, name=name: timed(name, quick) for name in GROUPS},
+        "memory": memory,
+        "simulate": simulator,
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--only", nargs="+", choices=parts, metavar="NAME", help=f"some of: {' '.join(parts)}")
+    parser.add_argument("--out", type=Path, help="where to write the page; RESULTS.md after a whole run, else nowhere")
+    args = parser.parse_args()
+
+    got: dict[str, Any] = {}
+    skipped: list[str] = []
+    crashed = False
+    for name in args.only or parts:
+        start = time.monotonic()
+        try:
+            got[name] = parts[name](args.quick)
+        except Unavailable as reason:
+            skipped.append(f"{name}: {reason}")
+            print(f"skipped {name}: {reason}", file=sys.stderr)
+        except Exception:
+            crashed = True
+            skipped.append(f"{name}: crashed")
+            traceback.print_exc()
+        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+    groups = {name: got[name] for name in GROUPS if name in got}
+    out = args.out or (None if args.quick or args.only else HERE / "RESULTS.md")
+    before = out.read_text() if out and out.exists() else ""
+    notes = before.partition(report.NOTES)[2]
+    command = " ".join(["python benchmarks/run.py", *sys.argv[1:]])
+    text = report.page(groups, got.get("memory", {}), got.get("simulate", []), skipped, command, notes)
+    print(text)
+    if out:
+        out.write_text(text)
+    return int(crashed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

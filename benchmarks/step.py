@@ -1,0 +1,107 @@
+"""One rank of a measurement; `run.py` starts two of them for each group.
+
+    step.py time MODEL ROUNDS OUT VARIANT ...      wall and CPU seconds of a step, per round and variant
+    step.py memory MODEL STEPS OUT VARIANT         peak and steady memory of one variant, alone
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import resource
+import sys
+import time
+import warnings
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+import variants
+
+import fjoin
+
+WARM_UP_STEPS = 5
+
+
+def measure(name: str, rounds: int, names: list[str], mesh: Any) -> dict[str, Any]:
+    """Time all variants interleaved: what disturbs the machine for a while disturbs them alike."""
+    steps = models.CASES[name].steps
+    batch = models.batch(name, dist.get_rank())
+    start = flat(list(models.model(name).parameters()))
+    run, reached = {}, {}
+    for variant in names:
+        run[variant], params = variants.MAKE[variant](name, batch, mesh)
+        run[variant](WARM_UP_STEPS)
+        if params is not None:
+            reached[variant] = flat(params())
+    check_equal(reached, start)
+    del reached
+    for variant in names:
+        run[variant](steps)
+
+    wall: dict[str, list[float]] = {variant: [] for variant in names}
+    cpu: dict[str, list[float]] = {variant: [] for variant in names}
+    order, shuffle = list(names), random.Random(0).shuffle
+    gc.collect()
+    for _ in range(rounds):
+        shuffle(order)
+        for variant in order:
+            dist.barrier()
+            wall0, cpu0 = time.perf_counter(), time.process_time()
+            run[variant](steps)
+            wall[variant].append((time.perf_counter() - wall0) / steps)
+            cpu[variant].append((time.process_time() - cpu0) / steps)
+    return {"steps": steps, "parameters": start.numel(), "wall": wall, "cpu": cpu}
+
+
+def flat(params: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in params])
+
+
+def check_equal(reached: dict[str, torch.Tensor], start: torch.Tensor) -> None:
+    """Refuse to compare the speed of variants that do not compute the same.
+
+    The bound is loose because Adam takes full steps on the rounding noise of gradients that are truly
+    zero, such as an attention's key bias. Uneven inputs are another computation: there the ranks differ.
+    """
+    want = reached["ddp"]
+    for variant, got in reached.items():
+        if variant.endswith(("uneven", "ddp join")):
+            continue
+        off = ((got - want).norm() / (want - start).norm()).item()
+        if not off < 0.05:
+            raise RuntimeError(f"{variant!r} does not compute what 'ddp' does: its parameters are off by {off:.2g}")
+
+
+def memory(name: str, steps: int, variant: str, mesh: Any) -> dict[str, Any]:
+    """Peak RSS of this process, and its RSS after some steps."""
+    run, _ = variants.MAKE[variant](name, models.batch(name, dist.get_rank()), mesh)
+    run(steps)
+    with open("/proc/self/statm") as f:
+        steady = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "steady": steady}
+
+
+def main() -> None:
+    what, name, count, out, *names = sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = fjoin.mesh({"data": -1})
+    if what == "time":
+        result = measure(name, int(count), names, mesh)
+    else:
+        result = memory(name, int(count), names[0], mesh)
+    with open(out, "w") as f:
+        json.dump(result, f)
+    dist.barrier()
+    # No tear-down: the hooks of torch's DDP hold groups that may be gone by the interpreter's end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The ways to take a training step, and the pieces that no way can do without.
+
+Each function sets one variant up and returns `(run, params)`: `run(n)` takes n steps, `params()` gives
+the parameters reached so far, or None for a variant that trains nothing of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+LR = 1e-3
+Variant = tuple[Callable[[int], None], Callable[[], list[Tensor]] | None]
+
+
+def ddp(name: str, batch: Any, mesh: Any, join: bool = False, fused_hook: bool = False, **options: Any) -> Variant:
+    """torch's DistributedDataParallel with the fused AdamW: as a whole, in its Join, or stepped in its hook."""
+    x, y = batch
+    model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    if fused_hook:
+        model._register_fused_optim(torch.optim.AdamW, lr=LR)
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            if not fused_hook:
+                optimizer.step()
+
+    def run_joined(n: int) -> None:
+        with Join([model]):
+            run(share(n))
+
+    return run_joined if join else run, lambda: list(model.parameters())
+
+
+def share(n: int) -> int:
+    """How many of n batches this rank has where inputs are uneven: 14 against 10."""
+    return n if dist.get_rank() == 0 else n * 10 // 14
+
+
+def pieces(name: str) -> tuple[Callable[[Any, Any], Tensor], dict[str, Tensor], Any]:
+    """The loss as a function, the parameters, the pipeline."""
+    apply, params, _ = fjoin.functional(models.model(name))
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(apply(params, {}, batch[0]), batch[1])
+
+    return loss_fn, params, tx.fuse(tx.mean("data"), tx.adamw(LR))
+
+
+def ours(name: str, batch: Any, mesh: Any, join: str = "") -> Variant:
+    """fjoin's step: as it is, or inside its join on even or uneven inputs."""
+    loss_fn, params, pipeline = pieces(name)
+    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
+    state = step.init(params)
+    del params
+
+    def run(n: int) -> None:
+        nonlocal state
+        for _ in range(n):
+            state, _ = step(state, batch)
+
+    def run_joined(n: int) -> None:
+        nonlocal state
+        for b in step.join([batch] * (share(n) if join == "uneven" else n)):
+            state, _ = step(state, b)
+
+    return run_joined if join else run, lambda: list(state.params.values())
+
+
+def pure(name: str, batch: Any, mesh: Any) -> Variant:
+    """The reference: torch.func.grad and the pure pipeline, everything out of place."""
+    loss_fn, params, pipeline = pieces(name)
+    grad = torch.func.grad(loss_fn)
+    state = pipeline.init(params)
+
+    def run(n: int) -> None:
+        nonlocal params, state
+        with fjoin.bind(mesh):
+            for _ in range(n):
+                params, state = pipeline.step(params, grad(params, batch), state)
+
+    return run, lambda: list(params.values())
+
+
+def compute(name: str, batch: Any, mesh: Any) -> Variant:
+    """C: forward and backward, without any message."""
+    x, y = batch
+    model = models.model(name)
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+
+    return run, None
+
+
+def messages(name: str, batch: Any, mesh: Any) -> Variant:
+    """M: all gradients all-reduced, one message after the other, 5 MiB each; large tensors are one message."""
+    sizes = [p.numel() for p in models.model(name).parameters()]
+    big = [n for n in sizes if n >= 10**6]
+    small = torch.zeros(sum(sizes) - sum(big))
+    buffers = [*map(torch.zeros, big), *small.split(5 * 2**20 // 4)]
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers]
+            for work in works:
+                work.wait()
+
+    return run, None
+
+
+def optimizer(name: str, batch: Any, mesh: Any) -> Variant:
+    """O: torch's fused AdamW alone."""
+    model = models.model(name)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-3)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            adamw.step()
+
+    return run, None
+
+
+MAKE: dict[str, Callable[..., Variant]] = {
+    "ddp": ddp,
+    "ddp again": ddp,
+    "ddp 5": lambda *a: ddp(*a, bucket_cap_mb=5),
+    "ddp 10": lambda *a: ddp(*a, bucket_cap_mb=10),
+    "ddp join": lambda *a: ddp(*a, join=True),
+    "ddp fused hook": lambda *a: ddp(*a, fused_hook=True),
+    "ours": ours,
+    "ours join": lambda *a: ours(*a, join="even"),
+    "ours join uneven": lambda *a: ours(*a, join="uneven"),
+    "pure": pure,
+    "C": compute,
+    "M": messages,
+    "O": optimizer,
+}

@@ -1,0 +1,74 @@
+"""The step's lane: what each rank says along with its gradients, and where that is written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._agree import sum_names
+from ._loss import host_number
+from ._mesh import Mesh
+from .transforms.sync._lane import MASK_BITS, encode_lane, host_words, step_lane, words_per_scalar
+
+
+class StepLane:
+    """The scalars of one rank's steps.
+
+    Attributes:
+        names: The scalars in the order in which they travel, once the ranks have agreed on them.
+        wire: Where they are written to be sent: behind the gradients of a bucket, or a buffer of its
+            own; None where the hook takes them along by itself.
+    """
+
+    def __init__(self, mesh: Mesh, ranks: int) -> None:
+        self._mesh, self._ranks = mesh, ranks
+        self.names: tuple[str, ...] = ()
+        self.wire: Tensor | None = None
+
+    def agree(self, values: dict[str, Any]) -> None:
+        """Settle the names in the first step: only ranks with a batch know those of aux["sum"]."""
+        own = [name.removeprefix("sum.") for name in values if name.startswith("sum.")]
+        self.names = step_lane(self._ranks, sum_names(self._mesh, own if values["weight"] else None))
+
+    def words(self, dtype: torch.dtype) -> int:
+        return len(self.names) * words_per_scalar(dtype)
+
+    def values(self, share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
+        """What this rank has to say, added to what it had to say in earlier calls of the window."""
+        value: Any = 0.0 if loss is None else weight * host_number(loss.detach())
+        lane: dict[str, Any] = {"total": share, "weight": weight, "loss": value}
+        if isinstance(value, Tensor):
+            bad: Any = (~torch.isfinite(value)).to(torch.float64)
+        else:
+            bad = float(not math.isfinite(value))
+        mask, bit = f"nonfinite{self._mesh.rank // MASK_BITS}", float(2 ** (self._mesh.rank % MASK_BITS))
+        lane[mask] = bad * bit
+        lane.update({f"sum.{name}": v for name, v in sums.items()})
+        if window:
+            lane = {name: lane.get(name, 0.0) + window.get(name, 0.0) for name in {**window, **lane}}
+            lane[mask] = torch.clamp(lane[mask], max=bit) if isinstance(lane[mask], Tensor) else min(lane[mask], bit)
+        return lane
+
+    def complete(self, values: dict[str, Any], has_next: bool) -> dict[str, Any]:
+        """All names, in their order.
+
+        Raises:
+            ValueError: aux["sum"] has not the names of the first step.
+        """
+        have = sorted(n.removeprefix("sum.") for n in values if n.startswith("sum."))
+        want = sorted(n.removeprefix("sum.") for n in self.names if n.startswith("sum."))
+        if values["weight"] and have != want:
+            raise ValueError(f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same")
+        values["has_next"] = float(has_next)
+        return {name: values.get(name, 0.0) for name in self.names}
+
+    def write(self, values: dict[str, Any]) -> None:
+        wire = self.wire
+        assert wire is not None
+        if wire.device.type == "cpu":
+            wire.copy_(torch.tensor(host_words(values, wire.dtype, self._ranks), dtype=wire.dtype))
+        else:
+            wire.copy_(encode_lane(values, wire.dtype, self._ranks, wire.device))

@@ -1,0 +1,82 @@
+"""Calling the user's functions, and checking what they return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Loss:
+    """`loss_fn` and `weight` of a train_step."""
+
+    def __init__(self, loss_fn: Callable[..., Any], weight: Callable[[Any], float] | None) -> None:
+        self._loss_fn, self._weight = loss_fn, weight
+
+    def weigh(self, batch: Any) -> float:
+        """The weight of a batch.
+
+        Raises:
+            ValueError: it is negative or not finite.
+        """
+        if self._weight is None:
+            return 1.0
+        value = self._weight(batch)
+        weight = float(value)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight(batch) must be a finite number that is not negative, got {value!r}")
+        return weight
+
+    def __call__(
+        self, params: Any, buffers: dict[str, Tensor] | None, batch: Any
+    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+        """The forward pass: `(loss, aux, buffers)`.
+
+        Raises:
+            TypeError, ValueError: what `loss_fn` returned is not what it should be.
+        """
+        out = self._loss_fn(params, batch) if buffers is None else self._loss_fn(params, buffers, batch)
+        parts = out if isinstance(out, tuple) else (out,)
+        want = "loss or (loss, aux)" if buffers is None else "(loss, aux, buffers)"
+        if (len(parts) not in (1, 2)) if buffers is None else (len(parts) != 3):
+            raise TypeError(f"loss_fn must return {want}, got {len(parts)} values")
+        loss, aux = parts[0], parts[1] if len(parts) > 1 else None
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+            got = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
+            raise ValueError(f"loss_fn must return a 0-d floating-point loss, the mean over the local batch, got {got}")
+        if not loss.requires_grad:
+            raise ValueError("the loss does not depend on params; was it detached, or computed from other tensors?")
+        if buffers is None:
+            return loss, aux, None
+        if parts[2].keys() != buffers.keys():
+            raise ValueError(f"loss_fn returned the buffers {sorted(parts[2])}, expected {sorted(buffers)}")
+        return loss, aux, {path: b.detach() for path, b in parts[2].items()}
+
+
+def user_sums(aux: Any) -> dict[str, Any]:
+    """aux["sum"], the numbers to be summed over all ranks: host numbers, or tensors on a device.
+
+    Raises:
+        TypeError, ValueError: one of them is no scalar.
+    """
+    if not isinstance(aux, dict) or "sum" not in aux:
+        return {}
+    sums: dict[str, Any] = {}
+    for name, value in aux["sum"].items():
+        if isinstance(value, Tensor):
+            if value.dim():
+                raise ValueError(f"aux['sum'][{name!r}] must be a scalar, got a tensor of shape {tuple(value.shape)}")
+            sums[name] = host_number(value)
+        elif isinstance(value, (int, float)):
+            sums[name] = float(value)
+        else:
+            raise TypeError(f"aux['sum'][{name!r}] must be a number or a 0-d tensor, got {value!r}")
+    return sums
+
+
+def host_number(value: Tensor) -> Any:
+    """A 0-d tensor as a number where reading it waits for nothing, else as a float64 tensor."""
+    return float(value.item()) if value.device.type == "cpu" else value.detach().to(torch.float64)

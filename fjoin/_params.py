@@ -1,0 +1,28 @@
+"""Parameters as the step holds them: path -> leaf, in the order of registration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from .transforms._tree import check_dense, path_string
+
+
+def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
+    """Path -> leaf in the order in which they were registered, and the way back."""
+    with optree.dict_insertion_ordered(True, namespace="fjoin"):
+        paths, leaves, structure = optree.tree_flatten_with_path(params, namespace="fjoin")
+    names = [path_string(path) for path in paths]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"several leaves of params have the paths {twice}; rename them")
+    for name, leaf in zip(names, leaves, strict=True):
+        check_dense(f"params[{name!r}]", leaf)
+
+    def rebuild(flat: dict[str, Any]) -> Any:
+        return optree.tree_unflatten(structure, [flat[name] for name in names])
+
+    return dict(zip(names, leaves, strict=True)), dict if type(params) is dict and names == list(params) else rebuild

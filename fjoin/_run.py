@@ -1,0 +1,267 @@
+"""One step on flat buckets: forward, backward with messages under way, verdict, optimizer."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._axis import Work
+from ._guard import Guard, Verdict
+from ._join import Turn
+from ._lane import StepLane
+from ._loss import Loss, user_sums
+from ._mesh import Mesh
+from ._metrics import Metrics
+from ._state import Body
+from ._storage import Storage
+from ._wire import Outgoing, Queue
+from .transforms._base import Pipeline, Transform
+from .transforms._layout import lane_bucket
+from .transforms._plan import make_plan
+from .transforms.axes._collectives import names as axis_names
+from .transforms.axes._env import bind_axes
+from .transforms.sync._lane import lane_dtype
+from .transforms.sync._mean import MeanState
+
+
+class Run:
+    """Runs the steps of one pipeline on this rank; `TrainStep` is its public face.
+
+    A hook that begins with `mean` or `sum_over` is run bucket by bucket, in place, while backward goes
+    on; any other is run as it stands on all gradients after backward.
+    """
+
+    def __init__(self, loss: Loss, pipeline: Pipeline, mesh: Mesh, accumulate: int) -> None:
+        self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
+        self._plan = make_plan(pipeline.hook)
+        self._skip = pipeline.spec.name == "skip_if_nonfinite"
+        reduce = self._plan.reduce
+        self.axes = axis_names(reduce.spec["axis"]) if reduce else tuple(mesh.shape)
+        self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
+        self.by_weight = reduce is None or reduce.spec.name == "sum_over" or reduce.spec["over"] == "weight"
+        self.guard = Guard(self.ranks)
+        self._lane = StepLane(mesh, self.ranks)
+        self._queue: Queue | None = None
+        self._handles: list[Any] = []
+        self._lane_alone = False  # whether the lane is a message of its own
+
+    # -- set-up ------------------------------------------------------------------------------
+
+    def attach(self, storage: Storage) -> None:
+        """Have every leaf tell when its gradient has arrived.
+
+        The hooks know this object weakly: one that held it would keep all its memory for ever.
+        """
+        me = weakref.ref(self)
+
+        def hook_of(bucket: int) -> Callable[[Tensor], None]:
+            def arrived(_: Tensor) -> None:
+                run = me()
+                if run is not None and run._queue is not None:
+                    run._queue.arrived(bucket)
+
+            return arrived
+
+        for i, leaves in enumerate(storage.by_bucket):
+            self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i)) for leaf in leaves]
+
+    def detach(self) -> None:
+        """Let go of the leaves attached to."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def close(self) -> None:
+        """Free buffers and hooks."""
+        self.detach()
+        self._queue = self._lane.wire = None
+
+    def stop(self) -> None:
+        """Take no more gradients, until the next step."""
+        if self._queue is not None:
+            self._queue.stop()
+
+    def _prepare(self, storage: Storage) -> Queue:
+        """The buffers of the messages."""
+        layout = storage.layout
+        dtype = lane_dtype(bucket.dtype for bucket in layout)
+        words = self._lane.words(dtype)
+        carrier = lane_bucket(layout) if self._plan.reduce else None
+        outgoing = [
+            Outgoing(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)
+        ]
+        if carrier is not None:
+            self._lane.wire = outgoing[carrier].lane
+        elif self._hook_carries:
+            self._lane.wire = None
+        else:
+            device = layout[0].device if layout else None
+            self._lane.wire = torch.zeros(words, dtype=dtype, device=device)
+        self._lane_alone = carrier is None and not self._hook_carries
+        return Queue(outgoing, self._launch)
+
+    @property
+    def _hook_carries(self) -> bool:
+        """Whether a hook that is run as it stands takes the lane along."""
+        return self._plan.reduce is None and self.pipeline.hook.sums is not None
+
+    def _launch(self, wire: Tensor) -> Work:
+        return self.mesh.reduce_(wire, self.axes)
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def __call__(self, body: Body, batch: Any, turn: Turn | None) -> Metrics:
+        storage = body.storage
+        self.stop()
+        if not body.window:
+            storage.clear_grads()
+        weight = self._loss.weigh(batch) if turn is None or turn.live else 0.0
+        loss, aux, buffers = self._forward(body, batch) if weight else (None, None, body.buffers)
+        share = weight if self.by_weight else float(weight > 0)
+        lane = self._lane.values(share, weight, loss, {} if loss is None else user_sums(aux), body.window)
+        # Seeding with the share makes the weighting free; a hook run as it stands weighs by itself.
+        seed = 1.0 if self._plan.reduce is None and self._accumulate == 1 else share
+        if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
+            if loss is not None:
+                _backward(loss, seed)
+            body.window, body.buffers, body.calls = lane, buffers, body.calls + 1
+            return Metrics(body.step, False, aux, dict, self.guard.raise_pending)
+
+        if self._queue is None:
+            self._lane.agree(lane)
+            self._queue = self._prepare(storage)
+        queue = self._queue
+        lane = self._lane.complete(lane, turn is not None and turn.has_next)
+        queue.start(storage.by_bucket, send=self._plan.reduce is not None)
+        alone: Work | None = None
+        if self._lane.wire is not None:
+            self._lane.write(lane)
+            alone = self._launch(self._lane.wire) if self._lane_alone else None
+        if loss is not None:
+            _backward(loss, seed)
+        queue.finish()
+        for out in queue.outgoing:
+            out.arrive()
+        if alone is not None:
+            alone.wait()
+        return self._finish(body, queue.outgoing, lane, aux, buffers, turn)
+
+    def _forward(self, body: Body, batch: Any) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+        params = body.rebuild(dict(body.storage.leaves))
+        with torch.enable_grad(), bind_axes(self.mesh.axes):
+            return self._loss(params, body.buffers, batch)
+
+    def _finish(
+        self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any], aux: Any, buffers: Any, turn: Turn | None
+    ) -> Metrics:
+        """After all messages: decide whether this step may change anything, and step."""
+        hook: Any = None
+        if self._plan.reduce is None:
+            hook = self._run_hook(body, outgoing, lane)
+        if self._lane.wire is not None:
+            sums = self.guard.read_lane(self._lane.wire, self._lane.names)
+        else:
+            carried = self.pipeline.hook.sums(hook)  # type: ignore[misc]
+            sums = self.guard.from_tensors({**carried.lane, "total": carried.total})
+        divisor = self._divisor(sums)
+        if self._plan.reduce is not None:
+            hook = self._reduced_state(sums, divisor)
+            if self._plan.rest:
+                hook = self._run_rest(body, outgoing, hook(), divisor)
+                divisor = 1.0
+        if turn is not None:
+            turn.others = lambda: self.guard.host(sums)["has_next"]
+        verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._plan.clip)
+        step = body.step
+        if verdict.error is not None and not self._skip:
+            body.window = {}
+            raise verdict.error
+        if verdict.changes:
+            self._apply(body, outgoing, verdict)
+            body.hook = hook if verdict.found_inf is None else self.guard.keep(verdict.found_inf, hook, body.hook)
+        body.buffers, body.window = buffers, {}
+        body.calls, body.step = body.calls + 1, body.step + 1
+        return Metrics(step, True, aux, lambda: self.guard.host(sums), self.guard.raise_pending)
+
+    def _divisor(self, sums: dict[str, Any]) -> Any:
+        """What the sums are to be divided by."""
+        reduce = self._plan.reduce
+        if reduce is None or reduce.spec.name == "sum_over":
+            return 1.0
+        return float(self.ranks) if reduce.spec["over"] == "world" else sums["total"]
+
+    def _reduced_state(self, sums: dict[str, Any], divisor: Any) -> Callable[[], Any]:
+        """The state that the pure hook would have after these messages, made when it is asked for."""
+        reduce = self._plan.reduce
+        assert reduce is not None
+
+        def wide(value: Any) -> Tensor:
+            return torch.as_tensor(value, dtype=torch.float64)
+
+        def make() -> Any:
+            total = sums["total"] if reduce.spec.name == "sum_over" else divisor
+            state = MeanState(wide(total), {n: wide(v) for n, v in sums.items() if n != "total"})
+            return (state, ()) if self._plan.clip is not None else (state,) if self._plan.rest else state
+
+        return make
+
+    def _run_hook(self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any]) -> Any:
+        """Run a hook that is no plain reduction on all gradients, as it stands."""
+        weight = lane["weight"]
+        if self._accumulate > 1 and weight:  # the window's sum of weighted gradients, back to their mean
+            for out in outgoing:
+                out.grads.div_(weight)
+        carried = {n: v for n, v in lane.items() if n != "total"} if self._hook_carries else None
+        (state,) = self._run_stages((self.pipeline.hook,), (body.hook,), body, outgoing, weight=weight, lane=carried)
+        return state
+
+    def _run_rest(self, body: Body, outgoing: list[Outgoing], first: tuple[MeanState, ...], divisor: Any) -> Any:
+        """Run the stages behind the reduction on all gradients."""
+        for out in outgoing:
+            out.grads.div_(divisor if isinstance(divisor, Tensor) else divisor or 1.0)
+        old = body.hook_state()[1:]
+        return (*first, *self._run_stages(self._plan.rest, old, body, outgoing, weight=first[0].total, lane=None))
+
+    def _run_stages(
+        self, parts: tuple[Transform, ...], states: Any, body: Body, outgoing: list[Outgoing], **extra: Any
+    ) -> tuple[Any, ...]:
+        params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
+        of = {path: grad for out in outgoing for path, grad in out.by_path().items()}
+        held = {path: of[path] for path in params}
+        grads, new = dict(held), []
+        with torch.no_grad(), bind_axes(self.mesh.axes):
+            for part, state in zip(parts, states, strict=True):
+                grads, after = part.update(grads, state, params, **extra)
+                new.append(after)
+            if held:
+                torch._foreach_copy_(list(held.values()), [grads[path] for path in held])
+        return tuple(new)
+
+    def _apply(self, body: Body, outgoing: list[Outgoing], verdict: Verdict) -> None:
+        """Step every bucket in place."""
+        body.torn = (
+            f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
+            f"new; load a checkpoint, or use donate=False to keep the old state whole"
+        )
+        after = self.pipeline.after
+        with torch.no_grad():
+            for i, out in enumerate(outgoing):
+                for optimizer, param, grad, slots in body.storage.ranges(i, out.grads):
+                    optimizer.step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
+            if after is not None:
+                params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
+                with bind_axes(self.mesh.axes):
+                    new, body.after = after.update(params, body.after, params)
+                if params:
+                    torch._foreach_copy_(list(params.values()), [new[path] for path in params])
+        body.torn = ""
+
+
+def _backward(loss: Tensor, seed: float) -> None:
+    loss.backward(None if seed == 1.0 else torch.full_like(loss, seed))
+

@@ -1,0 +1,306 @@
+"""What every transform and optimizer must obey; `test_laws.py` runs it over all public ones.
+
+Each law is a function of a transform (or optimizer) that raises AssertionError where it is broken.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from helpers import assert_untouched, max_diff, params_like, same_bits, snapshot
+from torch import Tensor
+
+from fjoin import transforms as tx
+
+RANKS = 3
+
+
+def _grads(seed: int) -> dict[str, Tensor]:
+    return params_like(100 + seed)
+
+
+def _on_ranks(
+    make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3, engine: Any = "lockstep", seed: int = 0
+) -> list[Any]:
+    """The gradients that come out on each rank in each step, and the last state."""
+
+    # Drawn outside: inside vmap a draw would be one per rank, even from a seeded generator.
+    given = [[_grads(seed + 10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
+    params = params_like()
+
+    def one_rank(mine: list[Any], weight: Any) -> Any:
+        part = make()
+        state = part.init(params)
+        outs = []
+        for grads in mine:
+            out, state = part.update(grads, state, params, weight=weight)
+            outs.append(out)
+        return outs, state
+
+    return tx.simulate(one_rank, {"data": len(weights)}, given, weights, engine=engine)
+
+
+def is_pure(make: Callable[[], tx.Transform]) -> None:
+    """The same call gives the same answer twice, and its arguments stay as they were."""
+
+    def one_rank() -> None:
+        part, params = make(), params_like()
+        state = part.init(params)
+        for step in range(3):
+            grads = _grads(step)
+            given = (grads, state, params)
+            before = snapshot(given)
+            first = part.update(grads, state, params, weight=2.0)
+            second = part.update(grads, state, params, weight=2.0)
+            assert_untouched(given, before)
+            assert same_bits(first, second), "the second call gave another answer: there is hidden state"
+            state = first[1]
+
+    tx.simulate(one_rank, {"data": 1})
+
+
+def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
+    """element: a flat buffer in the place of the tree; leaf: any subset of the leaves."""
+
+    def one_rank() -> None:
+        part, params = make(), params_like()
+        grads = _grads(int(tx.axis_index("data")))
+        out, _ = part.update(grads, part.init(params), params, weight=2.0)
+        if out is None:
+            return
+        if part.scope == "element":
+            ravel = lambda tree: {"flat": torch.cat([v.reshape(-1) for v in tree.values()])}  # noqa: E731
+            flat, _ = part.update(ravel(grads), part.init(ravel(params)), ravel(params), weight=2.0)
+            assert max_diff(flat, ravel(out)) == 0, "the flat buffer gave another answer"
+        if part.scope in ("element", "leaf"):
+            for path in grads:
+                if not _serves(part, path):
+                    continue
+                one, _ = part.update({path: grads[path]}, part.init({path: params[path]}), {path: params[path]}, weight=2.0)
+                assert max_diff(one, {path: out[path]}) == 0, f"{path} alone gave another answer"
+
+    tx.simulate(one_rank, {"data": RANKS})
+
+
+def _serves(part: tx.Transform, path: str) -> bool:
+    """Whether a transform by path can be set up for this path alone."""
+    try:
+        part.init({path: params_like()[path]})
+    except ValueError:
+        return False
+    return True
+
+
+def chains(make: Callable[[], tx.Transform]) -> None:
+    """In a chain it does what it does alone."""
+
+    def one_rank() -> None:
+        part, other, params = make(), tx.clip_by_value(0.5), params_like()
+        both = tx.chain(part, other)
+        grads = _grads(int(tx.axis_index("data")))
+        a, _ = both.update(grads, both.init(params), params, weight=1.0)
+        b, _ = part.update(grads, part.init(params), params, weight=1.0)
+        if b is None:
+            assert a is None
+        else:
+            assert max_diff(a, other.update(b, (), params)[0]) == 0
+
+    tx.simulate(one_rank, {"data": RANKS})
+
+
+def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
+    """What a rank of weight 0 holds, NaN included, changes nothing on the others."""
+
+    def run(poison: bool) -> Any:
+        def one_rank() -> Any:
+            part, params = make(), params_like()
+            idle = int(tx.axis_index("data")) == 1
+            grads = _grads(int(tx.axis_index("data")))
+            if idle and poison:
+                grads = optree.tree_map(lambda g: torch.full_like(g, float("nan")), grads)
+            out, _ = part.update(grads, part.init(params), params, weight=0.0 if idle else 2.0)
+            return out
+
+        return tx.simulate(one_rank, {"data": RANKS})
+
+    clean, poisoned = run(False), run(True)
+    for rank in (0, 2):
+        assert same_bits(clean[rank], poisoned[rank]), "a rank of weight 0 was heard"
+
+
+def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
+    """On an axis of one rank, a reduction gives back the gradients times weight over divisor."""
+    (alone,) = _on_ranks(make, [2.0], steps=1)
+    part = make()
+    if not part.sums:
+        return
+    out, state = alone
+    if out[0] is None:
+        return
+    total, grads = part.sums(state).total.item(), _grads(0)
+    # Every path is either summed, 2 g, or averaged, or then changed by a stage that has its own tests.
+    for path in grads:
+        ratio = [v for v in (out[0][path] / grads[path]).reshape(-1).tolist()]
+        assert len({round(v, 6) for v in ratio}) <= 1 or _clips(part), path
+        assert all(0 < v <= 2.0 + 1e-12 for v in ratio), path
+    assert total in (1.0, 2.0)
+
+
+def _clips(part: tx.Transform) -> bool:
+    return any(child.spec.name == "clip_by_value" or _clips(child) for child in part.spec.children)
+
+
+def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
+    """A reduction gives the same when the ranks change places."""
+    if not make().sums:
+        return
+
+    def run(order: list[int]) -> Any:
+        def one_rank(who: int) -> Any:
+            part, params = make(), params_like()
+            out, _ = part.update(_grads(who), part.init(params), params, weight=1.0 + who)
+            return out
+
+        ranks = tx.simulate(one_rank, {"data": RANKS}, order)
+        if ranks[0] is None:
+            return {}
+        # What is not the same on all ranks was not reduced, and stays with its rank.
+        return {path: ranks[0][path] for path in ranks[0] if all(same_bits(ranks[0][path], r[path]) for r in ranks)}
+
+    assert max_diff(run([0, 1, 2]), run([2, 0, 1])) < 1e-14
+
+
+def resumes(make: Callable[[], tx.Transform]) -> None:
+    """Saved to a file and loaded again, the state goes on to the bit."""
+
+    def one_rank() -> None:
+        part, params = make(), params_like()
+        _, state = part.update(_grads(0), part.init(params), params, weight=2.0)
+        file = io.BytesIO()
+        values, structure = optree.tree_flatten(state)
+        torch.save(values, file)
+        file.seek(0)
+        loaded = optree.tree_unflatten(structure, torch.load(file, weights_only=True))
+        a = part.update(_grads(1), state, params, weight=1.0)
+        b = part.update(_grads(1), loaded, params, weight=1.0)
+        assert same_bits(a, b)
+
+    tx.simulate(one_rank, {"data": 1})
+
+
+def maps(make: Callable[[], tx.Transform]) -> None:
+    """The vmap engine gives what lockstep gives, or refuses by name."""
+    weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 3.0)]
+    if not make().vmappable:
+        try:
+            _on_ranks(make, weights, engine="vmap")
+        except tx.NotVmappable as error:
+            assert "lockstep" in str(error)
+            return
+        raise AssertionError("it says that it is not vmappable, but ran")
+    a, b = _on_ranks(make, weights), _on_ranks(make, weights, engine="vmap")
+    for (x, _), (y, _) in zip(a, b, strict=True):
+        assert [v is None for v in x] == [v is None for v in y]
+        assert max_diff([v for v in x if v is not None], [v for v in y if v is not None]) < 1e-12
+
+
+def is_data(make: Callable[[], Any]) -> None:
+    """repr, equality and JSON all say the same thing."""
+    part = make()
+    assert part == make() and hash(part) == hash(make())
+    assert part.spec.name in repr(part)
+    functions = {f"{f.__module__}.{f.__qualname__}": f for f in _functions(part)}
+    assert tx.from_json(tx.to_json(part), functions) == part
+    assert tx.fingerprint(part) == tx.fingerprint(make())
+
+
+def _functions(part: Any) -> list[Any]:
+    found = []
+    for _, value in part.spec.args:
+        if callable(value) and not hasattr(value, "spec"):
+            found.append(value)
+    return found + [f for child in part.spec.children for f in _functions(child)]
+
+
+TRANSFORM_LAWS = [
+    is_pure, keeps_its_scope, chains, ignores_weight_zero, is_itself_alone, forgets_the_order_of_ranks, resumes, maps, is_data,
+]  # fmt: skip
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def _optimizer_grads(seed: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(5)]
+
+
+def step_param_is_pure(make: Callable[[], tx.Optimizer]) -> None:
+    """The same call gives the same answer twice, and its arguments stay as they were."""
+    part, param = make().at("layer.weight"), params_like()["layer.weight"]
+    state = part.init_param(param)
+    for grad in _optimizer_grads(1):
+        before = snapshot((param, grad, state))
+        first, second = part.step_param(param, grad, state), part.step_param(param, grad, state)
+        assert_untouched((param, grad, state), before)
+        assert same_bits(first, second)
+        param, state = first
+
+
+def in_place_agrees(make: Callable[[], tx.Optimizer]) -> None:
+    """step_param_ does in place what step_param returns, with and without grad_scale."""
+    for scale in (None, torch.tensor(4.0, dtype=torch.float64)):
+        part, start = make().at("layer.weight"), params_like()["layer.weight"]
+        param, state = start, part.init_param(start)
+        own, slots = start.clone(), part.init_param(start)
+        for grad in _optimizer_grads(2):
+            param, state = part.step_param(param, grad, state)
+            given = grad.clone() if scale is None else grad * scale
+            part.step_param_(own, given, slots, grad_scale=scale)
+        assert max_diff((own, slots), (param, state)) < 1e-14
+
+
+def found_inf_stops_it(make: Callable[[], tx.Optimizer]) -> None:
+    """With found_inf 1 nothing changes, with 0 all as without."""
+    part, start = make().at("layer.weight"), params_like()["layer.weight"]
+    own, slots = start.clone(), part.init_param(start)
+    for found, grad in zip((0.0, 1.0, 0.0), _optimizer_grads(3), strict=False):
+        before = snapshot((own, slots))[0]
+        part.step_param_(own, grad.clone(), slots, found_inf=torch.tensor(found))
+        assert same_bits((own, slots), before) == (found == 1.0) or part.spec.name == "frozen"
+
+
+def tree_step_agrees(make: Callable[[], tx.Optimizer]) -> None:
+    """The step of a tree is the step of each leaf, arguments untouched."""
+    opt, params = make(), params_like()
+    state = opt.init(params)
+    own = {path: (p, opt.at(path).init_param(p)) for path, p in params.items()}
+    for step in range(3):
+        grads = _grads(step)
+        before = snapshot((params, grads, state))
+        new = opt.step(params, grads, state)
+        assert_untouched((params, grads, state), before)
+        own = {path: opt.at(path).step_param(p, grads[path], s) for path, (p, s) in own.items()}
+        params, state = new
+        assert max_diff(params, {path: p for path, (p, _) in own.items()}) < 1e-14
+        assert max_diff(state, {path: s for path, (_, s) in own.items()}) < 1e-14
+
+
+def flat_is_leaves(make: Callable[[], tx.Optimizer]) -> None:
+    """elementwise: a flat buffer of several parameters steps as they do."""
+    part = make().at("layer.weight")
+    if not part.elementwise:
+        return
+    start = params_like()["layer.weight"]
+    whole, rows = (start, part.init_param(start)), [(row, part.init_param(row)) for row in start]
+    for grad in _optimizer_grads(4):
+        whole = part.step_param(whole[0], grad, whole[1])
+        rows = [part.step_param(p, g, s) for (p, s), g in zip(rows, grad, strict=True)]
+    assert max_diff(whole[0], torch.stack([p for p, _ in rows])) == 0
+
+
+OPTIMIZER_LAWS = [step_param_is_pure, in_place_agrees, found_inf_stops_it, tree_step_agrees, flat_is_leaves, is_data]

@@ -1,0 +1,113 @@
+"""One persistent pool of worker processes for all tests that need real ranks.
+
+A job gets fresh process groups over the first n workers, so that tests cannot disturb each other. The
+functions that run in the workers are found again by file and name: they stand at the top of a test file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+WORKERS = 4
+TIMEOUT_S = 120.0
+
+
+class JobFailed(RuntimeError):
+    """A worker raised; the message has its traceback."""
+
+
+def _load(file: str, name: str) -> Callable[..., Any]:
+    key = "job_" + os.path.basename(file).removesuffix(".py")
+    module = sys.modules.get(key)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(key, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[key] = module
+        spec.loader.exec_module(module)
+    found: Callable[..., Any] = getattr(module, name)
+    return found
+
+
+def _worker(pipe: Connection) -> None:
+    sys.path.insert(0, os.path.dirname(__file__))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        file, name, args, rank, n, store = job
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=n,
+                    timeout=datetime.timedelta(seconds=TIMEOUT_S / 2),
+                )  # fmt: skip
+                torch.manual_seed(rank)
+                out = (True, _load(file, name)(*args))
+        except BaseException as error:
+            out = (False, "".join(traceback.format_exception(error)))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        pipe.send(out)
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for _ in range(WORKERS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, n: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(*args)` on n ranks, with torch.distributed initialised: the results in rank order."""
+        if not self._processes:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            job = (function.__code__.co_filename, function.__name__, args)
+            for rank in range(n):
+                self._pipes[rank].send((*job, rank, n, f"{folder}/store"))
+            results: dict[int, Any] = {}
+            while len(results) < n:
+                ready = wait([self._pipes[r] for r in range(n) if r not in results], TIMEOUT_S)
+                if not ready:
+                    self.close()
+                    raise JobFailed(f"{function.__name__} did not end within {TIMEOUT_S} s on {n} ranks; done: {sorted(results)}")
+                for pipe in ready:
+                    rank = self._pipes.index(pipe)
+                    try:
+                        results[rank] = pipe.recv()
+                    except EOFError:
+                        self.close()
+                        raise JobFailed(f"{function.__name__}: worker {rank} died") from None
+        failed = [f"rank {r}:\n{text}" for r, (fine, text) in sorted(results.items()) if not fine]
+        if failed:
+            raise JobFailed("\n".join(failed))
+        return [results[r][1] for r in range(n)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []

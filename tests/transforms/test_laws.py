@@ -1,0 +1,217 @@
+"""Every public transform and optimizer obeys the laws, and every law can be broken."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import laws
+import pytest
+import torch
+from torch import Tensor
+
+from fjoin import transforms as tx
+from fjoin.transforms._spec import _FACTORIES
+
+
+def _negate(g: Tensor) -> Tensor:
+    return -g
+
+
+# One row or more for each public factory: what `make` returns is put under all laws of its kind.
+TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
+    "accumulate": [lambda: tx.accumulate(2, tx.mean("data")), lambda: tx.accumulate(1, tx.mean("data"))],
+    "chain": [
+        lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
+        lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
+    ],
+    "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)],
+    "clip_by_value": [lambda: tx.clip_by_value(0.5)],
+    "every": [lambda: tx.every(2, tx.mean("data"))],
+    "identity": [tx.identity],
+    "masked": [lambda: tx.masked(tx.mean("data"), "layer.*"), lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"])],
+    "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
+    "noop": [tx.noop],
+    "partition": [
+        lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")}),
+        lambda: tx.partition({"*bias": tx.identity(), "*": tx.clip_by_value(0.2)}),
+    ],
+    "skip_if_nonfinite": [lambda: tx.skip_if_nonfinite(tx.mean("data"))],
+    "stateless": [lambda: tx.stateless(_negate), lambda: tx.stateless(_negate, scope="element")],
+    "sum_over": [lambda: tx.sum_over("data")],
+    "switch_after": [
+        lambda: tx.switch_after(1, tx.mean("data"), tx.sum_over("data")),
+        lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),
+    ],
+}
+OPTIMIZERS: dict[str, list[Callable[[], tx.Optimizer]]] = {
+    "adam": [lambda: tx.adam(0.1), lambda: tx.adam(0.1, weight_decay=0.1, amsgrad=True, maximize=True)],
+    "adamw": [lambda: tx.adamw(tx.warmup_cosine(0.1, 2, 10)), lambda: tx.adamw(0.1, betas=(0.5, 0.9), amsgrad=True)],
+    "frozen": [tx.frozen],
+    "partition": [lambda: tx.partition({"layer.*": tx.sgd(0.1, momentum=0.9), "*": tx.adamw(0.1)})],
+    "sgd": [
+        lambda: tx.sgd(0.1),
+        lambda: tx.sgd(tx.linear(0.1, 0.0, 5), momentum=0.9, dampening=0.5, weight_decay=0.1),
+        lambda: tx.sgd(0.1, momentum=0.9, nesterov=True, maximize=True),
+    ],
+}
+SCHEDULES = {"constant", "cosine", "linear", "warmup_cosine"}
+PIPELINES = {"fuse"}
+
+
+def test_every_public_factory_has_a_row() -> None:
+    public = {name for name, value in vars(tx).items() if name in _FACTORIES and inspect.isfunction(value)}
+    assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES
+
+
+def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
+    return [
+        pytest.param(make, law, id=f"{name}{i}-{law.__name__}")
+        for name, rows in table.items() for i, make in enumerate(rows) for law in laws_
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, laws.TRANSFORM_LAWS))
+def test_transform(make: Any, law: Any) -> None:
+    law(make)
+
+
+@pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, laws.OPTIMIZER_LAWS))
+def test_optimizer(make: Any, law: Any) -> None:
+    law(make)
+
+
+# -- every law fails on something that breaks it -----------------------------------------------------
+
+
+def _plain(update: Any, **settings: Any) -> Callable[[], tx.Transform]:
+    return lambda: tx.Transform(lambda params: (), update, **settings)
+
+
+def _remembers() -> tx.Transform:
+    calls = []
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        calls.append(1)
+        return {k: g * len(calls) for k, g in grads.items()}, state
+
+    return tx.Transform(lambda params: (), update)
+
+
+def _writes(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g.mul_(2) for k, g in grads.items()}, state
+
+
+def _normalises(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    norm = sum(g.square().sum() for g in grads.values())
+    return {k: g / norm for k, g in grads.items()}, state
+
+
+def _hears_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return tx.pmean(grads, "data"), state
+
+
+def _broken_chain() -> tx.Transform:
+    def update(grads: Any, state: Any, params: Any = None, *, lane: Any = None, **extra: Any) -> Any:
+        factor = 1.0 if "total" in extra else 2.0
+        return {k: g * factor * (1 + len(calls)) for k, g in grads.items()}, state
+
+    calls: list[int] = []
+    made = tx.Transform(lambda params: calls.append(1) or (), update)
+    return made
+
+
+def _rank_first() -> tx.Transform:
+    inner = tx.mean("data")
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        out, state = inner.update(grads, state, params, **extra)
+        first = tx.pbroadcast(grads, "data", 0)
+        return {k: out[k] + first[k] for k in out}, state
+
+    return tx.Transform(inner.init, update, sums=inner.sums)
+
+
+def _wrong_total() -> tx.Transform:
+    inner = tx.mean("data")
+    return tx.Transform(inner.init, inner.update, sums=lambda s: s._replace(total=s.total + 5))
+
+
+_MARK = torch.zeros(())
+
+
+def _known_by_identity(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g * (3 if state[0] is _MARK else 1) for k, g in grads.items()}, (_MARK,)
+
+
+def _looks_at_values(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g * tx.axis_index("data").item() for k, g in grads.items()}, state
+
+
+_SEEN: list[int] = []
+
+
+def _never_equal() -> tx.Transform:
+    _SEEN.append(1)
+    return tx.clip_by_value(float(len(_SEEN)))
+
+
+BROKEN_TRANSFORMS = {
+    "is_pure": [_remembers, _plain(_writes)],
+    "keeps_its_scope": [_plain(_normalises, scope="element"), _plain(_normalises, scope="leaf")],
+    "chains": [_broken_chain],
+    "ignores_weight_zero": [_plain(_hears_all)],
+    "is_itself_alone": [_wrong_total],
+    "forgets_the_order_of_ranks": [_rank_first],
+    "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity)],
+    "maps": [_plain(_looks_at_values)],
+    "is_data": [_never_equal],
+}
+
+
+@pytest.mark.parametrize(
+    ("law", "broken"),
+    [
+        pytest.param(law, broken, id=f"{law.__name__}{i}")
+        for law in laws.TRANSFORM_LAWS for i, broken in enumerate(BROKEN_TRANSFORMS[law.__name__])
+    ],
+)  # fmt: skip
+def test_each_transform_law_can_fail(law: Any, broken: Any) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        law(broken)
+
+
+def _optimizer(**changed: Any) -> Callable[[], tx.Optimizer]:
+    right = tx.sgd(0.1, momentum=0.9)
+    kept = {"init_param": right.init_param, "step_param": right.step_param, "step_param_": right.step_param_}
+    return lambda: tx.Optimizer(**{**kept, **changed})
+
+
+def _step_writes(param: Tensor, grad: Tensor, state: Any) -> Any:
+    return param.sub_(grad), state
+
+
+def _step_other(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
+    param.sub_(grad)
+
+
+def _step_row_norm(param: Tensor, grad: Tensor, state: Any) -> Any:
+    return param - grad / grad.norm(), state
+
+
+BROKEN_OPTIMIZERS = {
+    "step_param_is_pure": _optimizer(step_param=_step_writes),
+    "in_place_agrees": _optimizer(step_param_=_step_other),
+    "found_inf_stops_it": _optimizer(step_param_=_step_other),
+    "tree_step_agrees": _optimizer(step_param_=_step_other),
+    "flat_is_leaves": _optimizer(step_param=_step_row_norm),
+    "is_data": lambda: tx.sgd(_SEEN.append(1) or 0.1 * len(_SEEN)),
+}
+
+
+@pytest.mark.parametrize("law", laws.OPTIMIZER_LAWS, ids=lambda law: law.__name__)
+def test_each_optimizer_law_can_fail(law: Any) -> None:
+    with pytest.raises(AssertionError):
+        law(BROKEN_OPTIMIZERS[law.__name__])
+
