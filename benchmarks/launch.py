@@ -52,6 +52,7 @@ def launch(
                 "MASTER_PORT": port,
                 "GLOO_SOCKET_IFNAME": interfaces[rank],
                 "OMP_NUM_THREADS": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
             command = [sys.executable, str(HERE / "step.py"), what, model, str(count), outs[rank], *variants]
             ranks.append(subprocess.Popen([*prefixes[rank], *command], env=env))

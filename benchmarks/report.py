@@ -142,30 +142,46 @@ def variants(groups: Groups) -> list[str]:
     return lines
 
 
-def page(groups: Groups, memory: dict[str, Any], simulator: list[dict[str, Any]], skipped: list[str], command: str, notes: str) -> str:
+INTRODUCTION = (
+    "Two processes, gloo, one thread each, AdamW. Variants are interleaved: each round runs every variant once, in "
+    "shuffled order, after a barrier. A time is that of the slower rank, a ratio is taken within a round. DDP stands "
+    "for DistributedDataParallel(gradient_as_bucket_view=True) with the fused AdamW. A second, identical DDP is the "
+    f"control: a row is judged only where its median ratio is within {CONTROL_WITHIN:.0%} of 1."
+)
+BOUNDS = (
+    "C: forward and backward without messages. M: all gradients all-reduced back to back. O: the fused AdamW alone. "
+    "Over loopback the bound is C + M + O, since the messages keep the same processors busy; over the link it is "
+    "max(C + O, M). Medians; the ratios are taken within a round."
+)
+
+
+def page(
+    groups: Groups,
+    memory: dict[str, Any],
+    simulator: list[dict[str, Any]],
+    skipped: list[str],
+    command: str,
+    notes: str,
+) -> str:
     """The whole page; `notes` is the hand-written end of the last one."""
     mb = 1e6
     groups = {name: bounded(name, group) for name, group in groups.items()}
-    today = datetime.date.today().isoformat()
+    versions = f"Python {platform.python_version()}, torch {version('torch')}, fjoin {version('fjoin')}"
+    machine = f"{os.cpu_count()} CPUs ({platform.machine()}, {platform.system()})"
+    made = f"{datetime.date.today().isoformat()}, `{command}`, {versions}, {machine}."
     lines = [
         "# Measured speed and memory",
         "",
-        f"{today}, `{command}`, Python {platform.python_version()}, torch {version('torch')}, fjoin {version('fjoin')}, "
-        f"{os.cpu_count()} CPUs ({platform.machine()}, {platform.system()}).",
+        made,
         "",
-        "Two processes, gloo, one thread each, AdamW. Variants are interleaved: each round runs every variant once, in "
-        "shuffled order, after a barrier. A time is that of the slower rank, a ratio is taken within a round. DDP stands "
-        "for DistributedDataParallel(gradient_as_bucket_view=True) with the fused AdamW. A second, identical DDP is the "
-        f"control: a row is judged only where its median ratio is within {CONTROL_WITHIN:.0%} of 1.",
+        INTRODUCTION,
         "",
         "## Targets",
         "",
         *claims(groups, memory),
         "## Lower bounds",
         "",
-        "C: forward and backward without messages. M: all gradients all-reduced back to back. O: the fused AdamW alone. "
-        "Over loopback the bound is C + M + O, since the messages keep the same processors busy; over the link it is "
-        "max(C + O, M). Medians; the ratios are taken within a round.",
+        BOUNDS,
         "",
         *bounds(groups),
         "## All variants",
@@ -174,14 +190,30 @@ def page(groups: Groups, memory: dict[str, Any], simulator: list[dict[str, Any]]
     ]
     if memory:
         rows = [[v, f"{m['peak'] / mb:.0f}", f"{m['steady'] / mb:.0f}"] for v, m in memory.items()]
-        lines += ["## Memory per rank, 50M MLP", "", "RSS in MB of a process that runs one variant alone, set-up included.", ""]
+        lines += [
+            "## Memory per rank, 50M MLP",
+            "",
+            "RSS in MB of a process that runs one variant alone, set-up included.",
+            "",
+        ]
         lines += table(["variant", "peak", "after the last step"], rows)
     if simulator:
         rows = [
-            [r["engine"], str(r["ranks"]), f"{r['seconds'] * 1e3:.0f}", f"{r['added'] / mb:.0f}", f"{r['peak'] / mb:.0f}"]
+            [
+                r["engine"],
+                str(r["ranks"]),
+                f"{r['seconds'] * 1e3:.0f}",
+                f"{r['added'] / mb:.0f}",
+                f"{r['peak'] / mb:.0f}",
+            ]
             for r in simulator
         ]
-        lines += ["## The simulator", "", "Three steps of the tiny MLP with mean and sgd, all ranks in one process.", ""]
+        lines += [
+            "## The simulator",
+            "",
+            "Three steps of the tiny MLP with mean and sgd, all ranks in one process.",
+            "",
+        ]
         lines += table(["engine", "ranks", "ms", "MB added", "peak RSS MB"], rows)
     if skipped:
         lines += ["## Not measured", "", *(f"- {text}" for text in skipped), ""]

@@ -36,8 +36,8 @@ class Group(NamedTuple):
 DDP, PIECES = ("ddp", "ddp again"), ("C", "M", "O")
 GROUPS = {
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", *PIECES)),
-    "1m": Group("1m", 80, 6, (*DDP, "ours", "ours join", "pure", *PIECES)),
-    "10m": Group("10m", 60, 4, (*DDP, "ours", "ddp fused hook", "pure", *PIECES)),
+    "1m": Group("1m", 80, 4, (*DDP, "ours", "ours join", "pure", *PIECES)),
+    "10m": Group("10m", 60, 3, (*DDP, "ours", "ddp fused hook", "pure", *PIECES)),
     "50m": Group("50m", 40, 2, (*DDP, "ours", *PIECES)),
     "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", *PIECES)),
 }
@@ -93,7 +93,7 @@ def main() -> int:
         except Unavailable as reason:
             skipped.append(f"{name}: {reason}")
             print(f"skipped {name}: {reason}", file=sys.stderr)
-        except Exception:
+        except (RuntimeError, ValueError, OSError, subprocess.SubprocessError):
             crashed = True
             skipped.append(f"{name}: crashed")
             traceback.print_exc()

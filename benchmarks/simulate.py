@@ -1,6 +1,6 @@
 """Time and memory of the simulator: three training steps of a small MLP on N ranks in one process.
 
-    simulate.py ENGINE RANKS       prints a JSON object; a process of its own, so that the peak is its own
+`simulate.py ENGINE RANKS` prints a JSON object. It is a process of its own, so that the peak is its own.
 """
 
 from __future__ import annotations

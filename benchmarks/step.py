@@ -1,5 +1,7 @@
 """One rank of a measurement; `run.py` starts two of them for each group.
 
+Usage:
+
     step.py time MODEL ROUNDS OUT VARIANT ...      wall and CPU seconds of a step, per round and variant
     step.py memory MODEL STEPS OUT VARIANT         peak and steady memory of one variant, alone
 """
@@ -23,7 +25,7 @@ import variants
 
 import fjoin
 
-WARM_UP_STEPS = 5
+WARM_UP_STEPS = 3
 
 
 def measure(name: str, rounds: int, names: list[str], mesh: Any) -> dict[str, Any]:

@@ -6,6 +6,8 @@ the parameters reached so far, or None for a variant that trains nothing of its 
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +32,8 @@ def ddp(name: str, batch: Any, mesh: Any, join: bool = False, fused_hook: bool =
     model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     if fused_hook:
-        model._register_fused_optim(torch.optim.AdamW, lr=LR)
+        with contextlib.redirect_stderr(io.StringIO()):  # it announces its deprecation past all filters
+            model._register_fused_optim(torch.optim.AdamW, lr=LR)
 
     def run(n: int) -> None:
         for _ in range(n):

@@ -76,7 +76,7 @@ def equal_on_all_ranks(report: Report, state: fjoin.TrainState) -> None:
 def equal_to_one_process(report: Report, make_pipeline: MakePipeline) -> None:
     """A few steps on uneven ranks move the parameters as plain torch does on all their batches together."""
     world, rank = report.mesh.size, report.mesh.rank
-    counts = [4, 2] if world == 2 else [2 + 2 * (r == 0) for r in range(world)]
+    counts = [4] + [2] * (world - 1)
     batches = [uneven_batches(seed=r, count=n) for r, n in enumerate(counts)]
     torch.manual_seed(1)
     model = Decoder(**SMALL).double()
@@ -103,7 +103,7 @@ def equal_to_one_process(report: Report, make_pipeline: MakePipeline) -> None:
             largest = max(largest, expected.abs().max().item())
     step.close()
     report.check(
-        f"equal to one process of plain torch, float64, ranks with {' and '.join(map(str, counts))} batches",
+        f"equal to one process of plain torch, float64, on {' + '.join(map(str, counts))} batches",
         difference <= 1e-12,
         f"displacements up to {largest:.1e} differ by {difference:.1e} at most ({clipped} of {max(counts)} steps clipped)",
     )
@@ -116,7 +116,7 @@ def train_with_torch(model: nn.Module, batches: list[list[Batch]], peak: float) 
     plain = [p for path, p in named.items() if "norm" in path or path.endswith("bias")]
     decayed = [p for path, p in named.items() if not ("norm" in path or path.endswith("bias"))]
     groups = [{"params": plain, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.1}]
-    optimizer = torch.optim.AdamW(groups, lr=peak, foreach=False, fused=False)
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.99), foreach=False, fused=False)
     warmup, clipped = max(1, steps // 10), 0
     for number in range(steps):
         falling = 0.5 * (1 + math.cos(math.pi * (number - warmup) / (steps - warmup)))
@@ -202,7 +202,9 @@ def next_to_torch_join(report: Report, make_pipeline: MakePipeline) -> None:
         drift_ours == 0.0,
         f"largest difference of a parameter {drift_ours:g}",
     )
-    report.say(f"          the same loop under torch's DistributedDataParallel and Join, measured here: {drift_theirs:.1e}")
+    report.say(
+        f"          the same loop under torch's DistributedDataParallel and Join, measured here: {drift_theirs:.1e}"
+    )
 
 
 def drift(vector: Tensor) -> float:

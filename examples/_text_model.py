@@ -46,8 +46,13 @@ class Decoder(nn.Module):
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        for table in (self.embed, self.position):
-            nn.init.normal_(table.weight, std=0.02)
+        for path, param in self.named_parameters():
+            if param.dim() == 2:
+                # What a block adds to the stream starts small, so that the embedding is heard through all of them.
+                adds = path.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(param, std=0.05 / (2 * layers) ** 0.5 if adds else 0.05)
+            elif path.endswith("bias"):
+                nn.init.zeros_(param)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]

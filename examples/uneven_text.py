@@ -25,14 +25,15 @@ import fjoin
 from fjoin import transforms as tx
 
 OUT = pathlib.Path(__file__).parent / "out"
-CONTEXT, SEQUENCES, BYTES_PER_RANK = 128, 8, 220_000
+CONTEXT, SEQUENCES, BYTES_PER_RANK = 128, 4, 200_000
 BUCKET_BYTES = 2**20  # small, so that even this model's gradients travel in several messages
 
 
 def make_pipeline(steps: int, peak: float = 3e-3) -> tx.Pipeline:
     """What becomes of the gradients: the mean over all tokens, clipped, then AdamW."""
     schedule = tx.warmup_cosine(peak, warmup_steps=max(1, steps // 10), total_steps=steps)
-    plain, decayed = tx.adamw(schedule, weight_decay=0.0), tx.adamw(schedule, weight_decay=0.1)
+    plain = tx.adamw(schedule, betas=(0.9, 0.99), weight_decay=0.0)
+    decayed = tx.adamw(schedule, betas=(0.9, 0.99), weight_decay=0.1)
     return tx.fuse(
         tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
         tx.partition({"*bias": plain, "*norm*": plain, "*": decayed}),
@@ -41,6 +42,9 @@ def make_pipeline(steps: int, peak: float = 3e-3) -> tx.Pipeline:
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is for CPUs, whatever the machine has
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # torch's profiler, which counts messages in the end, works in silence
     torch.set_num_threads(1)  # the ranks share this machine
     torch.manual_seed(0)
     mesh = fjoin.mesh({"data": -1})  # under torchrun its processes, else one rank
@@ -61,7 +65,9 @@ def main() -> None:
         print(f"{sum(p.numel() for p in params.values()):,} parameters, {world} rank{'s' * (world > 1)}")
         for rank, batches in enumerate(loaders):
             tokens = [batch.tokens for batch in batches]
-            print(f"rank {rank}: {len(batches)} batches of {min(tokens)} to {max(tokens)} tokens, {sum(tokens):,} in all")
+            print(
+                f"rank {rank}: {len(batches)} batches of {min(tokens)} to {max(tokens)} tokens, {sum(tokens):,} in all"
+            )
         print(f"\n{plan}\n", flush=True)
 
     # Training: this is all that uneven inputs ask of a loop.
@@ -75,7 +81,7 @@ def main() -> None:
 
     if first:
         print(f"\n--- a sample ---\n{generate(apply, state.params, 'def ', 240)}\n---\n")
-        plot(losses)
+        plot(losses, ends=[len(batches) for batches in loaders if len(batches) < steps])
         print("\nchecks", flush=True)
 
     report = checks.Report(mesh)
@@ -104,7 +110,11 @@ class Progress:
         bar = "#" * (24 * done // self.steps)
         speed = self.tokens / (time.perf_counter() - self.start)
         line = f"[{bar:<24}] {done}/{self.steps}  loss {metrics.loss:.3f}  {speed:,.0f} tokens/s"
-        print(f"\r{line}  " if self.terminal else line, end="" if self.terminal and done < self.steps else "\n", flush=True)
+        print(
+            f"\r{line}  " if self.terminal else line,
+            end="" if self.terminal and done < self.steps else "\n",
+            flush=True,
+        )
 
 
 def generate(apply: fjoin.Apply, params: dict[str, Tensor], prompt: str, count: int) -> str:
@@ -117,8 +127,8 @@ def generate(apply: fjoin.Apply, params: dict[str, Tensor], prompt: str, count: 
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
-def plot(losses: list[float]) -> None:
-    """The loss curve as a picture, where matplotlib is installed."""
+def plot(losses: list[float], ends: list[int]) -> None:
+    """The loss curve as a picture, where matplotlib is installed; `ends` marks the ranks that run out of input."""
     try:
         import matplotlib
     except ImportError:
@@ -128,7 +138,11 @@ def plot(losses: list[float]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    axes.plot(range(1, len(losses) + 1), losses)
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=1)
+    for i, end in enumerate(ends):
+        axes.axvline(end, color="gray", linestyle="--", label=None if i else "a rank is out of input")
+    if ends:
+        axes.legend()
     axes.set(xlabel="step", ylabel="loss per byte (nats)", title="uneven_text: loss over all ranks' tokens")
     axes.grid(alpha=0.3)
     OUT.mkdir(exist_ok=True)

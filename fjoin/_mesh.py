@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import json
 import math
 import os
@@ -93,8 +92,6 @@ class _SimulatedMesh(Mesh):
 class _GroupMesh(Mesh):
     """A mesh over process groups that belong to it alone, so that it can take them down."""
 
-    _count = itertools.count()
-
     def __init__(
         self, shape: dict[str, int], groups: dict[str, Any], everyone: Any, timeout_s: float, ordered: bool
     ) -> None:
@@ -106,10 +103,8 @@ class _GroupMesh(Mesh):
 
         axes = {name: GroupAxis(group, ordered, joint) for name, group in groups.items()}
         super().__init__(shape, axes, self._everyone.rank)
-        ranks = "-".join(map(str, dist.get_process_group_ranks(everyone)))
-        self._store: Any = dist.PrefixStore(
-            f"fjoin/{next(self._count)}/{ranks}", dist.distributed_c10d._get_default_store()
-        )
+        # The group is this mesh's own, and its name the same on all ranks: no two meshes share keys.
+        self._store: Any = dist.PrefixStore(f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store())
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._meetings = 0
         self._down = False
@@ -135,7 +130,9 @@ class _GroupMesh(Mesh):
             try:
                 self._store.wait([key], datetime.timedelta(seconds=max(0.01, min(left, 0.5))))
                 return
-            except dist.DistStoreError:
+            except RuntimeError as error:  # stores differ in what they raise when time is up
+                if "imeout" not in str(error) and "imed out" not in str(error):
+                    raise
                 self._raise_account(None)
                 if left <= 0.5:
                     raise CollectiveTimeout(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class Run:
                 hook = self._run_rest(body, outgoing, hook(), divisor)
                 divisor = 1.0
         if turn is not None:
-            turn.others = lambda: self.guard.host(sums)["has_next"]
+            turn.others = lambda: Guard.host(sums)["has_next"]
         verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._plan.clip)
         step = body.step
         if verdict.error is not None and not self._skip:
@@ -186,7 +187,7 @@ class Run:
             body.hook = hook if verdict.found_inf is None else self.guard.keep(verdict.found_inf, hook, body.hook)
         body.buffers, body.window = buffers, {}
         body.calls, body.step = body.calls + 1, body.step + 1
-        return Metrics(step, True, aux, lambda: self.guard.host(sums), self.guard.raise_pending)
+        return Metrics(step, True, aux, partial(Guard.host, sums), self.guard.raise_pending)
 
     def _divisor(self, sums: dict[str, Any]) -> Any:
         """What the sums are to be divided by."""
@@ -253,6 +254,9 @@ class Run:
             for i, out in enumerate(outgoing):
                 for optimizer, param, grad, slots in body.storage.ranges(i, out.grads):
                     optimizer.step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
+            # Fused kernels do not count as writes: without this a graph that still needs the old values,
+            # such as a user's own, would silently use the new ones.
+            torch.autograd.graph.increment_version(body.storage.flats)
             if after is not None:
                 params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
                 with bind_axes(self.mesh.axes):

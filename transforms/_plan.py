@@ -25,7 +25,8 @@ class Plan(NamedTuple):
 
 def make_plan(hook: Transform) -> Plan:
     parts = stages(hook)
-    if not parts or parts[0].spec.name not in ("mean", "sum_over"):
+    # Where a later stage reduces too, only the last one knows the sums over all ranks.
+    if not parts or parts[0].spec.name not in ("mean", "sum_over") or any(part.sums for part in parts[1:]):
         return Plan(None, None, tuple(parts))
     if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":
         return Plan(parts[0], parts[1].spec["max_norm"], ())

@@ -1,0 +1,56 @@
+"""What one rank runs in many shell tests, simulated or real."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from oracle.whole_batch import make_model
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def train_one_rank(
+    batches: list[Any], pipeline: tx.Pipeline, epochs: int = 1, ordered: bool = False, check: bool = False,
+    dtype: torch.dtype = torch.float64, **settings: Any,
+) -> dict[str, Any]:
+    """Train on this rank's batches; what came of it, step by step."""
+    apply, params, _ = fjoin.functional(make_model(dtype=dtype))
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(apply(params, {}, batch[0]), batch[1])
+
+    settings.setdefault("weight", lambda batch: len(batch[1]))
+    mesh = fjoin.mesh({"data": -1}, ordered=ordered, timeout_s=60)
+    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
+    state = step.init(params)
+    losses, calls, digests = [], 0, []
+    for _ in range(epochs):
+        for batch in step.join(batches):
+            state, metrics = step(state, batch)
+            calls += 1
+            if metrics.stepped:
+                losses.append(metrics.loss)
+                if check:
+                    digests.append(digest(state))
+    out = {
+        "params": {path: p.clone() for path, p in state.params.items()},
+        "optimizer": {path: type(s)(*(f if f is None else f.clone() for f in s)) for path, s in state.pipeline.optimizer.items()},
+        "losses": losses,
+        "calls": calls,
+        "digests": digests,
+    }
+    step.close()
+    return out
+
+
+def digest(state: fjoin.TrainState) -> list[float]:
+    """A few numbers that differ where anything in parameters or optimizer state does, to the bit."""
+    out = []
+    for path, p in state.params.items():
+        fields = [p, *(f for f in state.pipeline.optimizer[path] if f is not None)]
+        for f in fields:
+            flat = f.detach().to(torch.float64).reshape(-1)
+            out.append(float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64)).sum()))
+    return out

@@ -1,0 +1,127 @@
+"""Uneven inputs: equal to one process on all batches together, on simulated and on real ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, same_bits
+from one_rank import train_one_rank
+from oracle.whole_batch import make_batches, make_model, parameters, slots, train
+
+from fjoin import transforms as tx
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "sgd": (lambda: tx.sgd(0.1), lambda p: torch.optim.SGD(p, 0.1)),
+    "momentum": (
+        lambda: tx.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ),
+    "dampening": (
+        lambda: tx.sgd(0.1, momentum=0.9, dampening=0.3),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.3),
+    ),
+    "adam": (lambda: tx.adam(0.01, amsgrad=True), lambda p: torch.optim.Adam(p, 0.01, amsgrad=True)),
+    "adamw": (lambda: tx.adamw(0.01, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1)),
+}
+MODES = ["weight", "live", "world"]
+
+
+def _case(seed: int) -> tuple[list[list[int]], str, str, bool]:
+    """Sizes of the batches of each rank, optimizer, divisor, and whether to clip."""
+    draw = random.Random(seed)
+    ranks = draw.randint(1, 5)
+    sizes = [[draw.randint(1, 6) for _ in range(draw.randint(0, 9))] for _ in range(ranks)]
+    return sizes, draw.choice(list(OPTIMIZERS)), draw.choice(MODES), draw.random() < 0.3
+
+
+def _pipeline(name: str, over: Any, clip: bool) -> tx.Pipeline:
+    hook = tx.chain(tx.mean("data", over=over), tx.clip_by_global_norm(0.5)) if clip else tx.mean("data", over=over)
+    return tx.fuse(hook, OPTIMIZERS[name][0]())
+
+
+def _one_process(sizes: Any, seed: int, name: str, over: str, clip: bool, epochs: int) -> tuple[Any, Any, Any, list[float]]:
+    model = make_model()
+    optimizer = OPTIMIZERS[name][1](model.parameters())
+    start = parameters(model)
+    batches = make_batches(seed, sizes)
+    losses: list[float] = []
+    for _ in range(epochs):
+        losses += train(model, optimizer, batches, over, clip=0.5 if clip else None)
+    return start, parameters(model), slots(model, optimizer), losses
+
+
+def _check(results: list[dict[str, Any]], sizes: Any, seed: int, name: str, over: str, clip: bool, epochs: int) -> None:
+    start, end, state, losses = _one_process(sizes, seed, name, over, clip, epochs)
+    first = results[0]
+    steps = max((len(s) for s in sizes), default=0) * epochs
+    for result in results:
+        assert result["calls"] == steps
+        assert same_bits(result["params"], first["params"]) and same_bits(result["optimizer"], first["optimizer"])
+        assert result["digests"] == first["digests"] and len(first["digests"]) == steps
+        assert result["losses"] == first["losses"]
+    assert len(first["losses"]) == len(losses)
+    assert all(abs(a - b) < 1e-12 for a, b in zip(first["losses"], losses, strict=True))
+    moved = {path: p - start[path] for path, p in first["params"].items()}
+    expected = {path: p - start[path] for path, p in end.items()}
+    assert max_diff(moved, expected) < 1e-12
+    for path, own in first["optimizer"].items():
+        for field in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum"):
+            theirs = state[path].get({"momentum": "momentum_buffer", "max_exp_avg_sq": "max_exp_avg_sq"}.get(field, field))
+            if getattr(own, field, None) is not None and theirs is not None:
+                assert max_diff(getattr(own, field), theirs) < 1e-12
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_a_thousand_simulated_cases(block: int) -> None:
+    for seed in range(block * 100, block * 100 + 100):
+        sizes, name, over, clip = _case(seed)
+        batches = make_batches(seed, sizes)
+        pipeline = _pipeline(name, over, clip)
+        results = tx.simulate(lambda b: train_one_rank(b, pipeline, 3, check=True), {"data": len(sizes)}, batches)  # noqa: B023
+        _check(results, sizes, seed, name, over, clip, 3)
+
+
+def gloo_cases(seeds: list[int]) -> list[dict[str, Any]]:
+    import torch.distributed as dist
+
+    out = []
+    for seed in seeds:
+        sizes, name, over, clip = _case(seed)
+        sizes = [sizes[i % len(sizes)] for i in range(dist.get_world_size())]
+        batches = make_batches(seed, sizes)[dist.get_rank()]
+        out.append(train_one_rank(batches, _pipeline(name, over, clip), 3, check=True))
+    return out
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_thirty_cases_on_gloo(pool: Any, ranks: int) -> None:
+    seeds = [2000 + 10 * ranks + i for i in range(10)]
+    results = pool.run(ranks, gloo_cases, seeds)
+    for i, seed in enumerate(seeds):
+        sizes, name, over, clip = _case(seed)
+        sizes = [sizes[r % len(sizes)] for r in range(ranks)]
+        _check([result[i] for result in results], sizes, seed, name, over, clip, 3)
+
+
+def ordered_case(seed: int, ranks: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    sizes = [[3, 2, 4], [5], [], [1, 1]][:ranks]
+    batches = make_batches(seed, sizes, torch.float32)[dist.get_rank()]
+    return train_one_rank(batches, _pipeline("adamw", "weight", True), ordered=True, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gloo_in_rank_order_equals_the_simulation_to_the_bit(pool: Any, ranks: int) -> None:
+    real = pool.run(ranks, ordered_case, 7, ranks)
+    sizes = [[3, 2, 4], [5], [], [1, 1]][:ranks]
+    pipeline = _pipeline("adamw", "weight", True)
+    simulated = tx.simulate(
+        lambda b: train_one_rank(b, pipeline, dtype=torch.float32), {"data": ranks}, make_batches(7, sizes, torch.float32)
+    )
+    for a, b in zip(real, simulated, strict=True):
+        assert same_bits(a["params"], b["params"]) and same_bits(a["optimizer"], b["optimizer"])
+        assert a["losses"] == b["losses"]
