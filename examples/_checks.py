@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -43,7 +43,7 @@ class Report:
         """End with code 1, on all ranks, if a check has failed."""
         if self.failed:
             raise SystemExit(1)
-        self.say("all checks passed")
+        self.say("all checks passed" if self.mesh.size > 1 else "all checks that one rank can make passed")
 
 
 def gather(value: Any) -> list[Any]:
@@ -97,14 +97,14 @@ def equal_to_one_process(report: Report, make_pipeline: MakePipeline) -> None:
     clipped = 0
     if rank == 0:
         clipped = train_with_torch(model, batches, PEAK)
-        for path, after in model.named_parameters():
-            moved, expected = state.params[path] - params[path], after.detach() - params[path]
-            difference = max(difference, (moved - expected).abs().max().item())
-            largest = max(largest, expected.abs().max().item())
+        before, ours = vector(params.values()), vector(state.params.values())
+        expected = vector(model.parameters()) - before
+        difference = (ours - before - expected).abs().max().item()
+        largest = expected.abs().max().item()
     step.close()
     report.check(
         f"equal to one process of plain torch, float64, on {' + '.join(map(str, counts))} batches",
-        difference <= 1e-12,
+        difference <= 1e-12 and (largest > 0 or rank > 0),
         f"displacements up to {largest:.1e} differ by {difference:.1e} at most ({clipped} of {max(counts)} steps clipped)",
     )
 
@@ -182,7 +182,7 @@ def next_to_torch_join(report: Report, make_pipeline: MakePipeline) -> None:
         for number, batch in enumerate(step.join(batches)):
             state, _ = step(state, batch)
             if (epoch, number) == (1, 0):
-                ours = nn.utils.parameters_to_vector(state.params.values()).clone()
+                ours = vector(state.params.values())
     step.close()
 
     wrapped = DistributedDataParallel(model)
@@ -190,27 +190,35 @@ def next_to_torch_join(report: Report, make_pipeline: MakePipeline) -> None:
     for epoch in range(2):
         with Join([wrapped]):
             for number, batch in enumerate(batches):
+                if (epoch, number) == (1, 0):
+                    before = vector(wrapped.parameters())
                 optimizer.zero_grad()
                 cross_entropy(wrapped(batch.inputs), batch).backward()
                 optimizer.step()
                 if (epoch, number) == (1, 0):
-                    theirs = nn.utils.parameters_to_vector(wrapped.parameters()).detach()
+                    theirs = vector(wrapped.parameters())
 
-    drift_ours, drift_theirs = drift(ours), drift(theirs)
+    drift_ours, drift_before, drift_theirs = drift(ours), drift(before), drift(theirs)
     report.check(
         "no drift between ranks after the first step of a second epoch, AdamW, uneven inputs",
         drift_ours == 0.0,
         f"largest difference of a parameter {drift_ours:g}",
     )
     report.say(
-        f"          the same loop under torch's DistributedDataParallel and Join, measured here: {drift_theirs:.1e}"
+        "          on the same batches, torch's DistributedDataParallel, Join and AdamW: "
+        f"{drift_theirs:.1e} after that step, {drift_before:g} before it"
     )
 
 
-def drift(vector: Tensor) -> float:
+def vector(params: Iterable[Tensor]) -> Tensor:
+    """A copy of all parameters in one vector."""
+    return torch.cat([p.detach().flatten() for p in params])
+
+
+def drift(mine: Tensor) -> float:
     """The largest difference between rank 0's vector and another rank's."""
-    vectors = gather(vector)
-    return max((v - vectors[0]).abs().max().item() for v in vectors)
+    vectors = torch.stack(gather(mine))
+    return (vectors - vectors[0]).abs().max().item()
 
 
 def uneven_batches(seed: int, count: int) -> list[Batch]:

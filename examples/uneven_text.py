@@ -42,9 +42,7 @@ def make_pipeline(steps: int, peak: float = 3e-3) -> tx.Pipeline:
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the demo is for CPUs, whatever the machine has
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # torch's profiler, which counts messages in the end, works in silence
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch's profiler, which counts messages, silent
     torch.set_num_threads(1)  # the ranks share this machine
     torch.manual_seed(0)
     mesh = fjoin.mesh({"data": -1})  # under torchrun its processes, else one rank

@@ -198,16 +198,16 @@ class Run:
 
     def _reduced_state(self, sums: dict[str, Any], divisor: Any) -> Callable[[], Any]:
         """The state that the pure hook would have after these messages, made when it is asked for."""
-        reduce = self._plan.reduce
+        reduce, clip, rest = self._plan
         assert reduce is not None
+        total = sums["total"] if reduce.spec.name == "sum_over" else divisor
 
         def wide(value: Any) -> Tensor:
             return torch.as_tensor(value, dtype=torch.float64)
 
-        def make() -> Any:
-            total = sums["total"] if reduce.spec.name == "sum_over" else divisor
+        def make() -> Any:  # holds nothing of this object, which a state must not keep alive
             state = MeanState(wide(total), {n: wide(v) for n, v in sums.items() if n != "total"})
-            return (state, ()) if self._plan.clip is not None else (state,) if self._plan.rest else state
+            return (state, ()) if clip is not None else (state,) if rest else state
 
         return make
 

@@ -1,0 +1,219 @@
+"""Ranks that fail, are killed or stop: typed errors on the others, naming rank and step, in bounded time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+Report = Callable[[Any], None]
+
+
+def _train(rank: int, report: Report, act: Callable[[int, int], None], timeout_s: float = 300.0, steps: int = 6) -> None:
+    """Train; `act(rank, step)` runs inside the loss and may misbehave. Reports how it ended."""
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    seen = 0
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        act(rank, seen)
+        return (params["w"] * batch).sum()
+
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)), mesh=fjoin.mesh({"data": -1}, timeout_s=timeout_s))
+    state = step.init({"w": torch.ones(1000)})
+    try:
+        for batch in step.join([torch.ones(1000)] * steps):
+            state, _ = step(state, batch)
+            seen += 1
+    except Exception as error:
+        report((type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None), state.step))
+        time.sleep(20)  # a program that does not end after its error must not hold the others up
+        return
+    report(("fine", "", None, None, state.step))
+
+
+def raise_in_loss(rank: int, report: Report, who: int, when: int) -> None:
+    def act(rank: int, step: int) -> None:
+        if (rank, step) == (who, when):
+            report("raising")
+            raise ValueError("bad batch")
+
+    _train(rank, report, act)
+
+
+@pytest.mark.parametrize(("who", "when", "ranks"), [(1, 0, 2), (0, 2, 3), (2, 3, 3)])
+def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, ranks: int) -> None:
+    """The failed process stays alive, and the groups' time-out is 300 s: only the shell's word gets around."""
+    with Ranks(ranks, raise_in_loss, who, when) as run:
+        raised_at = 0.0
+        for _ in range(ranks + 1):
+            rank, at, value = run.next()
+            if value == "raising":
+                raised_at = at
+                continue
+            kind, text, failed, step, steps = value
+            assert steps == when, "the state is that of the last completed step"
+            if rank == who:
+                assert (kind, text) == ("ValueError", "bad batch")
+            else:
+                assert kind == "PeerLost" and failed == who and step == when
+                assert f"rank {who} failed in step {when}: ValueError: bad batch" in text
+                assert at - raised_at < 2.0
+
+
+def die(rank: int, report: Report, who: int, when: int) -> None:
+    def act(rank: int, step: int) -> None:
+        if (rank, step) == (who, when):
+            report("dying")
+            time.sleep(0.2)  # let the report out
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _train(rank, report, act)
+
+
+@pytest.mark.parametrize(("who", "ranks"), [(1, 2), (0, 2), (2, 3)])
+def test_a_killed_rank_is_noticed(who: int, ranks: int) -> None:
+    with Ranks(ranks, die, who, 2) as run:
+        died_at = 0.0
+        for _ in range(ranks):
+            rank, at, value = run.next()
+            if value == "dying":
+                died_at = at
+                continue
+            kind, text, _, step, steps = value
+            assert kind == "PeerLost" and step == 2 and steps == 2, value
+            assert at - died_at < 4.0
+
+
+def stop(rank: int, report: Report, who: int, when: int) -> None:
+    def act(rank: int, step: int) -> None:
+        if (rank, step) == (who, when):
+            report("stopping")
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    _train(rank, report, act, timeout_s=3.0)
+
+
+def test_a_stopped_rank_is_noticed_at_the_timeout() -> None:
+    with Ranks(2, stop, 1, 2) as run:
+        stopped_at = 0.0
+        for _ in range(2):
+            rank, at, value = run.next()
+            if value == "stopping":
+                stopped_at = at
+                continue
+            kind, text, _, step, steps = value
+            assert kind == "CollectiveTimeout" and step == 2 and steps == 2, value
+            assert 2.0 < at - stopped_at < 6.0
+
+
+def leave(rank: int, report: Report, how: str) -> None:
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)),
+                            mesh=fjoin.mesh({"data": -1}, timeout_s=300))  # fmt: skip
+    state = step.init({"w": torch.ones(3)})
+
+    def loop() -> None:
+        nonlocal state
+        for i, batch in enumerate(step.join([torch.ones(3)] * 4)):
+            if rank == 1 and i == 2:
+                if how == "break":
+                    break
+                if how == "never":
+                    continue
+                if how == "twice":
+                    state, _ = step(state, batch)
+                if how == "raise":
+                    raise KeyError("user code")
+            state, _ = step(state, batch)
+
+    texts = []
+    for attempt in (loop, lambda: step(state, torch.ones(3))):
+        try:
+            attempt()
+            texts.append(("fine", ""))
+        except Exception as error:
+            texts.append((type(error).__name__, str(error)))
+    report(texts)
+    time.sleep(20)
+
+
+@pytest.mark.parametrize(
+    ("how", "own", "told"),
+    [
+        ("break", "fine", "rank 1 left the loop over step.join in iteration 2"),
+        ("raise", "KeyError", "rank 1 left the loop over step.join in iteration 2"),
+        ("never", "JoinError", "did not call the step in iteration 2"),
+        ("twice", "JoinError", "called the step twice in iteration 2"),
+    ],
+)
+def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
+    with Ranks(2, leave, how) as run:
+        for _ in range(2):
+            rank, _, (first, second) = run.next(30)
+            if rank == 1:
+                assert first[0] == own
+                assert second[0] == "JoinError" and "cannot go on" in second[1]
+            else:
+                assert first[0] == "PeerLost" and told in first[1], first
+                assert second[0] == "PeerLost" and "cannot go on" in second[1]
+
+
+def never_come(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=2)
+    if rank == 1:  # runs another program
+        time.sleep(20)
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh)
+    try:
+        step.init({"w": torch.ones(3)})
+    except fjoin.CollectiveTimeout as error:
+        report((str(error), error.rank))
+    time.sleep(20)
+
+
+def test_a_rank_in_another_program_is_reported() -> None:
+    with Ranks(2, never_come) as run:
+        rank, _, (text, missing) = run.next(30)
+        assert rank == 0 and missing == 1 and "rank 1 did not come" in text and "same program" in text
+
+
+def fail_in_init(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    optimizer = tx.partition({"w": tx.sgd(0.1), "v" if rank == 1 else "*": tx.sgd(0.2)})
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), optimizer),
+                            mesh=fjoin.mesh({"data": -1}, timeout_s=300))  # fmt: skip
+    try:
+        step.init({"w": torch.ones(3), "u": torch.ones(3)})
+    except Exception as error:
+        report((type(error).__name__, str(error)))
+    time.sleep(20)
+
+
+def test_a_rank_that_fails_while_setting_up_is_told() -> None:
+    with Ranks(2, fail_in_init) as run:
+        for _ in range(2):
+            rank, _, (kind, text) = run.next(30)
+            assert "no pattern of partition matches 'u'" in text
+            assert kind == ("PeerLost" if rank == 0 else "ValueError")
