@@ -36,7 +36,7 @@ def make_pipeline(steps: int, peak: float = 3e-3) -> tx.Pipeline:
     decayed = tx.adamw(schedule, betas=(0.9, 0.99), weight_decay=0.1)
     return tx.fuse(
         tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
-        tx.partition({"*bias": plain, "*norm*": plain, "*": decayed}),
+        tx.partition({("*bias", "*norm*"): plain, "*": decayed}),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 _REDUCE = {"psum": dist.ReduceOp.SUM, "pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 
@@ -124,13 +125,19 @@ def _refuse_traced_vmap(op: str, x: Tensor) -> None:
     """Raise where torch.compile traces a vmap around a collective.
 
     Dynamo drops the vmap rule of an autograd.Function, and torch's functional collectives have none:
-    the result would be an unreduced or partly reduced tensor, without a word.
+    the result would be an unreduced or partly reduced tensor, without a word. What is wrapped twice
+    cannot be looked into while tracing, so that a derivative of a derivative is refused as well.
     """
-    level = x
-    while torch._C._functorch.is_gradtrackingtensor(level):
-        level = torch._C._functorch.get_unwrapped(level)
-    if torch._C._functorch.is_batchedtensor(level):
+    if torch._C._functorch.is_batchedtensor(x) or _transform_level() > 1:
         raise RuntimeError(
-            f"{op} inside torch.func.vmap inside torch.compile: the compiler would drop the batching rule and return "
-            f"wrong sums. Call {op} outside the vmap (it takes batched tensors as they are), or do not compile this part."
+            f"{op} inside torch.func.vmap, or inside nested torch.func transforms, inside torch.compile: the compiler "
+            f"would drop the batching rule and return wrong sums. Call {op} outside the vmap (it takes batched tensors "
+            f"as they are), or do not compile this part."
         )
+
+
+def _transform_level() -> int:
+    """How many torch.func transforms are active, in calls that Dynamo traces."""
+    if not torch._C._are_functorch_transforms_active():
+        return 0
+    return retrieve_current_functorch_interpreter().level()

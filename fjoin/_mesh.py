@@ -242,11 +242,12 @@ def mesh(
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             sizes = _sizes(shape, 1)
             return Mesh(sizes, {name: One() for name in sizes}, 0)
-        if torch.cuda.is_available():
+        # With fewer GPUs than ranks on this host all of them use the CPU; with enough, both work.
+        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if gpus:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", timeout=datetime.timedelta(seconds=timeout_s)
-        )
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)

@@ -12,6 +12,7 @@ from ._base import Optimizer, Scope, Transform, check_transform, init_empty
 from ._spec import Spec, factory
 from ._tree import State, Tree, named_leaves, path_string
 
+Patterns: TypeAlias = str | tuple[str, ...]
 Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]
 
 _WIDTH: dict[Scope, int] = {"element": 0, "leaf": 1, "message": 2, "tree": 3}
@@ -205,23 +206,23 @@ def _not_none(tree: Tree, where: str) -> Tree:
 
 
 @overload
-def partition(parts: Mapping[str, Transform]) -> Transform: ...
+def partition(parts: Mapping[Patterns, Transform]) -> Transform: ...
 @overload
-def partition(parts: Mapping[str, Optimizer]) -> Optimizer: ...
+def partition(parts: Mapping[Patterns, Optimizer]) -> Optimizer: ...
 @factory
-def partition(parts: Mapping[str, Any]) -> Any:
+def partition(parts: Mapping[Patterns, Any]) -> Any:
     """Another transform, or another optimizer, for different parameters, by path.
 
     Weight decay off for biases and norms is one line:
 
-        partition({"*bias": adamw(lr, weight_decay=0.0), "*norm*": adamw(lr, weight_decay=0.0), "*": adamw(lr)})
+        partition({("*bias", "*norm*"): adamw(lr, weight_decay=0.0), "*": adamw(lr)})
 
     Args:
-        parts: Glob pattern on the path -> transforms, or optimizers. The first pattern that
-            matches a path wins.
+        parts: Glob pattern on the path, or a tuple of several -> transforms, or optimizers. The first
+            that matches a path wins.
 
     Returns:
-        A `Transform` whose state is a dict pattern -> state, or an `Optimizer`.
+        A `Transform` whose state is the tuple of the parts' states, or an `Optimizer`.
 
     Raises:
         ValueError: `parts` is empty; at `init`: a path that nothing matches, or a pattern that is
@@ -246,15 +247,15 @@ def partition(parts: Mapping[str, Any]) -> Any:
     return _partition_transforms(dict(parts))
 
 
-def _label(parts: Mapping[str, Any], path: str) -> str:
+def _label(parts: Mapping[Patterns, Any], path: str) -> Patterns:
     for pattern in parts:
-        if fnmatchcase(path, pattern):
+        if matcher(pattern)(path):
             return pattern
     raise ValueError(f"no pattern of partition matches {path!r}; the patterns are {list(parts)}; add '*' for all the rest")
 
 
-def _labelled(parts: Mapping[str, Any], tree: Tree) -> dict[str, dict[str, Any]]:
-    out: dict[str, dict[str, Any]] = {pattern: {} for pattern in parts}
+def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[str, Any]]:
+    out: dict[Patterns, dict[str, Any]] = {pattern: {} for pattern in parts}
     leaves = named_leaves(tree)
     for path, leaf in leaves.items():
         out[_label(parts, path)][path] = leaf
@@ -264,30 +265,29 @@ def _labelled(parts: Mapping[str, Any], tree: Tree) -> dict[str, dict[str, Any]]
     return out
 
 
-def _partition_transforms(parts: dict[str, Transform]) -> Transform:
+def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     def init(params: Tree) -> State:
-        return {pattern: parts[pattern].init(chosen) for pattern, chosen in _labelled(parts, params).items()}
+        return tuple(parts[pattern].init(chosen) for pattern, chosen in _labelled(parts, params).items())
 
     def update(
         grads: Tree, state: State, params: Tree = None, *, lane: Any = None, **extra: Any
     ) -> tuple[Tree, State]:
         of = None if params is None else _labelled(parts, params)
-        new_state, new = {}, {}
-        for pattern, chosen in _labelled(parts, grads).items():
-            part = parts[pattern]
-            out, new_state[pattern] = part.update(
-                chosen, state[pattern], of and of[pattern], lane=lane if pattern == carrier else None, **extra
+        new_state, new = list(state), {}
+        for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
+            out, new_state[i] = parts[pattern].update(
+                chosen, state[i], of and of[pattern], lane=lane if i == carrier else None, **extra
             )
             new.update(_not_none(out, "partition"))
-        return _replace_leaves(grads, new), new_state
+        return _replace_leaves(grads, new), tuple(new_state)
 
     # The lane needs to travel once only: with the first part that reduces.
-    carrier = next((pattern for pattern, part in parts.items() if part.sums), None)
-    sums = None if carrier is None else (lambda state: parts[carrier].sums(state[carrier]))  # type: ignore[misc]
+    carrier = next((i for i, part in enumerate(parts.values()) if part.sums), None)
+    sums = None if carrier is None else (lambda state: list(parts.values())[carrier].sums(state[carrier]))
     return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums)
 
 
-def _partition_optimizers(parts: dict[str, Optimizer]) -> Optimizer:
+def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
     def by_path(*args: Any, **kwargs: Any) -> Any:
         raise TypeError("a partition needs the path of the parameter: use .at(path).step_param, or .init and .step on trees")
 

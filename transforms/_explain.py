@@ -73,7 +73,7 @@ class Explanation(NamedTuple):
                 for key, ms in groups.items()
             ] or [("-", "-", "0", "0 B", "0 B")]
             for i, line in enumerate(lines):
-                lead = (row.stage, row.scope, row.when) if i == 0 else ("", "", "")
+                lead = (_short(row.stage), row.scope, row.when) if i == 0 else ("", "", "")
                 table.append((*lead, *line, _bytes(row.state_bytes) if i == 0 else ""))
         table.append(
             ("total per rank and step", "", "", "", "", str(self.messages), _bytes(self.payload_bytes),
@@ -81,6 +81,10 @@ class Explanation(NamedTuple):
         )  # fmt: skip
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table)
+
+
+def _short(text: str, width: int = 60) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def _bytes(n: int) -> str:
@@ -191,8 +195,7 @@ def explain(
             psum(encode_lane({"total": 1.0, **lane}, lane_dtype(b.dtype for b in layout), ranks), tuple(sizes))
             rows.append(Row("(the step's own counts)", "message", "each step", tuple(notes), 0))
         if optimizer is not None:
-            scope = "element" if optimizer.elementwise else "leaf"
-            rows.append(Row(repr(optimizer), scope, "each step", (), _state_bytes(optimizer.init(fake))))
+            rows += _optimizer_rows(optimizer, fake)
         if after is not None:
             for part in stages(after):
                 explain_stage(part, "each step", False)
@@ -217,6 +220,23 @@ def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
     if spec.name == "accumulate":
         return [(spec["transform"], f"once in {spec['steps']} calls")]
     return []
+
+
+def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
+    """One row for each different optimizer, with what it serves."""
+    states = optimizer.init(params)
+    served: dict[int, tuple[Optimizer, list[str]]] = {}
+    for path in params:
+        part = optimizer.at(path)
+        served.setdefault(id(part), (part, []))[1].append(path)
+    return [
+        Row(repr(part), "element" if part.elementwise else "leaf", _how_many(paths, params), (), _state_bytes([states[p] for p in paths]))
+        for part, paths in served.values()
+    ]  # fmt: skip
+
+
+def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
+    return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
 
 
 def _messages(part: Transform, params: dict[str, Tensor], lane: Any, notes: list[Message]) -> tuple[Message, ...]:

@@ -143,7 +143,7 @@ def _encode(value: Any, functions: bool) -> Any:
     if isinstance(value, (list, tuple)):
         return [_encode(v, functions) for v in value]
     if isinstance(value, Mapping):
-        return {"dict": [[str(k), _encode(v, functions)] for k, v in value.items()]}
+        return {"dict": [[_encode(k, functions), _encode(v, functions)] for k, v in value.items()]}
     if callable(value):
         label = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
         if functions:
@@ -201,7 +201,7 @@ def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = No
         if "dtype" in node:
             return getattr(torch, node["dtype"])
         if "dict" in node:
-            return {k: decode(v) for k, v in node["dict"]}
+            return {decode(k): decode(v) for k, v in node["dict"]}
         if "function" in node:
             try:
                 return (functions or {})[node["function"]]

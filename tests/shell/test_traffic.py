@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
@@ -38,34 +37,130 @@ def _pipeline(hook: str) -> tx.Pipeline:
     return tx.fuse(HOOKS[hook](), tx.adamw(0.1))
 
 
-def counted(model: str, hook: str, steps: int) -> list[tuple[str, int]]:
-    """(collective, payload bytes) of everything that a loop over `join` sends, in order."""
+def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tuple[str, int, str]], int]:
+    """(collective, payload bytes, dtype) of all that a loop over `join` sends, and the profiler's own count."""
     import torch.distributed as dist
 
-    rank = dist.get_rank()
+    sent: list[tuple[str, int, str]] = []
 
     def loss_fn(params: Any, batch: Any) -> Any:
         return sum((p * batch).double().sum() for p in params.values())
 
     step = fjoin.train_step(loss_fn, _pipeline(hook), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES)
     state = step.init(MODELS[model]())
-    batches = [1.0] * (steps if rank == 0 else 1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "barrier")}
+
+    def watch(name: str) -> Any:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            sent.append((name, tensor.numel() * tensor.element_size(), str(tensor.dtype)))
+            return kept[name](tensor, *args, **kwargs)
+
+        return call
+
+    try:
+        for name in kept:
+            setattr(dist, name, watch(name))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for batch in step.join([1.0] * batches_of_rank[dist.get_rank()]):
+                state, _ = step(state, batch)
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
     step.close()
-    sizes = {"double": 8, "float": 4, "c10::BFloat16": 2}
-    sent = []
-    for event in profile.events():
-        if event.name.startswith("c10d::"):
-            shapes, types = event.input_shapes, event.kineto_results if False else None
-            del types
-            sent.append((event.name, shapes))
-    del sizes
-    return [(name, math.prod(shapes[0][0]) if shapes and shapes[0] and isinstance(shapes[0][0], list) else -1) for name, shapes in sent]
+    return sent, sum(event.name.startswith("c10d::") for event in profile.events())
 
 
-@pytest.mark.parametrize("model", ["small"])
-def test_peek(pool: Any, model: str) -> None:
-    print(pool.run(2, counted, model, "mean", 3))
-    print(time.time())
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("model", MODELS)
+def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:
+    """Each of 3 steps sends what `explain` says, the loop one number more, and a rank without input the same."""
+    if hook == "by path" and "a" not in MODELS[model]():
+        pytest.skip("this model has no parameter 'a' to partition by")
+    if hook == "by path" and len(MODELS[model]()) == 1:
+        pytest.skip("this model has nothing but 'a' to partition")
+    results = pool.run(2, counted, model, hook, [3, 1])
+    what = tx.explain(_pipeline(hook), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES)
+    announced = sorted((m.payload_bytes, str(m.dtype)) for row in what.rows for m in row.messages)
+    assert announced, "something is always sent: at least the step's own counts"
+    for sent, seen_by_profiler in results:
+        assert seen_by_profiler == len(sent) == 1 + 3 * what.messages
+        assert {name for name, _, _ in sent} == {"all_reduce"}
+        assert sent[0] == ("all_reduce", 4, "torch.float32")
+        for i in range(3):
+            of_step = sent[1 + i * what.messages : 1 + (i + 1) * what.messages]
+            assert sorted((size, dtype) for _, size, dtype in of_step) == announced
+    assert results[0][0] == results[1][0], "both ranks send the same in the same order"
+
+
+def launched_early(delay_s: float) -> tuple[list[str], float, float, float]:
+    """The order of gradients and launches, and times: computation, communication, step."""
+    import torch.distributed as dist
+
+    order: list[str] = []
+
+    class Slow(torch.autograd.Function):
+        """A layer whose backward takes a while."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any, name: str) -> Any:
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            _busy(delay_s)
+            order.append(f"gradient of {ctx.name}")
+            return grad, None
+
+    class LateWork:
+        """A message that takes a while, from its launch."""
+
+        def __init__(self, work: Any) -> None:
+            self.work, self.end = work, time.perf_counter() + delay_s
+
+        def wait(self) -> None:
+            self.work.wait()
+            _busy(max(0.0, self.end - time.perf_counter()))
+
+    names = [f"p{i}" for i in range(4)]
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = batch
+        for name in names:
+            x = Slow.apply(x * params[name], name)
+        return x.sum()
+
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
+    step = fjoin.train_step(loss_fn, pipeline, mesh=fjoin.mesh({"data": -1}), bucket_bytes=1)
+    state = step.init({name: torch.ones(8) for name in names})
+    kept = dist.all_reduce
+
+    def slow_reduce(*args: Any, **kwargs: Any) -> Any:
+        order.append("launch")
+        return LateWork(kept(*args, **kwargs))
+
+    dist.all_reduce = slow_reduce
+    try:
+        state, _ = step(state, torch.ones(8))
+        order.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        step(state, torch.ones(8))
+        took = time.perf_counter() - start
+    finally:
+        dist.all_reduce = kept
+    return order, 4 * delay_s, 4 * delay_s, took
+
+
+def _busy(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        time.sleep(min(0.001, seconds))
+
+
+def test_messages_travel_while_backward_goes_on(pool: Any) -> None:
+    """With 0.1 s a layer and 0.1 s a message the step takes less than both together, and launches come early."""
+    for order, compute, communicate, took in pool.run(2, launched_early, 0.1):
+        assert order.index("launch") < order.index("gradient of p0"), order
+        assert order.count("launch") == 4
+        assert took < 0.85 * (compute + communicate), took

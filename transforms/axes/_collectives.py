@@ -364,4 +364,4 @@ def axis_size(axis: AxisName) -> int:
     >>> tx.simulate(lambda: tx.axis_size("data"), {"data": 2})
     [2, 2]
     """
-    return math.prod(lookup(name).size for name in names(axis))
+    return math.prod([lookup(name).size for name in names(axis)])  # a list: torch.compile traces no generator
