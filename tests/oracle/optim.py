@@ -1,0 +1,37 @@
+"""torch.optim, fed given gradients. No fjoin here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def run(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer],
+    start: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+) -> list[Tensor]:
+    """The displacement of each parameter after all steps."""
+    params = [p.clone().requires_grad_() for p in start]
+    optimizer = make(params)
+    schedule = scheduler(optimizer) if scheduler else None
+    for step in grads:
+        for p, g in zip(params, step, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return [p.detach() - s for p, s in zip(params, start, strict=True)]
+
+
+def clip(grads: Sequence[Tensor], max_norm: float) -> list[Tensor]:
+    """torch.nn.utils.clip_grad_norm_ on copies."""
+    params = [torch.zeros_like(g, requires_grad=True) for g in grads]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g.clone()
+    torch.nn.utils.clip_grad_norm_(params, max_norm)
+    return [p.grad for p in params if p.grad is not None]
