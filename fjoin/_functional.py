@@ -14,12 +14,12 @@ class Apply:
 
     `apply(params, buffers, *args, **kwargs)` returns what the module returns and leaves `buffers` as
     they are; `apply.with_buffers(...)` returns `(out, buffers)` with those that the module updated,
-    such as running statistics. What is missing in either dict has the value it had when `functional`
-    was called.
+    such as running statistics. What is missing in `buffers` has the value it had when `functional` was
+    called; `params` must be complete, since no second copy of them is kept.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, trained: frozenset[str]) -> None:
+        self._module, self._trained = module, trained
         # Path -> the dicts that hold this tensor, several for a shared one. Writing into them is what
         # torch.func.functional_call does too, after looking all of this up again in each call.
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
@@ -32,6 +32,8 @@ class Apply:
                     if tensor is not None:
                         path = first.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
                         self._places.setdefault(path, []).append((kind, name))
+                        if path in trained:
+                            kind[name] = tensor = nn.Parameter(torch.empty_like(tensor, device="meta"))
                         self._own.append((kind, name, tensor))
                         if kind is part._buffers:
                             self._updated[path] = tensor
@@ -58,6 +60,8 @@ class Apply:
         given = {**params, **buffers, **new}
         if torch.compiler.is_compiling():
             return torch.func.functional_call(self._module, given, args, kwargs), {p: given[p] for p in buffers}
+        if not self._trained <= params.keys():
+            raise ValueError(f"params lacks {sorted(self._trained - params.keys())}; pass all that functional returned")
         if not given.keys() <= self._places.keys():
             unknown = sorted(given.keys() - self._places.keys())
             raise ValueError(f"the module has no parameter or buffer {unknown}; it has {list(self._places)}")
@@ -105,7 +109,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional takes an nn.Module, got {module!r}")
     module = copy.deepcopy(module)
-    params = {path: p.detach().clone() for path, p in module.named_parameters() if p.requires_grad}
-    frozen = {path: p.detach().clone() for path, p in module.named_parameters() if not p.requires_grad}
-    buffers = {path: b.detach().clone() for path, b in module.named_buffers()}
-    return Apply(module), params, {**frozen, **buffers}
+    params = {path: p.detach() for path, p in module.named_parameters() if p.requires_grad}
+    frozen = {path: p.detach() for path, p in module.named_parameters() if not p.requires_grad}
+    buffers = {path: b.detach() for path, b in module.named_buffers()}
+    return Apply(module, frozenset(params)), params, {**frozen, **buffers}

@@ -31,11 +31,12 @@ class Guard:
 
     Args:
         ranks: The size of the axes reduced over.
+        norm: Whether the norm of the gradients is wanted.
         on_device: Judge on the device although the host could look; for tests.
     """
 
-    def __init__(self, ranks: int, on_device: bool = False) -> None:
-        self.ranks, self.on_device = ranks, on_device
+    def __init__(self, ranks: int, norm: bool = False, on_device: bool = False) -> None:
+        self.ranks, self.norm, self.on_device = ranks, norm, on_device
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
 
     def read_lane(self, words: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
@@ -53,6 +54,20 @@ class Guard:
     def host(sums: dict[str, Any]) -> dict[str, float]:
         return {name: float(v) for name, v in sums.items()}
 
+    def look(self, out: Outgoing) -> None:
+        """Take from a bucket's summed gradients what the verdict needs: one pass.
+
+        That is their norm where it is wanted, else their sum, the fastest pass there is: not finite if
+        any element is not. Where it overflows, `judge` looks again with care.
+        """
+        if self.norm:
+            wide = torch.promote_types(out.grads.dtype, torch.float32)
+            out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
+        elif out.grads.device.type == "cpu" and not self.on_device:
+            out.seen = out.grads.sum()
+        elif out.grads.numel():
+            out.seen = out.grads.abs().amax()
+
     def judge(
         self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: float | None
     ) -> Verdict:
@@ -69,18 +84,13 @@ class Guard:
             return self._judge_on_device(step, sums, outgoing, divisor, clip)
         if sums["weight"] == 0:
             return Verdict(False, None, None, None)
-        norm = _norm(outgoing).item() if clip is not None else 0.0
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
-        if clip is not None:
-            fine = fine and (math.isfinite(norm) or not _nonfinite_paths(outgoing))
-        else:
-            # A sum is the fastest pass there is; where it overflows, look again with care.
-            fine = fine and all(math.isfinite(out.grads.sum().item()) or not _nonfinite(out.grads) for out in outgoing)
+        fine = fine and all(math.isfinite(out.seen.item()) or not _nonfinite(out.grads) for out in outgoing)
         if not fine:
             return Verdict(False, None, None, _error(step, sums, _nonfinite_paths(outgoing)))
         scale = divisor
         if clip is not None:
-            scale = divisor / clip_factor(torch.tensor(norm / divisor, dtype=torch.float64), clip).item()
+            scale = divisor / clip_factor(_norm(outgoing) / divisor, clip).item()
         return Verdict(True, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64), None, None)
 
     def _judge_on_device(
@@ -89,9 +99,7 @@ class Guard:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
         fine = torch.isfinite(scalars).all()
         if outgoing:
-            # The largest magnitude is NaN or infinite if and only if some element is.
-            tops = [out.grads.abs().amax().float() for out in outgoing if out.grads.numel()]
-            fine = fine & torch.isfinite(torch.stack(tops)).all() if tops else fine
+            fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
         found_inf = (~(fine & (sums["weight"] > 0))).to(torch.float32)
         scale = torch.as_tensor(divisor, dtype=torch.float64, device=found_inf.device)
         if clip is not None:
@@ -131,11 +139,8 @@ class Guard:
 
 
 def _norm(outgoing: list[Outgoing]) -> Tensor:
-    """The 2-norm of all gradients together, 0-d float64."""
-    norms = [
-        torch.linalg.vector_norm(out.grads, dtype=torch.promote_types(out.grads.dtype, torch.float32)).double()
-        for out in outgoing
-    ]
+    """The 2-norm of all gradients together, 0-d float64, from those of the buckets."""
+    norms = [out.seen for out in outgoing]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
 

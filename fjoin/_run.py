@@ -45,7 +45,10 @@ class Run:
         self.axes = axis_names(reduce.spec["axis"]) if reduce else tuple(mesh.shape)
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
         self.by_weight = reduce is None or reduce.spec.name == "sum_over" or reduce.spec["over"] == "weight"
-        self.guard = Guard(self.ranks)
+        # Gradients travel times a power of two near 1 / ranks, which costs no bit; with equal weights on a
+        # power of two of ranks their sum then is the mean already, and no kernel has to divide.
+        self._unit = 2.0 ** -math.floor(math.log2(self.ranks)) if reduce else 1.0
+        self.guard = Guard(self.ranks, norm=self._plan.clip is not None)
         self._lane = StepLane(mesh, self.ranks)
         self._queue: Queue | None = None
         self._handles: list[Any] = []
@@ -126,7 +129,7 @@ class Run:
         share = weight if self.by_weight else float(weight > 0)
         lane = self._lane.values(share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         # Seeding with the share makes the weighting free; a hook run as it stands weighs by itself.
-        seed = 1.0 if self._plan.reduce is None and self._accumulate == 1 else share
+        seed = 1.0 if self._plan.reduce is None and self._accumulate == 1 else share * self._unit
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 _backward(loss, seed)
@@ -148,6 +151,7 @@ class Run:
         queue.finish()
         for out in queue.outgoing:
             out.arrive()
+            self.guard.look(out)  # while the messages behind it are still under way
         if alone is not None:
             alone.wait()
         return self._finish(body, queue.outgoing, lane, aux, buffers, turn)
@@ -173,10 +177,15 @@ class Run:
         if self._plan.reduce is not None:
             hook = self._reduced_state(sums, divisor)
             if self._plan.rest:
-                hook = self._run_rest(body, outgoing, hook(), divisor)
+                hook = self._run_rest(body, outgoing, hook(), divisor * self._unit)
                 divisor = 1.0
+            else:
+                divisor = divisor * self._unit
         if turn is not None:
             turn.others = lambda: Guard.host(sums)["has_next"]
+        if hook is not None and (self._plan.rest or self._plan.reduce is None):
+            for out in outgoing:
+                self.guard.look(out)
         verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._plan.clip)
         step = body.step
         if verdict.error is not None and not self._skip:

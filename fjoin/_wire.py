@@ -30,6 +30,7 @@ class Outgoing:
         self._views = [] if bucket.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
+        self.seen = torch.zeros((), device=bucket.device)  # what the guard saw in the sums
         self.missing, self.filled = 0, False
 
     def start(self, leaves: list[Tensor]) -> None:

@@ -116,9 +116,10 @@ class Optimizer(_Specified):
         step_param: `(param, grad, state) -> (param, state)`, pure, in differentiable and vmappable
             operations.
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
-            place on `param` and on the state's tensors; `grad` is scratch. `grad_scale`, 0-d
-            float32: divide the gradient by it first. `found_inf`, 0-d float32: change nothing
-            where it is 1.
+            place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it
+            first; `grad` is then scratch. `found_inf`, 0-d float32: change nothing where it is 1.
+        step_params_: The same for lists of parameters, gradients and states, in one kernel; states
+            that share 0-d fields are of one age. None: `step_param_` is called for each.
         elementwise: Whether a flat buffer of many parameters may stand for one parameter.
         select: `path -> Optimizer`, for one that is not the same everywhere (see `partition`).
         check: `params -> None`, raises where these parameters cannot be served.
@@ -128,6 +129,7 @@ class Optimizer(_Specified):
     init_param: Callable[[Tensor], State]
     step_param: Callable[[Tensor, Tensor, State], tuple[Tensor, State]]
     step_param_: Callable[..., None]
+    step_params_: Callable[..., None] | None = None
     elementwise: bool = True
     select: Callable[[str], Optimizer] | None = None
     check: Callable[[Tree], Any] | None = None

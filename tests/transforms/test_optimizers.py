@@ -207,3 +207,14 @@ def test_clipping_across_shards() -> None:
     clip = tx.clip_by_global_norm(1.0)
     out = tx.simulate(lambda x: clip.update({"w": x}, (), sharded_over="shard")[0]["w"], {"shard": 3}, list(whole.view(3, 2)))
     assert torch.allclose(torch.cat(out), clip.update({"w": whole}, ())[0]["w"])
+
+
+def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
+    """The reason for going through float32: where this fails, torch has been mended."""
+    for dtype in (torch.bfloat16, torch.float16):
+        p = torch.ones(64, dtype=dtype, requires_grad=True)
+        p.grad = torch.ones_like(p)
+        torch.optim.SGD([p], 0.5, fused=True).step()
+        assert torch.equal(p.detach(), torch.ones(64, dtype=dtype)), "torch steps now"
+        own, _ = tx.sgd(0.5).step({"p": torch.ones(64, dtype=dtype)}, {"p": torch.ones(64, dtype=dtype)}, tx.sgd(0.5).init({"p": p.detach()}))
+        assert torch.equal(own["p"], torch.full((64,), 0.5, dtype=dtype))

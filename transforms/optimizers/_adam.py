@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._inplace import check_betas, kernel_lr, new_step, not_negative, unscale
+from ._inplace import check_betas, kernel_lr, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -127,18 +127,20 @@ def _adam(
         param = param - (rate / correction1).to(dtype) * (exp_avg / (root / correction2 + eps))
         return param, AdamState(step, exp_avg, exp_avg_sq, largest)
 
-    def step_param_(
-        param: Tensor, grad: Tensor, state: AdamState, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        rate = kernel_lr(lr, state.step)
-        state.step.add_(1)
+    def step_params_(
+        params: list[Tensor], grads: list[Tensor], states: list[AdamState], *,
+        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        step = states[0].step
+        rate = kernel_lr(lr, step)
+        step.add_(1)
         kernel(
-            [param], [grad], [state.exp_avg], [state.exp_avg_sq],
-            [] if state.max_exp_avg_sq is None else [state.max_exp_avg_sq], [state.step],
+            params, grads, [s.exp_avg for s in states], [s.exp_avg_sq for s in states],
+            [s.max_exp_avg_sq for s in states] if amsgrad else [], [step] * len(states),
             lr=rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad,
-            maximize=maximize, grad_scale=unscale(grad, grad_scale), found_inf=found_inf,
+            maximize=maximize, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
         )  # fmt: skip
         if found_inf is not None:
-            state.step.sub_(found_inf)
+            step.sub_(found_inf)
 
-    return Optimizer(init_param, step_param, step_param_)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +31,23 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
     return value
 
 
-def unscale(grad: Tensor, grad_scale: Tensor | None) -> Tensor | None:
+def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
     """The scale to hand to a fused kernel; float64 is divided here, since kernels take a float32 scale."""
     if grad_scale is None:
         return None
-    if grad.dtype is torch.float64:
-        grad.div_(grad_scale)
+    if grads[0].dtype is torch.float64:
+        torch._foreach_div_(grads, grad_scale)
         return None
     return grad_scale.to(torch.float32)
+
+
+def one_param(step_params_: Callable[..., None]) -> Callable[..., None]:
+    """`step_param_` from `step_params_`."""
+
+    def step_param_(param: Tensor, grad: Tensor, state: Any, **guards: Tensor | None) -> None:
+        step_params_([param], [grad], [state], **guards)
+
+    return step_param_
 
 
 def new_step(param: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """From one parameter to a tree of them.
 
-`step` is pure. Where nothing differentiates through it, it copies parameters and state into one
-flat buffer and runs the in-place kernel on the copy: one fused kernel for the whole tree. Under
-torch.func transforms and where a gradient is wanted it runs `step_param` leaf by leaf.
+`step` is pure. Where nothing differentiates through it, it copies parameters and state and runs the
+in-place kernel on the copies: one fused kernel for the whole tree. Under torch.func transforms and
+where a gradient is wanted it runs `step_param` leaf by leaf.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def init(optimizer: Optimizer, params: Tree) -> State:
         check_dense(f"params[{name!r}]", param)
         part = optimizer.at(name)
         state = part.init_param(param.detach())
-        # Equal 0-d fields are one tensor, so that `step` sees that one flat buffer can serve.
+        # Equal 0-d fields are one tensor, so that `step` sees that one kernel can serve.
         first = shared.setdefault((id(part), param.dtype, param.device), state)
         return type(state)(*(a if one_for_all else b for a, b, one_for_all in zip(first, state, part.common, strict=True)))
 
@@ -51,7 +51,7 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
     for members in groups.values():
         part = optimizer.at(path_string(paths[members[0]]))
         chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
-        run = _flat if part.elementwise and _plain(part, *chosen) else _leafwise
+        run = _on_copies if _plain(part, *chosen) else _leafwise
         for i, (param, new) in zip(members, run(part, *chosen), strict=True):
             new_leaves[i], new_states[i] = param, new
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
@@ -70,31 +70,22 @@ def _leafwise(part: Optimizer, params: list[Tensor], grads: list[Tensor], states
     return [part.step_param(p, g, s) for p, g, s in zip(params, grads, states, strict=True)]
 
 
-def _flat(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[tuple[Tensor, Any]]:
-    flat_param, flat_grad = _ravel(params), _ravel(grads)
-    make = type(states[0])
-    flat_state = make(
-        *(
-            None if field is None else field.clone() if common else _ravel([s[k] for s in states])
-            for k, (field, common) in enumerate(zip(states[0], part.common, strict=True))
-        )
-    )
+def _on_copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[tuple[Tensor, Any]]:
+    # Leaf by leaf: one large buffer for all would be given back to the system after every step, and
+    # fetching its pages anew takes longer than the step itself.
+    new_params = [p.detach().clone() for p in params]
     with torch.no_grad():
-        part.step_param_(flat_param, flat_grad, flat_state)
-    sizes = [p.numel() for p in params]
-
-    def views(flat: Tensor) -> list[Tensor]:
-        return [piece.view(p.shape) for piece, p in zip(flat.split(sizes), params, strict=True)]
-
-    columns = [
-        [field] * len(params) if field is None or common else views(field)
-        for field, common in zip(flat_state, part.common, strict=True)
-    ]
-    return [(p, make(*row)) for p, *row in zip(views(flat_param), *columns, strict=True)]
-
-
-def _ravel(leaves: list[Tensor]) -> Tensor:
-    """A flat copy."""
-    if len(leaves) == 1:
-        return leaves[0].detach().reshape(-1).clone()
-    return torch.cat([leaf.detach().reshape(-1) for leaf in leaves])
+        if part.step_params_ is None:
+            new_states = [type(s)(*(None if f is None else f.detach().clone() for f in s)) for s in states]
+            for p, g, s in zip(new_params, grads, new_states, strict=True):
+                part.step_param_(p, g.detach().clone(), s)
+        else:
+            # The 0-d fields stay shared: one kernel counts them once.
+            shared = [f.clone() if c else None for f, c in zip(states[0], part.common, strict=True)]
+            new_states = [
+                type(s)(*(one if c else None if f is None else f.detach().clone()
+                          for f, one, c in zip(s, shared, part.common, strict=True)))
+                for s in states
+            ]  # fmt: skip
+            part.step_params_(new_params, [g.detach() for g in grads], new_states)
+    return list(zip(new_params, new_states, strict=True))

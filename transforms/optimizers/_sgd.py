@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._inplace import kernel_lr, new_step, not_negative, unscale
+from ._inplace import kernel_lr, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -77,17 +77,31 @@ def sgd(
             grad = grad + momentum * velocity if nesterov else velocity
         return param - rate * grad, SGDState(state.step + 1, velocity)
 
-    def step_param_(
-        param: Tensor, grad: Tensor, state: SGDState, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        scale = unscale(grad, grad_scale)
+    def step_params_(
+        params: list[Tensor], grads: list[Tensor], states: list[SGDState], *,
+        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        step = states[0].step
         # The velocity starts at 0, so that only dampening tells the first step from the others.
-        first = bool(dampening) and state.momentum is not None and bool(state.step == 0)
-        torch._fused_sgd_(
-            [param], [grad], [] if state.momentum is None else [state.momentum], weight_decay=weight_decay,
-            momentum=momentum, lr=kernel_lr(lr, state.step), dampening=dampening, nesterov=nesterov,
-            maximize=maximize, is_first_step=first, grad_scale=scale, found_inf=found_inf,
+        first = bool(momentum) and bool(dampening) and bool(step == 0)
+        run = _step_halves if params[0].device.type == "cpu" and params[0].element_size() == 2 else torch._fused_sgd_
+        run(
+            params, grads, [s.momentum for s in states] if momentum else [], weight_decay=weight_decay,
+            momentum=momentum, lr=kernel_lr(lr, step), dampening=dampening, nesterov=nesterov, maximize=maximize,
+            is_first_step=first, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
         )  # fmt: skip
-        state.step.add_(1 if found_inf is None else 1 - found_inf)
+        step.add_(1 if found_inf is None else 1 - found_inf)
 
-    return Optimizer(init_param, step_param, step_param_)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+
+
+def _step_halves(
+    params: list[Tensor], grads: list[Tensor], velocities: list[Tensor], *, grad_scale: Tensor | None,
+    found_inf: Tensor | None, **options: Any,
+) -> None:  # fmt: skip
+    """The fused kernel through float32 copies: on CPUs it silently leaves most bfloat16 and float16 values unchanged."""
+    wide = [[t.float() for t in tensors] for tensors in (params, grads, velocities)]
+    torch._fused_sgd_(*wide, grad_scale=grad_scale, found_inf=found_inf, **options)
+    for tensors, results in zip((params, velocities), (wide[0], wide[2]), strict=True):
+        if tensors:
+            torch._foreach_copy_(tensors, results)

@@ -63,6 +63,9 @@ def _weighted_sum(
     n = axis_size(axis)
 
     def scale(g: Tensor) -> Tensor:
+        if isinstance(weight, (int, float)) or weight is None:  # known on the host: 1 and 0 cost nothing
+            known = 1.0 if weight is None or (over != "weight" and weight > 0) else float(weight)
+            return g if known == 1.0 else g * known if known else torch.zeros_like(g)
         # A rank of weight 0 adds nothing, whatever its gradients hold: 0 * nan would be nan.
         return torch.where(factor > 0, g * factor.to(g.dtype), torch.zeros_like(g))
 
