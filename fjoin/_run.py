@@ -63,16 +63,16 @@ class Run:
         """
         me = weakref.ref(self)
 
-        def hook_of(bucket: int) -> Callable[[Tensor], None]:
+        def hook_of(bucket: int, leaf: int) -> Callable[[Tensor], None]:
             def arrived(_: Tensor) -> None:
                 run = me()
                 if run is not None and run._queue is not None:
-                    run._queue.arrived(bucket)
+                    run._queue.arrived(bucket, leaf)
 
             return arrived
 
         for i, leaves in enumerate(storage.by_bucket):
-            self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i)) for leaf in leaves]
+            self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i, j)) for j, leaf in enumerate(leaves)]
 
     def detach(self) -> None:
         """Let go of the leaves attached to."""

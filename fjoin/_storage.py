@@ -25,7 +25,10 @@ class Storage:
     def __init__(self, layout: tuple[Bucket, ...], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         self.layout, self.optimizer = layout, optimizer
         self.shapes = {path: p.shape for path, p in params.items()}
-        self.flats = [torch.cat([params[p].detach().reshape(-1) for p in bucket.paths]) for bucket in layout]
+        self.flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in layout]
+        for bucket, flat in zip(layout, self.flats, strict=True):
+            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
+                view.copy_(params[path].detach())
         self.slots = [
             [(part := optimizer.at(span.paths[0])).init_param(self._range(part, flat, span)) for span in bucket.spans]
             for bucket, flat in zip(layout, self.flats, strict=True)
@@ -48,7 +51,10 @@ class Storage:
     def _range(self, part: Optimizer, flat: Tensor, span: Span) -> Tensor:
         """A span's part of a buffer: flat, or in the leaf's own shape where the optimizer needs that."""
         piece = flat[span.start : span.stop]
-        return piece if part.elementwise else piece.view(self.shapes[span.paths[0]])
+        if part.elementwise:
+            return piece
+        shape = self.shapes[span.paths[0]]
+        return piece[: shape.numel()].view(shape)
 
     def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
         """For each span: (optimizer, parameters, gradients, slots), to step in place."""

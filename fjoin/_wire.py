@@ -36,28 +36,35 @@ class Outgoing:
     def start(self, leaves: list[Tensor]) -> None:
         """Make ready for the gradients of these leaves."""
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
+        self.taken = [False] * len(leaves)
 
-    def fill(self) -> None:
-        """Take over the gradients that autograd has left at the leaves; a missing one counts as 0."""
-        self.filled = True
-        grads = [leaf.grad for leaf in self.leaves]
-        for path, grad in zip(self.bucket.paths, grads, strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                check_dense(f"the gradient of {path!r}", grad)
+    def take(self, i: int) -> None:
+        """Take over the gradient that autograd has just left at a leaf, while it is in the cache."""
+        leaf = self.leaves[i]
+        grad = leaf.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
         if self.bucket.direct:
             # What autograd hands over is ours alone: it becomes the message, without a copy.
-            (grad,) = grads
-            self.wire = torch.zeros_like(self.leaves[0]).view(-1) if grad is None else grad.contiguous().view(-1)
-            self.grads = self.wire
-        elif all(grad is None for grad in grads):
-            self.grads.zero_()
-        elif any(grad is None for grad in grads):
-            for view, grad in zip(self._views, grads, strict=True):
-                view.zero_() if grad is None else view.copy_(grad)
+            self.wire = self.grads = grad.contiguous().view(-1)
         else:
-            torch._foreach_copy_(self._views, grads)
-        for leaf in self.leaves:
-            leaf.grad = None
+            self._views[i].copy_(grad)
+        leaf.grad = None
+        self.taken[i] = True
+        self.missing -= 1
+
+    def fill(self) -> None:
+        """Complete the bucket after backward: gradients of earlier calls, and zeros where there are none."""
+        for i, leaf in enumerate(self.leaves):
+            if self.taken[i]:
+                continue
+            if leaf.grad is not None:
+                self.take(i)
+            elif self.bucket.direct:
+                self.wire = self.grads = torch.zeros_like(leaf).view(-1)
+            else:
+                self._views[i].zero_()
 
     def arrive(self) -> None:
         """Wait for the message; on CUDA only the stream waits."""
@@ -92,14 +99,14 @@ class Queue:
         """Take no more gradients, until the next start."""
         self._next = len(self.outgoing)
 
-    def arrived(self, index: int) -> None:
+    def arrived(self, index: int, leaf: int) -> None:
         """A leaf of this bucket has its gradient."""
         if self._next >= len(self.outgoing):
             return  # somebody else's backward pass over these leaves
         out = self.outgoing[index]
-        out.missing -= 1
+        out.take(leaf)
         if out.missing == 0:
-            out.fill()
+            out.filled = True
             self._advance()
 
     def _advance(self) -> None:
@@ -114,4 +121,5 @@ class Queue:
         for out in self.outgoing:
             if not out.filled:
                 out.fill()
+                out.filled = True
         self._advance()

@@ -183,7 +183,7 @@ def explain(
             if inner:
                 return
             if part is plan.reduce:
-                messages = _bucket_messages(part, fake, layout, lane, notes)
+                messages = _bucket_messages(part, layout, lane, notes)
             else:
                 messages = _messages(part, fake, lane if carries else None, notes)
             rows.append(Row(repr(part), part.scope, when, messages, _state_bytes(part.init(fake))))
@@ -247,7 +247,7 @@ def _messages(part: Transform, params: dict[str, Tensor], lane: Any, notes: list
 
 
 def _bucket_messages(
-    part: Transform, params: dict[str, Tensor], layout: tuple[Bucket, ...], lane: Any, notes: list[Message]
+    part: Transform, layout: tuple[Bucket, ...], lane: Any, notes: list[Message]
 ) -> tuple[Message, ...]:
     """What a reduction sends bucket by bucket: the lane and the total ride in one of them, if one can."""
     del notes[:]
@@ -257,9 +257,9 @@ def _bucket_messages(
         words = encode_lane({"total": total, **lane}, lane_dtype(b.dtype for b in layout), axis_size(part.spec["axis"]))
         psum(words, part.spec["axis"])
     for i, bucket in enumerate(layout):
-        some = {path: params[path] for path in bucket.paths}
+        flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
         extra = {"lane": lane} if i == carrier else {"total": total}
-        part.update(some, part.init(some), some, weight=None, **extra)
+        part.update(flat, part.init(flat), flat, weight=None, **extra)
     return tuple(notes)
 
 

@@ -15,10 +15,12 @@ from .sync._lane import lane_dtype
 # message, because it then needs no copy.
 BUCKET_BYTES = 5 * 2**20
 DIRECT_BYTES = 4 * 10**6
+# Where each leaf begins: matrix kernels are slower on tensors that do not lie on a cache line.
+ALIGN_BYTES = 64
 
 
 class Span(NamedTuple):
-    """Leaves that lie next to each other in a bucket and are stepped by one kernel."""
+    """Leaves that lie next to each other in a bucket and are stepped by one kernel, padding included."""
 
     start: int
     stop: int
@@ -30,7 +32,7 @@ class Bucket(NamedTuple):
 
     paths: tuple[str, ...]  # in the order of storage
     offsets: tuple[int, ...]  # of each leaf, in elements
-    numel: int
+    numel: int  # padding included
     dtype: torch.dtype
     device: torch.device
     direct: bool  # one large tensor, sent from where autograd left it
@@ -83,15 +85,16 @@ def _bucket(
     by_label: dict[Hashable, list[str]] = {}
     for path in paths:
         by_label.setdefault(label(path), []).append(path)
+    first = params[paths[0]]
+    step = 1 if direct else ALIGN_BYTES // first.element_size()
     ordered, offsets, spans, at = [], [], [], 0
     for members in by_label.values():
         start = at
         for path in members:
             ordered.append(path)
             offsets.append(at)
-            at += params[path].numel()
+            at += -(-params[path].numel() // step) * step
         spans.append(Span(start, at, tuple(members)))
-    first = params[paths[0]]
     return Bucket(tuple(ordered), tuple(offsets), at, first.dtype, first.device, direct, tuple(spans))
 
 

@@ -112,7 +112,8 @@ def test_layout() -> None:
     assert [b.direct for b in layout if "big" in b.paths] == [True]
     first = next(b for b in layout if "p4" in b.paths)
     assert first.paths == ("p4", "p2", "p3"), "reverse order, equal labels together"
-    assert [(s.start, s.stop, s.paths) for s in first.spans] == [(0, 20, ("p4", "p2")), (20, 30, ("p3",))]
+    assert [(s.start, s.stop, s.paths) for s in first.spans] == [(0, 32, ("p4", "p2")), (32, 48, ("p3",))]
+    assert first.offsets == (0, 16, 32), "each leaf begins on a cache line"
     assert all(b.dtype == params[p].dtype for b in layout for p in b.paths)
     assert make_layout({}, lambda path: 0) == ()
 

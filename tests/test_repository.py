@@ -1,0 +1,101 @@
+"""What holds of the repository as a whole: imports, names, documents."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fjoin
+from fjoin import transforms as tx
+
+ROOT = Path(__file__).parent.parent
+
+
+def _imports(file: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "transforms").rglob("*.py")), ids=lambda f: f.stem)
+def test_the_pure_part_knows_no_network_and_no_shell(file: Path) -> None:
+    for name in _imports(file):
+        assert not name.startswith(("torch.distributed", "fjoin")), f"{file.name} imports {name}"
+    code = "\n".join(line.split("#")[0] for line in file.read_text().splitlines() if ">>>" not in line)
+    tree = ast.parse(file.read_text())
+    uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
+    assert not uses and "importlib" not in code
+
+
+@pytest.mark.parametrize("file", sorted([*(ROOT / "transforms").rglob("*.py"), *(ROOT / "fjoin").glob("*.py")]), ids=lambda f: f.stem)
+def test_files_hold_one_idea(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 370
+    if file.name == "__init__.py":
+        for node in ast.parse(file.read_text()).body:
+            assert isinstance(node, (ast.ImportFrom, ast.Expr, ast.If)), "an __init__ only passes names on"
+
+
+def _public() -> dict[str, Any]:
+    names = {f"fjoin.{k}": v for k, v in vars(fjoin).items() if not k.startswith("_") and not inspect.ismodule(v)}
+    return names | {f"tx.{k}": v for k, v in vars(tx).items() if not k.startswith("_") and not inspect.ismodule(v)}
+
+
+@pytest.mark.parametrize("name", sorted(_public()))
+def test_public_names_are_documented(name: str) -> None:
+    value = _public()[name]
+    doc = inspect.getdoc(value) or ""
+    assert doc, f"{name} has no docstring"
+    if inspect.isfunction(value):
+        examples = doctest.DocTestParser().get_examples(doc)
+        assert examples, f"{name} has no example"
+
+
+def test_the_folder_transforms_cannot_be_imported_by_its_own_name() -> None:
+    out = subprocess.run([sys.executable, "-c", "import transforms"], cwd=ROOT, capture_output=True, text=True)
+    assert out.returncode and "from fjoin import transforms as tx" in out.stderr
+
+
+def test_a_users_own_transforms_module_does_not_disturb(tmp_path: Path) -> None:
+    (tmp_path / "transforms.py").write_text("mine = 1\n")
+    script = "import transforms, fjoin; from fjoin import transforms as tx; assert transforms.mine == 1; tx.chain()"
+    out = subprocess.run([sys.executable, "-W", "error", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+
+
+def test_importing_starts_nothing() -> None:
+    script = (
+        "import fjoin, threading, torch.distributed as dist;"
+        "assert not dist.is_initialized() and threading.active_count() == 1"
+    )
+    out = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    assert out.returncode == 0 and not out.stdout and not out.stderr, out.stderr
+
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_the_code_in_the_documents_runs(document: Path) -> None:
+    """Blocks marked ```python run in order in one namespace, as one rank; asserts in them are checked."""
+    namespace: dict[str, Any] = {"torch": torch}
+    for block in re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL):
+        exec(compile(block, document.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
