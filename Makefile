@@ -17,7 +17,7 @@ test-all: .venv/installed lint
 
 lint: .venv/installed
 	$(BIN)/ruff check .
-	$(BIN)/ruff check transforms --config 'lint.per-file-ignores = {}'
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 bench: .venv/installed

@@ -1,9 +1,9 @@
 """Distributed data-parallel training as pure functions, and the small shell that runs them.
 
-    train_step  TrainState  Metrics     the step, on uneven inputs
-    functional                          a module as a pure function
-    mesh  bind                          ranks and their axes
-    transforms                          the pure part: `from fjoin import transforms as tx`
+train_step  TrainState  Metrics     the step, on uneven inputs
+functional                          a module as a pure function
+mesh  bind                          ranks and their axes
+transforms                          the pure part: `from fjoin import transforms as tx`
 """
 
 from . import transforms as transforms

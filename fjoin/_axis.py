@@ -113,10 +113,9 @@ class GroupAxis:
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)
         out = torch.zeros_like(flat)
-        sizes = [[flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send)]
-        dist.all_to_all_single(
-            out if receive is not None else out[:0], flat if send is not None else flat[:0], *sizes, group=group
-        )
+        to_get, to_give = ([flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send))
+        given, got = flat if send is not None else flat[:0], out if receive is not None else out[:0]
+        dist.all_to_all_single(got, given, to_get, to_give, group=group)
         return out.view(x.shape)
 
     def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:

@@ -47,7 +47,9 @@ class Turn:
     others: Callable[[], float] | None = None  # how many ranks have another batch, once a window has ended
 
 
-def join(step: Any, loader: Iterable[B], *, empty: Any = NO_BATCH, throw_on_early_termination: bool = False) -> Iterator[B]:
+def join(
+    step: Any, loader: Iterable[B], *, empty: Any = NO_BATCH, throw_on_early_termination: bool = False
+) -> Iterator[B]:
     """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
     step._begin_join()
     number, finished = 0, False

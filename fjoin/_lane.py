@@ -36,7 +36,9 @@ class StepLane:
     def words(self, dtype: torch.dtype) -> int:
         return len(self.names) * words_per_scalar(dtype)
 
-    def values(self, share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]) -> dict[str, Any]:
+    def values(
+        self, share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
+    ) -> dict[str, Any]:
         """What this rank has to say, added to what it had to say in earlier calls of the window."""
         value: Any = 0.0 if loss is None else weight * host_number(loss.detach())
         lane: dict[str, Any] = {"total": share, "weight": weight, "loss": value}
@@ -61,7 +63,9 @@ class StepLane:
         have = sorted(n.removeprefix("sum.") for n in values if n.startswith("sum."))
         want = sorted(n.removeprefix("sum.") for n in self.names if n.startswith("sum."))
         if values["weight"] and have != want:
-            raise ValueError(f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same")
+            raise ValueError(
+                f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same"
+            )
         values["has_next"] = float(has_next)
         return {name: values.get(name, 0.0) for name in self.names}
 

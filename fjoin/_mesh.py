@@ -47,7 +47,9 @@ class Mesh:
         """The axes to reduce over, in turn; one that covers them all where there is one."""
         for name in names:
             if name not in self.axes:
-                raise NameError(f"unbound axis name {name!r}; this mesh has {list(self.axes)}; name it in fjoin.mesh(...)")
+                raise NameError(
+                    f"unbound axis name {name!r}; this mesh has {list(self.axes)}; name it in fjoin.mesh(...)"
+                )
         if len(names) > 1:
             joint = self.axes[names[0]].joint(names) if hasattr(self.axes[names[0]], "joint") else None
             if joint is not None:
@@ -104,7 +106,9 @@ class _GroupMesh(Mesh):
         axes = {name: GroupAxis(group, ordered, joint) for name, group in groups.items()}
         super().__init__(shape, axes, self._everyone.rank)
         # The group is this mesh's own, and its name the same on all ranks: no two meshes share keys.
-        self._store: Any = dist.PrefixStore(f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store())
+        self._store: Any = dist.distributed_c10d.PrefixStore(
+            f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store()
+        )
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._meetings = 0
         self._down = False
@@ -189,7 +193,9 @@ class _GroupMesh(Mesh):
             told = json.loads(self._store.get("failure"))
             if told["rank"] != self.rank:
                 where = "" if told["step"] is None else f" in step {told['step']}"
-                return PeerLost(f"rank {told['rank']} failed{where}: {told['error']}", rank=told["rank"], step=told["step"])
+                return PeerLost(
+                    f"rank {told['rank']} failed{where}: {told['error']}", rank=told["rank"], step=told["step"]
+                )
         return None
 
     def _raise_account(self, error: BaseException | None) -> None:
@@ -204,9 +210,7 @@ def _from_backend(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in text for word in known)
 
 
-def mesh(
-    shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False
-) -> Mesh:
+def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False) -> Mesh:
     """Arrange the ranks of this run in named axes.
 
     Under torchrun (or an initialised torch.distributed) the ranks are processes, NCCL on GPUs and
@@ -236,7 +240,9 @@ def mesh(
     if simulated:
         sizes = _sizes(shape, math.prod(axis.size for axis in simulated.values()))
         if sizes != {name: axis.size for name, axis in simulated.items()}:
-            raise ValueError(f"inside simulate the mesh must be {({n: a.size for n, a in simulated.items()})}, got {sizes}")
+            raise ValueError(
+                f"inside simulate the mesh must be { ({n: a.size for n, a in simulated.items()}) }, got {sizes}"
+            )
         return _SimulatedMesh(sizes, dict(simulated), next(iter(simulated.values())).world_rank)
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -264,7 +270,9 @@ def mesh(
 def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
     free = [name for name, size in shape.items() if size == -1]
     known = math.prod(size for size in shape.values() if size != -1)
-    bad = [size for size in shape.values() if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1]
+    bad = [
+        size for size in shape.values() if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1
+    ]
     if bad or len(free) > 1 or known == 0 or ranks % known or (not free and known != ranks):
         raise ValueError(
             f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: sizes must be whole numbers whose product is {ranks}, "
@@ -276,7 +284,9 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
 def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) -> Mesh:
     names = device_mesh.mesh_dim_names
     if not names:
-        raise ValueError("the DeviceMesh has no mesh_dim_names; make it with init_device_mesh(..., mesh_dim_names=('data',))")
+        raise ValueError(
+            "the DeviceMesh has no mesh_dim_names; make it with init_device_mesh(..., mesh_dim_names=('data',))"
+        )
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
     timeout = datetime.timedelta(seconds=timeout_s)
     # Groups of our own with the same members: taking them down must not take the user's.
@@ -289,7 +299,9 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
     if len(groups) == 1:
         everyone = next(iter(groups.values()))
     else:
-        everyone = dist.new_group(sorted(device_mesh.mesh.flatten().tolist()), timeout=timeout, use_local_synchronization=True)
+        everyone = dist.new_group(
+            sorted(device_mesh.mesh.flatten().tolist()), timeout=timeout, use_local_synchronization=True
+        )
     return _GroupMesh(sizes, groups, everyone, timeout_s, ordered)
 
 

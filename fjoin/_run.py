@@ -24,8 +24,8 @@ from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline, Transform
 from .transforms._layout import lane_bucket
 from .transforms._plan import make_plan
-from .transforms.axes._collectives import names as axis_names
 from .transforms.axes._env import bind_axes
+from .transforms.axes._primitive import names as axis_names
 from .transforms.sync._lane import lane_dtype
 from .transforms.sync._mean import MeanState
 
@@ -96,9 +96,7 @@ class Run:
         dtype = lane_dtype(bucket.dtype for bucket in layout)
         words = self._lane.words(dtype)
         carrier = lane_bucket(layout) if self._plan.reduce else None
-        outgoing = [
-            Outgoing(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)
-        ]
+        outgoing = [Outgoing(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)]
         if carrier is not None:
             self._lane.wire = outgoing[carrier].lane
         elif self._hook_carries:
@@ -277,4 +275,3 @@ class Run:
 
 def _backward(loss: Tensor, seed: float) -> None:
     loss.backward(None if seed == 1.0 else torch.full_like(loss, seed))
-

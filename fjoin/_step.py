@@ -279,7 +279,9 @@ def train_step(
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a whole number, at least 1, got {bucket_bytes!r}")
     if _contains(pipeline.hook.spec, "accumulate"):
-        raise ValueError("the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)")
+        raise ValueError(
+            "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
+        )
     run = Run(Loss(loss_fn, weight), pipeline, mesh or make_mesh({"data": -1}), accumulate)
     return TrainStep(run, donate, bucket_bytes, accumulate)
 

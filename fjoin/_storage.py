@@ -44,7 +44,10 @@ class Storage:
         self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
 
         self._ranges = [
-            [(part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot) for span, slot in zip(bucket.spans, slots, strict=True)]
+            [
+                (part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot)
+                for span, slot in zip(bucket.spans, slots, strict=True)
+            ]
             for bucket, flat, slots in zip(self.layout, self.flats, self.slots, strict=True)
         ]
 
@@ -85,9 +88,7 @@ class Storage:
         new = object.__new__(Storage)
         new.layout, new.optimizer, new.shapes = self.layout, self.optimizer, self.shapes
         new.flats = [flat.clone() for flat in self.flats]
-        new.slots = [
-            [type(s)(*(None if f is None else f.clone() for f in s)) for s in slots] for slots in self.slots
-        ]
+        new.slots = [[type(s)(*(None if f is None else f.clone() for f in s)) for s in slots] for slots in self.slots]
         new._make_leaves()
         for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
             leaf.grad = None if old.grad is None else old.grad.clone()

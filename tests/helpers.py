@@ -42,7 +42,9 @@ def same_bits(a: Any, b: Any) -> bool:
     return all(
         torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0)) and torch.equal(x.isnan(), y.isnan())
         if isinstance(x, Tensor) and x.is_floating_point()
-        else torch.equal(x, y) if isinstance(x, Tensor) else x == y
+        else torch.equal(x, y)
+        if isinstance(x, Tensor)
+        else x == y
         for x, y in zip(leaves(a), leaves(b), strict=True)
     )
 

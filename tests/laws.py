@@ -80,7 +80,9 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
             for path in grads:
                 if not _serves(part, path):
                     continue
-                one, _ = part.update({path: grads[path]}, part.init({path: params[path]}), {path: params[path]}, weight=2.0)
+                one, _ = part.update(
+                    {path: grads[path]}, part.init({path: params[path]}), {path: params[path]}, weight=2.0
+                )
                 assert max_diff(one, {path: out[path]}) == 0, f"{path} alone gave another answer"
 
     tx.simulate(one_rank, {"data": RANKS})

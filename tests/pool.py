@@ -93,7 +93,9 @@ class Pool:
                 ready = wait([self._pipes[r] for r in range(n) if r not in results], TIMEOUT_S)
                 if not ready:
                     self.close()
-                    raise JobFailed(f"{function.__name__} did not end within {TIMEOUT_S} s on {n} ranks; done: {sorted(results)}")
+                    raise JobFailed(
+                        f"{function.__name__} did not end within {TIMEOUT_S} s on {n} ranks; done: {sorted(results)}"
+                    )
                 for pipe in ready:
                     rank = self._pipes.index(pipe)
                     try:

@@ -40,7 +40,9 @@ def test_the_pure_part_knows_no_network_and_no_shell(file: Path) -> None:
     assert not uses and "importlib" not in code
 
 
-@pytest.mark.parametrize("file", sorted([*(ROOT / "transforms").rglob("*.py"), *(ROOT / "fjoin").glob("*.py")]), ids=lambda f: f.stem)
+@pytest.mark.parametrize(
+    "file", sorted([*(ROOT / "transforms").rglob("*.py"), *(ROOT / "fjoin").glob("*.py")]), ids=lambda f: f.stem
+)
 def test_files_hold_one_idea(file: Path) -> None:
     assert len(file.read_text().splitlines()) <= 370
     if file.name == "__init__.py":

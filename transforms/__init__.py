@@ -1,16 +1,16 @@
 """Pure transforms for distributed training: what crosses the network, and what becomes of it.
 
-    kinds        Transform  Optimizer  Pipeline  Schedule
-    combine      chain  identity  stateless  masked  partition  fuse
-    when         switch_after  every  accumulate  skip_if_nonfinite
-    clip         clip_by_global_norm  clip_by_value
-    agree        mean  sum_over  noop
-    optimizers   sgd  adam  adamw  frozen
-    schedules    constant  linear  cosine  warmup_cosine
-    collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
-                 axis_index  axis_size
-    run          simulate
-    look         explain  fingerprint  to_json  from_json  factory
+kinds        Transform  Optimizer  Pipeline  Schedule
+combine      chain  identity  stateless  masked  partition  fuse
+when         switch_after  every  accumulate  skip_if_nonfinite
+clip         clip_by_global_norm  clip_by_value
+agree        mean  sum_over  noop
+optimizers   sgd  adam  adamw  frozen
+schedules    constant  linear  cosine  warmup_cosine
+collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
+             axis_index  axis_size
+run          simulate
+look         explain  fingerprint  to_json  from_json  factory
 """
 
 if __name__ != "fjoin.transforms":

@@ -10,7 +10,8 @@ import torch
 from ._base import Transform, init_empty
 from ._spec import factory
 from ._tree import State, Tree, global_norm
-from .axes._collectives import AxisName, psum
+from .axes._collectives import psum
+from .axes._primitive import AxisName
 
 
 def _positive(name: str, value: float) -> None:

@@ -61,7 +61,9 @@ def chain(*transforms: Transform) -> Transform:
         grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
     ) -> tuple[Tree, State]:
         if len(state) != len(parts):
-            raise ValueError(f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state")
+            raise ValueError(
+                f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state"
+            )
         new = list(state)
         for i, part in enumerate(parts):
             grads, new[i] = part.update(grads, state[i], params, weight=weight, lane=lane, **extra)
@@ -201,7 +203,9 @@ def _per_path(parts: Sequence[Transform]) -> Scope:
 
 def _not_none(tree: Tree, where: str) -> Tree:
     if tree is None:
-        raise ValueError(f"accumulate cannot be inside {where}: all parameters must be stepped in the same calls; put accumulate around it")
+        raise ValueError(
+            f"accumulate cannot be inside {where}: all parameters must be stepped in the same calls; put accumulate around it"
+        )
     return tree
 
 
@@ -251,7 +255,9 @@ def _label(parts: Mapping[Patterns, Any], path: str) -> Patterns:
     for pattern in parts:
         if matcher(pattern)(path):
             return pattern
-    raise ValueError(f"no pattern of partition matches {path!r}; the patterns are {list(parts)}; add '*' for all the rest")
+    raise ValueError(
+        f"no pattern of partition matches {path!r}; the patterns are {list(parts)}; add '*' for all the rest"
+    )
 
 
 def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[str, Any]]:
@@ -269,9 +275,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     def init(params: Tree) -> State:
         return tuple(parts[pattern].init(chosen) for pattern, chosen in _labelled(parts, params).items())
 
-    def update(
-        grads: Tree, state: State, params: Tree = None, *, lane: Any = None, **extra: Any
-    ) -> tuple[Tree, State]:
+    def update(grads: Tree, state: State, params: Tree = None, *, lane: Any = None, **extra: Any) -> tuple[Tree, State]:
         of = None if params is None else _labelled(parts, params)
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
@@ -283,13 +287,15 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
 
     # The lane needs to travel once only: with the first part that reduces.
     carrier = next((i for i, part in enumerate(parts.values()) if part.sums), None)
-    sums = None if carrier is None else (lambda state: list(parts.values())[carrier].sums(state[carrier]))
+    sums = None if carrier is None else (lambda state: list(parts.values())[carrier].sums(state[carrier]))  # type: ignore[misc]
     return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums)
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
     def by_path(*args: Any, **kwargs: Any) -> Any:
-        raise TypeError("a partition needs the path of the parameter: use .at(path).step_param, or .init and .step on trees")
+        raise TypeError(
+            "a partition needs the path of the parameter: use .at(path).step_param, or .init and .step on trees"
+        )
 
     return Optimizer(
         by_path,

@@ -46,7 +46,10 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
     """
     check_transform(hook, "fuse: hook")
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"fuse: optimizer must be an Optimizer, got {optimizer!r}; write fuse(hook, optimizer), for example fuse(mean('data'), sgd(0.1))")
+        raise TypeError(
+            f"fuse: optimizer must be an Optimizer, got {optimizer!r}; write fuse(hook, optimizer), for example "
+            f"fuse(mean('data'), sgd(0.1))"
+        )
     if after is not None:
         check_transform(after, "fuse: after")
 
@@ -57,7 +60,9 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
         params: Tree, grads: Tree, state: PipelineState, *, weight: Any = None, lane: Any = None, **extra: Any
     ) -> tuple[Tree, State]:
         if not isinstance(state, PipelineState):
-            raise ValueError(f"state is a {type(state).__name__}, expected the PipelineState that this pipeline's init or step returned")
+            raise ValueError(
+                f"state is a {type(state).__name__}, expected the PipelineState that this pipeline's init or step returned"
+            )
         check_same("grads", grads, "params", params)
         grads, hook_state = hook.update(grads, state.hook, params, weight=weight, lane=lane, **extra)
         if grads is None:  # accumulating: nothing to step with in this call

@@ -110,9 +110,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     name = function.__name__
     known = _FACTORIES.get(name)
     if known is not None and known.__module__ != function.__module__:
-        raise ValueError(
-            f"a factory called {name!r} exists already, in {known.__module__}; choose another name"
-        )
+        raise ValueError(f"a factory called {name!r} exists already, in {known.__module__}; choose another name")
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -149,7 +147,9 @@ def _encode(value: Any, functions: bool) -> Any:
         if functions:
             return {"function": label, "code": _code_hash(value)}
         return {"function": label}
-    raise TypeError(f"{value!r} (a {type(value).__name__}) has no JSON form; pass numbers, strings, dtypes or transforms")
+    raise TypeError(
+        f"{value!r} (a {type(value).__name__}) has no JSON form; pass numbers, strings, dtypes or transforms"
+    )
 
 
 def _code_hash(function: Any) -> str:
@@ -189,6 +189,9 @@ def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = No
 
     Raises:
         ValueError: an unknown factory or function, named in the message.
+
+    >>> from_json('{"name": "clip_by_value", "args": {"max_value": 0.5}}')
+    clip_by_value(0.5)
     """
 
     def decode(node: Any) -> Any:

@@ -156,9 +156,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
     ) -> tuple[Tree, State]:
         w = check_weight(weight)
-        gathered = optree.tree_map(
-            lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads
-        )
+        gathered = optree.tree_map(lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads)
         total = state.weight + w
         summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}
         count = state.step + 1
@@ -211,7 +209,9 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
     if isinstance(part, Pipeline):
         return _skip_pipeline(part)
     if isinstance(part, Optimizer):
-        raise TypeError("skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))")
+        raise TypeError(
+            "skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))"
+        )
     return _skip_transform(check_transform(part, "skip_if_nonfinite: part"))
 
 

@@ -12,8 +12,13 @@ from fjoin import transforms as tx
 
 
 def train_one_rank(
-    batches: list[Any], pipeline: tx.Pipeline, epochs: int = 1, ordered: bool = False, check: bool = False,
-    dtype: torch.dtype = torch.float64, **settings: Any,
+    batches: list[Any],
+    pipeline: tx.Pipeline,
+    epochs: int = 1,
+    ordered: bool = False,
+    check: bool = False,
+    dtype: torch.dtype = torch.float64,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train on this rank's batches; what came of it, step by step."""
     apply, params, _ = fjoin.functional(make_model(dtype=dtype))
@@ -36,7 +41,9 @@ def train_one_rank(
                     digests.append(digest(state))
     out = {
         "params": {path: p.clone() for path, p in state.params.items()},
-        "optimizer": {path: type(s)(*(f if f is None else f.clone() for f in s)) for path, s in state.pipeline.optimizer.items()},
+        "optimizer": {
+            path: type(s)(*(f if f is None else f.clone() for f in s)) for path, s in state.pipeline.optimizer.items()
+        },
         "losses": losses,
         "calls": calls,
         "digests": digests,

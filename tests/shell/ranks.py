@@ -55,7 +55,9 @@ class Ranks:
             out: tuple[int, float, Any] = self._results.get(timeout=timeout_s)
             return out
         except queues.Empty:
-            raise AssertionError(f"no report within {timeout_s} s; alive: {[p.is_alive() for p in self.processes]}") from None
+            raise AssertionError(
+                f"no report within {timeout_s} s; alive: {[p.is_alive() for p in self.processes]}"
+            ) from None
 
     def __enter__(self) -> Ranks:
         return self

@@ -145,9 +145,19 @@ def test_a_state_of_something_else() -> None:
     pipeline, params = MEAN_SGD, {"w": X}
     with fjoin.bind(fjoin.mesh({"data": -1})):
         raises_text(ValueError, lambda: pipeline.step(params, {"w": X}, ()), "PipelineState")
-        raises_text(ValueError, lambda: pipeline.step(params, {"v": X}, pipeline.init(params)), "lacks ['w']", "['v'] besides")
-        raises_text(ValueError, lambda: pipeline.step(params, {"w": torch.ones(3)}, pipeline.init(params)), "grads['w']", "(3,)", "(2,)")
-        raises_text(TypeError, lambda: pipeline.step(params, {"w": X.double()}, pipeline.init(params)), "float64", "float32")
+        raises_text(
+            ValueError, lambda: pipeline.step(params, {"v": X}, pipeline.init(params)), "lacks ['w']", "['v'] besides"
+        )
+        raises_text(
+            ValueError,
+            lambda: pipeline.step(params, {"w": torch.ones(3)}, pipeline.init(params)),
+            "grads['w']",
+            "(3,)",
+            "(2,)",
+        )
+        raises_text(
+            TypeError, lambda: pipeline.step(params, {"w": X.double()}, pipeline.init(params)), "float64", "float32"
+        )
         other = pipeline.init({"w": X, "v": X})
         raises_text(ValueError, lambda: pipeline.step(params, {"w": X}, other), "another tree or another pipeline")
         chain = tx.chain(tx.mean("data"), tx.clip_by_value(1.0))
@@ -157,7 +167,9 @@ def test_a_state_of_something_else() -> None:
 def test_patterns_that_match_nothing() -> None:
     params = {"a.weight": X, "a.bias": X}
     raises_text(ValueError, lambda: tx.partition({"*.weight": tx.sgd(0.1)}).init(params), "'a.bias'", "add '*'")
-    raises_text(ValueError, lambda: tx.partition({"b.*": tx.sgd(0.1), "*": tx.sgd(0.1)}).init(params), "['b.*']", "'a.bias'")
+    raises_text(
+        ValueError, lambda: tx.partition({"b.*": tx.sgd(0.1), "*": tx.sgd(0.1)}).init(params), "['b.*']", "'a.bias'"
+    )
     raises_text(ValueError, lambda: tx.masked(tx.noop(), "b.*").init(params), "'b.*' matches no path")
     step = fjoin.train_step(_loss, tx.fuse(tx.mean("data"), tx.partition({"nope": tx.sgd(0.1), "*": tx.sgd(0.2)})))
     raises_text(ValueError, lambda: step.init({"w": X}), "['nope']")
@@ -177,7 +189,9 @@ def _poisoned(batch: Tensor, pipeline: tx.Pipeline, loss: Callable[..., Any]) ->
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("hook", [tx.mean("data"), tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0))], ids=["mean", "clip"])
+@pytest.mark.parametrize(
+    "hook", [tx.mean("data"), tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0))], ids=["mean", "clip"]
+)
 def test_a_loss_that_is_not_finite(hook: tx.Transform, bad: float) -> None:
     pipeline = tx.fuse(hook, tx.adamw(0.1))
     batches = [X, X, torch.tensor([1.0, bad])]
@@ -222,7 +236,11 @@ def test_skip_if_nonfinite_leaves_the_step_out() -> None:
 
 def test_a_verdict_on_the_device_changes_nothing_and_is_told_later() -> None:
     """The way of accelerators, where the host does not wait, on tensors of the CPU."""
-    for hook in (tx.mean("data"), tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.chain(tx.mean("data"), tx.clip_by_value(9.0))):
+    for hook in (
+        tx.mean("data"),
+        tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+        tx.chain(tx.mean("data"), tx.clip_by_value(9.0)),
+    ):
         step, state = _step(pipeline=tx.fuse(hook, tx.adamw(0.1)))
         step._run.guard.on_device = True
         reference, other = _step(pipeline=tx.fuse(hook, tx.adamw(0.1)))
@@ -287,7 +305,14 @@ def test_a_rank_that_leaves_the_loop_is_noticed_in_the_simulator() -> None:
 
 
 def test_no_batch_says_what_to_do() -> None:
-    for use in (lambda b: b.shape, lambda b: b[0], lambda b: len(b), lambda b: list(b), lambda b: b + 1, lambda b: bool(b)):
+    for use in (
+        lambda b: b.shape,
+        lambda b: b[0],
+        lambda b: len(b),
+        lambda b: list(b),
+        lambda b: b + 1,
+        lambda b: bool(b),
+    ):
         raises_text(fjoin.NoBatch, lambda: use(fjoin.NO_BATCH), "empty=")  # noqa: B023
     assert repr(fjoin.NO_BATCH) == "fjoin.NO_BATCH"
 

@@ -14,7 +14,9 @@ from ranks import Ranks
 Report = Callable[[Any], None]
 
 
-def _train(rank: int, report: Report, act: Callable[[int, int], None], timeout_s: float = 300.0, steps: int = 6) -> None:
+def _train(
+    rank: int, report: Report, act: Callable[[int, int], None], timeout_s: float = 300.0, steps: int = 6
+) -> None:
     """Train; `act(rank, step)` runs inside the loss and may misbehave. Reports how it ended."""
     import torch
 
@@ -27,14 +29,18 @@ def _train(rank: int, report: Report, act: Callable[[int, int], None], timeout_s
         act(rank, seen)
         return (params["w"] * batch).sum()
 
-    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)), mesh=fjoin.mesh({"data": -1}, timeout_s=timeout_s))
+    step = fjoin.train_step(
+        loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)), mesh=fjoin.mesh({"data": -1}, timeout_s=timeout_s)
+    )
     state = step.init({"w": torch.ones(1000)})
     try:
         for batch in step.join([torch.ones(1000)] * steps):
             state, _ = step(state, batch)
             seen += 1
     except Exception as error:
-        report((type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None), state.step))
+        report(
+            (type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None), state.step)
+        )
         time.sleep(20)  # a program that does not end after its error must not hold the others up
         return
     report(("fine", "", None, None, state.step))

@@ -113,9 +113,7 @@ def test_accumulation_is_one_step_on_the_window(window: int) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     start = parameters(model)
-    windows = [
-        [_together([m for b in batches for m in b[i : i + window]])] for i in range(0, 7, window)
-    ]
+    windows = [[_together([m for b in batches for m in b[i : i + window]])] for i in range(0, 7, window)]
     for one in windows:
         train(model, optimizer, [one])
     for r in results:
@@ -155,7 +153,10 @@ def test_the_users_sums_travel_with_the_gradients() -> None:
         def loss_fn(params: Any, batch: Any) -> Any:
             out = apply(params, {}, batch[0])
             right = (out.argmax(1) == batch[1]).sum()
-            return torch.nn.functional.cross_entropy(out, batch[1]), {"sum": {"right": right, "n": len(batch[1])}, "own": 7}
+            return torch.nn.functional.cross_entropy(out, batch[1]), {
+                "sum": {"right": right, "n": len(batch[1])},
+                "own": 7,
+            }
 
         step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
         state, seen = step.init(params), []
@@ -187,7 +188,7 @@ def test_weight_zero_of_a_live_batch_is_left_out() -> None:
 
     nan = torch.full((2,), float("nan"), dtype=torch.float64)
     (a, loss_a), (b, loss_b) = tx.simulate(one_rank, {"data": 2}, [X, nan], [2.0, 0.0])
-    (alone, loss), = tx.simulate(one_rank, {"data": 1}, [X], [2.0])
+    ((alone, loss),) = tx.simulate(one_rank, {"data": 1}, [X], [2.0])
     assert torch.equal(a, b) and torch.equal(a, alone) and loss_a == loss_b == loss
 
 

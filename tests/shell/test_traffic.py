@@ -18,7 +18,11 @@ MODELS = {
     "only large ones": lambda: {"big": torch.ones(1_000_001), "big2": torch.ones(1_100_000)},
     "several buckets": lambda: {f"p{i}": torch.ones(1000) for i in range(12)},
     "bfloat16": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5, dtype=torch.bfloat16)},
-    "mixed": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5), "c": torch.ones(4, dtype=torch.float64)},
+    "mixed": lambda: {
+        "a": torch.ones(10, dtype=torch.bfloat16),
+        "b": torch.ones(5),
+        "c": torch.ones(4, dtype=torch.float64),
+    },
     "float64": lambda: {"a": torch.ones(10, dtype=torch.float64)},
     "with an empty leaf": lambda: {"a": torch.ones(10), "none": torch.ones(0, 3)},
 }
@@ -49,7 +53,9 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
 
     step = fjoin.train_step(loss_fn, _pipeline(hook), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES)
     state = step.init(MODELS[model]())
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "barrier")}
+    kept = {
+        name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "barrier")
+    }
 
     def watch(name: str) -> Any:
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:

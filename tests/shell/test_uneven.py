@@ -42,7 +42,9 @@ def _pipeline(name: str, over: Any, clip: bool) -> tx.Pipeline:
     return tx.fuse(hook, OPTIMIZERS[name][0]())
 
 
-def _one_process(sizes: Any, seed: int, name: str, over: str, clip: bool, epochs: int) -> tuple[Any, Any, Any, list[float]]:
+def _one_process(
+    sizes: Any, seed: int, name: str, over: str, clip: bool, epochs: int
+) -> tuple[Any, Any, Any, list[float]]:
     model = make_model()
     optimizer = OPTIMIZERS[name][1](model.parameters())
     start = parameters(model)
@@ -69,7 +71,9 @@ def _check(results: list[dict[str, Any]], sizes: Any, seed: int, name: str, over
     assert max_diff(moved, expected) < 1e-12
     for path, own in first["optimizer"].items():
         for field in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum"):
-            theirs = state[path].get({"momentum": "momentum_buffer", "max_exp_avg_sq": "max_exp_avg_sq"}.get(field, field))
+            theirs = state[path].get(
+                {"momentum": "momentum_buffer", "max_exp_avg_sq": "max_exp_avg_sq"}.get(field, field)
+            )
             if getattr(own, field, None) is not None and theirs is not None:
                 assert max_diff(getattr(own, field), theirs) < 1e-12
 
@@ -120,7 +124,9 @@ def test_gloo_in_rank_order_equals_the_simulation_to_the_bit(pool: Any, ranks: i
     sizes = [[3, 2, 4], [5], [], [1, 1]][:ranks]
     pipeline = _pipeline("adamw", "weight", True)
     simulated = tx.simulate(
-        lambda b: train_one_rank(b, pipeline, dtype=torch.float32), {"data": ranks}, make_batches(7, sizes, torch.float32)
+        lambda b: train_one_rank(b, pipeline, dtype=torch.float32),
+        {"data": ranks},
+        make_batches(7, sizes, torch.float32),
     )
     for a, b in zip(real, simulated, strict=True):
         assert same_bits(a["params"], b["params"]) and same_bits(a["optimizer"], b["optimizer"])

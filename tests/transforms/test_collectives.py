@@ -136,8 +136,13 @@ def test_somebody_elses_vmap_around_it(op: str, engine: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 def test_constants_count_once_per_rank(engine: Any) -> None:
-    assert [v.item() for v in tx.simulate(lambda x: tx.psum(torch.tensor(2.0), "data"), {"data": 3}, [0.0] * 3, engine=engine)] == [6.0] * 3
-    assert [v.item() for v in tx.simulate(lambda x: tx.psum(1, "data"), {"data": 3}, [0.0] * 3, engine=engine)] == [3] * 3
+    assert [
+        v.item()
+        for v in tx.simulate(lambda x: tx.psum(torch.tensor(2.0), "data"), {"data": 3}, [0.0] * 3, engine=engine)
+    ] == [6.0] * 3
+    assert [v.item() for v in tx.simulate(lambda x: tx.psum(1, "data"), {"data": 3}, [0.0] * 3, engine=engine)] == [
+        3
+    ] * 3
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
@@ -181,10 +186,19 @@ def test_trees_travel_packed() -> None:
     from fjoin.transforms.axes._env import bind_axes
 
     notes: list[Any] = []
-    tree = {"a": torch.ones(3), "b": [torch.ones(2, 2), torch.ones(())], "c": torch.ones(4, dtype=torch.float64), "d": 1}
+    tree = {
+        "a": torch.ones(3),
+        "b": [torch.ones(2, 2), torch.ones(())],
+        "c": torch.ones(4, dtype=torch.float64),
+        "d": 1,
+    }
     with bind_axes({"data": _Recorder("data", 4, notes, {"data": 4})}):
         tx.psum(tree, "data")
-        assert [(m.dtype, m.payload_bytes) for m in notes] == [(torch.float32, 32), (torch.float64, 32), (torch.int64, 8)]
+        assert [(m.dtype, m.payload_bytes) for m in notes] == [
+            (torch.float32, 32),
+            (torch.float64, 32),
+            (torch.int64, 8),
+        ]
         notes.clear()
         out = tx.all_gather(tree, "data")
         assert len(notes) == 3 and out["b"][0].shape == (4, 2, 2)
@@ -278,7 +292,10 @@ def on_a_grid() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     out = []
-    for mesh in (fjoin.mesh({"node": 2, "local": -1}), fjoin.mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")))):
+    for mesh in (
+        fjoin.mesh({"node": 2, "local": -1}),
+        fjoin.mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))),
+    ):
         with fjoin.bind(mesh):
             x = torch.tensor(float(2**mesh.rank))
             out.append([
@@ -286,7 +303,8 @@ def on_a_grid() -> Any:
                 tx.all_gather(x, ("node", "local")).tolist(), tx.axis_index(("node", "local")).item(),
             ])  # fmt: skip
             # A real axis and a simulated one in the same expression.
-            mixed = tx.simulate(lambda v: tx.psum(x * v, ("node", "sim")), {"sim": 2}, [torch.tensor(1.0), torch.tensor(10.0)])  # noqa: B023
+            times = [torch.tensor(1.0), torch.tensor(10.0)]
+            mixed = tx.simulate(lambda v, x=x: tx.psum(x * v, ("node", "sim")), {"sim": 2}, times)
             out[-1].append(mixed[0].item())
     return out
 
@@ -316,7 +334,9 @@ def compiled() -> Any:
             got = torch.compile(lambda v, call=call: call(v * 2, n), backend="aot_eager", fullgraph=True)(xs[rank])
             out[name] = torch.equal(got, expected([v * 2 for v in xs], rank))
         torch._dynamo.reset()
-        f = torch.compile(lambda v: torch.func.grad(lambda v: (tx.psum(v, "data") ** 2).sum())(v), backend="aot_eager", fullgraph=True)
+        f = torch.compile(
+            lambda v: torch.func.grad(lambda v: (tx.psum(v, "data") ** 2).sum())(v), backend="aot_eager", fullgraph=True
+        )
         out["grad"] = torch.allclose(f(x), torch.func.grad(lambda v: (tx.psum(v, "data") ** 2).sum())(x))
         for name, g in {
             "vmap": lambda v: torch.func.vmap(lambda e: tx.psum(e, "data"))(v),
@@ -362,7 +382,8 @@ def test_the_trap_is_still_there_in_torch(pool: Any) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiling_a_vmapped_simulation_is_right_or_refused() -> None:
     f = torch.compile(
-        lambda: tx.simulate(lambda x: tx.psum(x, "data"), {"data": 2}, [torch.tensor(1.0)] * 2, engine="vmap"), backend="aot_eager"
+        lambda: tx.simulate(lambda x: tx.psum(x, "data"), {"data": 2}, [torch.tensor(1.0)] * 2, engine="vmap"),
+        backend="aot_eager",
     )
     try:  # Dynamo may leave it to eager execution, which is right, or trace into it, which must be refused
         out = f()

@@ -30,7 +30,10 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "every": [lambda: tx.every(2, tx.mean("data"))],
     "identity": [tx.identity],
-    "masked": [lambda: tx.masked(tx.mean("data"), "layer.*"), lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"])],
+    "masked": [
+        lambda: tx.masked(tx.mean("data"), "layer.*"),
+        lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),
+    ],
     "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
     "noop": [tx.noop],
     "partition": [
@@ -214,4 +217,3 @@ BROKEN_OPTIMIZERS = {
 def test_each_optimizer_law_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN_OPTIMIZERS[law.__name__])
-

@@ -21,7 +21,9 @@ SGD = [
 ]
 ADAM = [
     dict(lr=0.01, betas=b, eps=e, weight_decay=wd, amsgrad=a, maximize=mx)
-    for b, e, wd, a, mx in itertools.product([(0.9, 0.999), (0.5, 0.9)], [1e-8, 1e-3], [0.0, 0.1], [False, True], [False, True])
+    for b, e, wd, a, mx in itertools.product(
+        [(0.9, 0.999), (0.5, 0.9)], [1e-8, 1e-3], [0.0, 0.1], [False, True], [False, True]
+    )
 ]
 KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
     "sgd": (tx.sgd, torch.optim.SGD, SGD),
@@ -39,8 +41,14 @@ def _problem(dtype: torch.dtype, even: bool = False) -> tuple[dict[str, Tensor],
     params = {k: v for k, v in params_like(0, dtype).items() if v.numel()}
     g = torch.Generator().manual_seed(1)
     if even:
-        params = {k: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for k, shape in {"a": (16, 16), "b": (64,)}.items()}
-    grads = [{k: torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype) for k, p in params.items()} for _ in range(STEPS)]
+        params = {
+            k: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+            for k, shape in {"a": (16, 16), "b": (64,)}.items()
+        }
+    grads = [
+        {k: torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype) for k, p in params.items()}
+        for _ in range(STEPS)
+    ]
     return params, grads
 
 
@@ -93,7 +101,10 @@ def test_a_schedule_is_torchs_scheduler() -> None:
         (tx.linear(0.1, 0.02, 30), lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.2, 30)),
     ]:
         expected = optim.run(
-            lambda ps: torch.optim.AdamW(ps, 0.1), list(params.values()), [list(g.values()) for g in grads[:45]], scheduler
+            lambda ps: torch.optim.AdamW(ps, 0.1),
+            list(params.values()),
+            [list(g.values()) for g in grads[:45]],
+            scheduler,
         )
         p, opt = params, tx.adamw(schedule)
         state = opt.init(p)
@@ -117,7 +128,11 @@ def test_training_can_be_differentiated() -> None:
     def loss(p: Tensor) -> Tensor:
         return ((p - target) ** 2).sum()
 
-    for make in (lambda lr: tx.sgd(lr, momentum=0.9), lambda lr: tx.adam(lr), lambda lr: tx.adamw(lr, weight_decay=0.1)):
+    for make in (
+        lambda lr: tx.sgd(lr, momentum=0.9),
+        lambda lr: tx.adam(lr),
+        lambda lr: tx.adamw(lr, weight_decay=0.1),
+    ):
 
         def after(lr: Tensor, make: Any = make) -> Tensor:
             opt, p = make(lr), torch.zeros(3, dtype=torch.float64)
@@ -195,7 +210,9 @@ def test_clipping_is_torchs(dtype: torch.dtype) -> None:
     for g in grads[:5]:
         for max_norm in (0.1, 1.0, 100.0):
             got, _ = tx.clip_by_global_norm(max_norm).update(g, ())
-            assert max_diff(list(got.values()), optim.clip(list(g.values()), max_norm)) <= (1e-7 if dtype == torch.float32 else 1e-15)
+            assert max_diff(list(got.values()), optim.clip(list(g.values()), max_norm)) <= (
+                1e-7 if dtype == torch.float32 else 1e-15
+            )
     assert tx.clip_by_global_norm(1.0).update({}, ()) == ({}, ())
     bad, _ = tx.clip_by_global_norm(1.0).update({"a": torch.tensor([1.0, float("nan")]), "b": torch.ones(1)}, ())
     assert bad["b"].isnan().all()
@@ -205,7 +222,9 @@ def test_clipping_across_shards() -> None:
     """A tree that is sharded over an axis: the norm is that of all shards together."""
     whole = torch.arange(1.0, 7.0)
     clip = tx.clip_by_global_norm(1.0)
-    out = tx.simulate(lambda x: clip.update({"w": x}, (), sharded_over="shard")[0]["w"], {"shard": 3}, list(whole.view(3, 2)))
+    out = tx.simulate(
+        lambda x: clip.update({"w": x}, (), sharded_over="shard")[0]["w"], {"shard": 3}, list(whole.view(3, 2))
+    )
     assert torch.allclose(torch.cat(out), clip.update({"w": whole}, ())[0]["w"])
 
 
@@ -216,5 +235,7 @@ def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
         p.grad = torch.ones_like(p)
         torch.optim.SGD([p], 0.5, fused=True).step()
         assert torch.equal(p.detach(), torch.ones(64, dtype=dtype)), "torch steps now"
-        own, _ = tx.sgd(0.5).step({"p": torch.ones(64, dtype=dtype)}, {"p": torch.ones(64, dtype=dtype)}, tx.sgd(0.5).init({"p": p.detach()}))
+        own, _ = tx.sgd(0.5).step(
+            {"p": torch.ones(64, dtype=dtype)}, {"p": torch.ones(64, dtype=dtype)}, tx.sgd(0.5).init({"p": p.detach()})
+        )
         assert torch.equal(own["p"], torch.full((64,), 0.5, dtype=dtype))

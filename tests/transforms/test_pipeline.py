@@ -16,7 +16,12 @@ from fjoin.transforms.sync._lane import decode_lane, encode_lane, host_lane, hos
 
 FULL = tx.fuse(
     tx.chain(tx.clip_by_value(9.0), tx.mean(("node", "local"), over="live"), tx.clip_by_global_norm(1.0)),
-    tx.partition({("*bias", "*norm*"): tx.sgd(tx.constant(0.1)), "*": tx.adamw(tx.warmup_cosine(3e-4, 100, 2000), weight_decay=0.1)}),
+    tx.partition(
+        {
+            ("*bias", "*norm*"): tx.sgd(tx.constant(0.1)),
+            "*": tx.adamw(tx.warmup_cosine(3e-4, 100, 2000), weight_decay=0.1),
+        }
+    ),
 )
 
 
@@ -64,7 +69,9 @@ def test_a_users_factory_is_data_too() -> None:
     def halve_for_test(factor: float = 0.5) -> tx.Transform:
         return tx.Transform(lambda p: (), lambda g, s, p=None, **e: (g * factor, s), scope="element")
 
-    assert repr(halve_for_test()) == "halve_for_test()" and tx.from_json(tx.to_json(halve_for_test(0.25))) == halve_for_test(0.25)
+    assert repr(halve_for_test()) == "halve_for_test()" and tx.from_json(
+        tx.to_json(halve_for_test(0.25))
+    ) == halve_for_test(0.25)
 
     def mean(axis: str) -> tx.Transform:
         return tx.identity()
@@ -106,7 +113,10 @@ def test_explain_of_nested_axes() -> None:
 
 
 def test_layout() -> None:
-    params = {f"p{i}": torch.zeros(10) for i in range(5)} | {"big": torch.zeros(1_000_000), "half": torch.zeros(3, dtype=torch.float16)}
+    params = {f"p{i}": torch.zeros(10) for i in range(5)} | {
+        "big": torch.zeros(1_000_000),
+        "half": torch.zeros(3, dtype=torch.float16),
+    }
     layout = make_layout(params, lambda path: path in ("p1", "p3"), bucket_bytes=120)
     assert sorted(p for b in layout for p in b.paths) == sorted(params)
     assert [b.direct for b in layout if "big" in b.paths] == [True]
@@ -124,7 +134,11 @@ def test_layout() -> None:
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_means_by_hand(engine: Any, dtype: torch.dtype) -> None:
-    gs = [torch.tensor([2.0, 4.0], dtype=dtype), torch.tensor([4.0, 8.0], dtype=dtype), torch.tensor([64.0, 64.0], dtype=dtype)]
+    gs = [
+        torch.tensor([2.0, 4.0], dtype=dtype),
+        torch.tensor([4.0, 8.0], dtype=dtype),
+        torch.tensor([64.0, 64.0], dtype=dtype),
+    ]
     ws = [torch.tensor(v, dtype=torch.float64) for v in (3.0, 1.0, 0.0)]
 
     def run(hook: tx.Transform) -> tuple[list[float], float]:
@@ -134,7 +148,10 @@ def test_means_by_hand(engine: Any, dtype: torch.dtype) -> None:
 
     assert run(tx.mean("data")) == ([2.5, 5.0], 4.0)
     assert run(tx.mean("data", over="live")) == ([3.0, 6.0], 2.0)
-    assert run(tx.mean("data", over="world"))[0] == pytest.approx([2.0, 4.0], rel=2**-8) and run(tx.mean("data", over="world"))[1] == 3.0
+    assert (
+        run(tx.mean("data", over="world"))[0] == pytest.approx([2.0, 4.0], rel=2**-8)
+        and run(tx.mean("data", over="world"))[1] == 3.0
+    )
     assert run(tx.sum_over("data")) == ([10.0, 20.0], 4.0)
 
 
@@ -150,7 +167,9 @@ def test_the_lane_rides_along_and_later_stages_know_the_weight() -> None:
         sums = hook.sums(state)  # type: ignore[misc]
         assert sums.total == 6 and sums.lane["loss"] == 60 and sums.lane["n"] == 4
     raises_text(
-        ValueError, lambda: tx.simulate(lambda g: tx.mean("data").update(g, (), lane={"total": 1}), {"data": 1}, [1.0]), "'total'"
+        ValueError,
+        lambda: tx.simulate(lambda g: tx.mean("data").update(g, (), lane={"total": 1}), {"data": 1}, [1.0]),
+        "'total'",
     )
 
 

@@ -142,7 +142,9 @@ def _pure_training(xs: Tensor, weight: Tensor) -> Any:
 def test_both_engines_train_alike(n: int, dtype: torch.dtype, tolerance: float) -> None:
     g = torch.Generator().manual_seed(n)
     data = [torch.randn(3, 6, 4, generator=g, dtype=torch.float64).to(dtype) for _ in range(n)]
-    weights = [torch.tensor(float(r % 3), dtype=torch.float64) for r in range(n)] if n > 1 else [torch.tensor(1.0).double()]
+    weights = (
+        [torch.tensor(float(r % 3), dtype=torch.float64) for r in range(n)] if n > 1 else [torch.tensor(1.0).double()]
+    )
     a = tx.simulate(_pure_training, {"data": n}, data, weights)
     b = tx.simulate(_pure_training, {"data": n}, data, weights, engine="vmap")
     scale = max(v.abs().max().item() for v in a[0][0].values())
@@ -160,7 +162,9 @@ def test_a_transform_that_needs_lockstep_says_so() -> None:
 
 
 def test_a_step_inside_the_simulator_must_use_its_axes() -> None:
-    raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.mesh({"rows": 2}), {"data": 2}), "inside simulate", "'data': 2")
+    raises_text(
+        ValueError, lambda: tx.simulate(lambda: fjoin.mesh({"rows": 2}), {"data": 2}), "inside simulate", "'data': 2"
+    )
     raises_text(ValueError, lambda: tx.simulate(lambda: fjoin.mesh({"data": 3}), {"data": 2}), "does not fit 2 ranks")
     assert tx.simulate(lambda: fjoin.mesh({"data": -1}).rank, {"data": 2}) == [0, 1]
 

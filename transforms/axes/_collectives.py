@@ -11,144 +11,16 @@ Same as: jax.lax's parallel operators; torch.distributed's collectives, without 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from .._tree import Tree
-from ._env import Axis, lookup
-
-AxisName: TypeAlias = str | tuple[str, ...]
-
-_TRANSPOSE = {
-    "psum": "psum",
-    "all_gather": "psum_scatter",
-    "psum_scatter": "all_gather",
-    "all_to_all": "all_to_all",
-    "ppermute": "ppermute",
-    "pbroadcast": "psum",
-}
-# Where the ranks' dimension of a vmapped result is: None says that all ranks have the same.
-_OUT_DIM = {"psum_scatter": 0, "all_to_all": 0, "ppermute": 0}
-
-
-class _Collective(torch.autograd.Function):
-    """One collective on one tensor, over one axis.
-
-    The token decides whose vmap this is: it is batched only at the level that is the axis.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, token: Tensor | None, op: str, arg: Any, axis: Axis) -> Tensor:
-        return axis.run(op, x, arg)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        # The axis is kept here, since backward may run in a thread where nothing is bound.
-        _, _, ctx.op, ctx.arg, ctx.axis = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        op, arg, axis = ctx.op, ctx.arg, ctx.axis
-        if op not in _TRANSPOSE:
-            raise TypeError(f"{op} has no gradient; detach its input, or use psum or all_gather")
-        if op == "ppermute":
-            arg = tuple((target, source) for source, target in arg)
-        out = _Collective.apply(grad, axis.token, _TRANSPOSE[op], arg, axis)
-        if op == "pbroadcast":
-            out = torch.where(axis.index() == ctx.arg, out, torch.zeros_like(out))
-        return out, None, None, None, None
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], x: Tensor, token: Tensor | None, op: str, arg: Any, axis: Axis
-    ) -> tuple[Tensor, int | None]:
-        x_dim, token_dim = in_dims[:2]
-        if token_dim is None:  # somebody else's vmap: carry its dimension along, at the end
-            out = _Collective.apply(x.movedim(x_dim, -1), token, op, arg, axis)
-            return out, out.dim() - 1
-        n = info.batch_size
-        x = x.expand(n, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        return _stacked(op, x, arg, n), _OUT_DIM.get(op)
-
-
-def _stacked(op: str, x: Tensor, arg: Any, n: int) -> Tensor:
-    """The collective in plain tensor operations: `x[r]` is rank r's input."""
-    if op in ("psum", "psum_scatter"):
-        return x.sum(0, dtype=x.dtype)
-    if op == "pmax":
-        return x.amax(0)
-    if op == "pmin":
-        return x.amin(0)
-    if op == "pbroadcast":
-        return x[arg]
-    if op == "all_gather":
-        return x
-    if op == "all_to_all":
-        return x.transpose(0, 1)
-    source = {target: s for s, target in arg}
-    out = x[torch.tensor([source.get(r, 0) for r in range(n)])]
-    if len(source) == n:
-        return out
-    kept = torch.tensor([r in source for r in range(n)]).view(n, *[1] * (x.dim() - 1))
-    return torch.where(kept, out, torch.zeros_like(out))
-
-
-def names(axis: AxisName) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else (axis,)
-
-
-def _as_tensor(leaf: Any) -> Tensor:
-    return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
-
-
-def _packed(tree: Tree, lead: int, run: Callable[[Tensor], Tensor]) -> Tree:
-    """Apply `run` to the leaves, one call per dtype and device.
-
-    The leaves are packed behind their first `lead` dimensions; `run` may change how many leading
-    dimensions there are, not the packed one.
-    """
-    leaves, structure = optree.tree_flatten(tree)
-    leaves = [_as_tensor(leaf) for leaf in leaves]
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        groups.setdefault((leaf.dtype, leaf.device), []).append(i)
-    out: list[Any] = [None] * len(leaves)
-    for members in groups.values():
-        if len(members) == 1:
-            (i,) = members
-            flat = leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:])))
-        else:
-            flat = torch.cat([leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:]))) for i in members], dim=-1)
-        result = run(flat)
-        sizes = [math.prod(leaves[i].shape[lead:]) for i in members]
-        for i, piece in zip(members, result.split(sizes, dim=-1), strict=True):
-            out[i] = piece.reshape((*result.shape[:-1], *leaves[i].shape[lead:]))
-    return optree.tree_unflatten(structure, out)
-
-
-def _apply(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
-    return _Collective.apply(x, axis.token, op, arg, axis)  # type: ignore[no-any-return]
-
-
-def _reduce(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
-    for one in _lookup_all(axis):
-        tree = _packed(tree, 0, lambda x, one=one: _apply(op, x, one, arg))  # type: ignore[misc]
-    return tree
-
-
-def _lookup_all(axis: AxisName) -> list[Axis]:
-    """The interpreters to reduce over in turn; one that covers several axes at once is used once."""
-    wanted = names(axis)
-    found = [lookup(name) for name in wanted]
-    for one in found:
-        joint = getattr(one, "joint", None)
-        if joint is not None and len(wanted) > 1 and (merged := joint(wanted)) is not None:
-            return [merged]
-    return found
+from ._env import lookup
+from ._primitive import AxisName, apply_one, as_tensor, names, packed, reduce_over
 
 
 def psum(x: Tree, axis: AxisName) -> Tree:
@@ -168,8 +40,8 @@ def psum(x: Tree, axis: AxisName) -> Tree:
     >>> tx.simulate(lambda x: tx.psum(x, "data"), {"data": 3}, [1.0, 2.0, 3.0])
     [tensor(6.), tensor(6.), tensor(6.)]
     """
-    x = optree.tree_map(lambda v: t.long() if (t := _as_tensor(v)).dtype is torch.bool else t, x)
-    return _reduce("psum", x, axis)
+    x = optree.tree_map(lambda v: t.long() if (t := as_tensor(v)).dtype is torch.bool else t, x)
+    return reduce_over("psum", x, axis)
 
 
 def pmean(x: Tree, axis: AxisName) -> Tree:
@@ -190,7 +62,7 @@ def pmax(x: Tree, axis: AxisName) -> Tree:
     >>> tx.simulate(lambda x: tx.pmax(x, "data"), {"data": 2}, [1.0, 2.0])
     [tensor(2.), tensor(2.)]
     """
-    return _reduce("pmax", x, axis)
+    return reduce_over("pmax", x, axis)
 
 
 def pmin(x: Tree, axis: AxisName) -> Tree:
@@ -200,7 +72,7 @@ def pmin(x: Tree, axis: AxisName) -> Tree:
     >>> tx.simulate(lambda x: tx.pmin(x, "data"), {"data": 2}, [1.0, 2.0])
     [tensor(1.), tensor(1.)]
     """
-    return _reduce("pmin", x, axis)
+    return reduce_over("pmin", x, axis)
 
 
 def pbroadcast(x: Tree, axis: str, source: int) -> Tree:
@@ -216,7 +88,7 @@ def pbroadcast(x: Tree, axis: str, source: int) -> Tree:
     one = lookup(axis)
     if not 0 <= source < one.size:
         raise ValueError(f"source must be a rank of axis {axis!r}, 0 to {one.size - 1}, got {source!r}")
-    return _packed(x, 0, lambda v: _apply("pbroadcast", v, one, source))
+    return packed(x, 0, lambda v: apply_one("pbroadcast", v, one, source))
 
 
 def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
@@ -234,7 +106,7 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
     def gather(flat: Tensor) -> Tensor:
         out = flat
         for one in reversed([lookup(name) for name in names(axis)]):
-            out = _apply("all_gather", out, one)
+            out = apply_one("all_gather", out, one)
         return out.reshape((axis_size(axis), *flat.shape))
 
     def place(leaf: Tensor) -> Tensor:
@@ -242,7 +114,7 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
             return leaf.movedim(0, dim)
         return torch.cat(leaf.unbind(0), dim)
 
-    return optree.tree_map(place, _packed(x, 0, gather))
+    return optree.tree_map(place, packed(x, 0, gather))
 
 
 def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
@@ -267,11 +139,11 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) 
     def scatter(flat: Tensor) -> Tensor:
         out = flat.reshape((*[one.size for one in axes], flat.shape[-1]))
         for one in axes:
-            out = _apply("psum_scatter", out, one)
+            out = apply_one("psum_scatter", out, one)
         return out
 
     x = _split_ranks("psum_scatter", x, axis, dim, tiled)
-    out = _packed(x, 1, scatter)
+    out = packed(x, 1, scatter)
     return optree.tree_map(lambda leaf: leaf.movedim(0, dim), out) if tiled else out
 
 
@@ -301,7 +173,7 @@ def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, t
         return torch.cat([piece.movedim(0, split_dim) for piece in leaf.unbind(0)], concat_dim)
 
     x = _split_ranks("all_to_all", x, axis, split_dim, tiled)
-    return optree.tree_map(place, _packed(x, 1, lambda v: _apply("all_to_all", v, one)))
+    return optree.tree_map(place, packed(x, 1, lambda v: apply_one("all_to_all", v, one)))
 
 
 def _split_ranks(op: str, tree: Tree, axis: AxisName, dim: int, tiled: bool) -> Tree:
@@ -309,7 +181,7 @@ def _split_ranks(op: str, tree: Tree, axis: AxisName, dim: int, tiled: bool) -> 
     n = axis_size(axis)
 
     def split(path: tuple[Any, ...], leaf: Any) -> Tensor:
-        x = _as_tensor(leaf)
+        x = as_tensor(leaf)
         size = x.shape[dim] if -x.dim() <= dim < x.dim() else None
         if size is None or (size % n if tiled else size != n):
             want = f"a multiple of {n}" if tiled else str(n)
@@ -341,7 +213,7 @@ def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
             raise ValueError(f"perm names a {what} twice: {pairs}")
         if any(not 0 <= r < one.size for r in ranks):
             raise ValueError(f"perm {pairs} names a {what} outside axis {axis!r}, whose ranks are 0 to {one.size - 1}")
-    return _packed(x, 0, lambda v: _apply("ppermute", v, one, pairs))
+    return packed(x, 0, lambda v: apply_one("ppermute", v, one, pairs))
 
 
 def axis_index(axis: AxisName) -> Tensor:

@@ -181,8 +181,8 @@ class _World:
                 self.back.acquire()
             if not self.error and any(d != "has returned" for d in self.doing):
                 self.error = CollectiveMismatch("; ".join(f"rank {r} {d}" for r, d in enumerate(self.doing)))
-        except BaseException as error:  # an interrupt: let the threads go before it is passed on
-            self.error = error
+        except BaseException as interrupt:  # let the threads go before it is passed on
+            self.error = interrupt
             raise
         finally:
             if self.error:

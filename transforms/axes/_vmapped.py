@@ -16,9 +16,11 @@ class VmappedAxis:
     """An axis that is a level of vmap; the token holds the ranks, batched at that level only."""
 
     def __init__(self, size: int, token: Tensor) -> None:
-        self.size, self.token = size, token
+        self.size = size
+        self.token: Tensor | None = token
 
     def index(self) -> Tensor:
+        assert self.token is not None
         return self.token
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
@@ -32,7 +34,7 @@ def vmapped(function: Callable[..., Any], shape: dict[str, int], args: Sequence[
     """Run `function` on all ranks at once; what is no tensor must be the same on all ranks."""
     sizes = tuple(shape.values())
     n = len(args)
-    flat = [optree.tree_flatten(a) for a in args]
+    flat: list[Any] = [optree.tree_flatten(a) for a in args]  # type: ignore[arg-type]
     structure = flat[0][1]
     for rank, (_, other) in enumerate(flat):
         if other != structure:

@@ -100,7 +100,10 @@ def _adam(
 
     def init_param(param: Tensor) -> AdamState:
         return AdamState(
-            new_step(param), torch.zeros_like(param), torch.zeros_like(param), torch.zeros_like(param) if amsgrad else None
+            new_step(param),
+            torch.zeros_like(param),
+            torch.zeros_like(param),
+            torch.zeros_like(param) if amsgrad else None,
         )
 
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
@@ -136,7 +139,7 @@ def _adam(
         step.add_(1)
         kernel(
             params, grads, [s.exp_avg for s in states], [s.exp_avg_sq for s in states],
-            [s.max_exp_avg_sq for s in states] if amsgrad else [], [step] * len(states),
+            [s.max_exp_avg_sq for s in states if s.max_exp_avg_sq is not None], [step] * len(states),
             lr=rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad,
             maximize=maximize, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
         )  # fmt: skip

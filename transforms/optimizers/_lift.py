@@ -29,7 +29,9 @@ def init(optimizer: Optimizer, params: Tree) -> State:
         state = part.init_param(param.detach())
         # Equal 0-d fields are one tensor, so that `step` sees that one kernel can serve.
         first = shared.setdefault((id(part), param.dtype, param.device), state)
-        return type(state)(*(a if one_for_all else b for a, b, one_for_all in zip(first, state, part.common, strict=True)))
+        return type(state)(
+            *(a if one_for_all else b for a, b, one_for_all in zip(first or state, state, part.common, strict=True))
+        )
 
     return optree.tree_map_with_path(one, params)
 
@@ -57,20 +59,25 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
-def _plain(part: Optimizer, *trees: list[Any]) -> bool:
+def _plain(part: Optimizer, *trees: Tree) -> bool:
     """Whether nothing differentiates or maps through this step, so that a copy may be changed in place."""
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return False
     hyper = [value for _, value in part.spec.args if isinstance(value, Tensor)]
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in [*optree.tree_leaves(trees), *hyper])
+    given: Tree = [*trees, *hyper]
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given))
     return not wanted
 
 
-def _leafwise(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[tuple[Tensor, Any]]:
+def _leafwise(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
+) -> list[tuple[Tensor, Any]]:
     return [part.step_param(p, g, s) for p, g, s in zip(params, grads, states, strict=True)]
 
 
-def _on_copies(part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]) -> list[tuple[Tensor, Any]]:
+def _on_copies(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
+) -> list[tuple[Tensor, Any]]:
     # Leaf by leaf: one large buffer for all would be given back to the system after every step, and
     # fetching its pages anew takes longer than the step itself.
     new_params = [p.detach().clone() for p in params]

@@ -57,7 +57,9 @@ def sgd(
     """
     not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
     if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(f"nesterov needs momentum above 0 and dampening 0, got momentum={momentum!r}, dampening={dampening!r}")
+        raise ValueError(
+            f"nesterov needs momentum above 0 and dampening 0, got momentum={momentum!r}, dampening={dampening!r}"
+        )
 
     def init_param(param: Tensor) -> SGDState:
         return SGDState(new_step(param), torch.zeros_like(param) if momentum else None)
@@ -86,7 +88,7 @@ def sgd(
         first = bool(momentum) and bool(dampening) and bool(step == 0)
         run = _step_halves if params[0].device.type == "cpu" and params[0].element_size() == 2 else torch._fused_sgd_
         run(
-            params, grads, [s.momentum for s in states] if momentum else [], weight_decay=weight_decay,
+            params, grads, [s.momentum for s in states if s.momentum is not None], weight_decay=weight_decay,
             momentum=momentum, lr=kernel_lr(lr, step), dampening=dampening, nesterov=nesterov, maximize=maximize,
             is_first_step=first, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
         )  # fmt: skip

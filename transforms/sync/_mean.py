@@ -16,7 +16,8 @@ from torch import Tensor
 from .._base import Transform, init_empty
 from .._spec import factory
 from .._tree import Tree
-from ..axes._collectives import AxisName, axis_size, psum
+from ..axes._collectives import axis_size, psum
+from ..axes._primitive import AxisName
 from ._lane import Lane, decode_lane, encode_lane, lane_dtype
 
 Over: TypeAlias = Literal["weight", "live", "world"]
@@ -47,7 +48,9 @@ def check_weight(weight: Any) -> Tensor:
             raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
         return weight.to(torch.float64)
     if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
-        raise ValueError(f"weight must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0")
+        raise ValueError(
+            f"weight must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
+        )
     return torch.tensor(float(weight), dtype=torch.float64)
 
 

@@ -1,0 +1,149 @@
+"""One collective on one tensor over one axis: the primitive under all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from .._tree import Tree
+from ._env import Axis, lookup
+
+AxisName: TypeAlias = str | tuple[str, ...]
+
+_TRANSPOSE = {
+    "psum": "psum",
+    "all_gather": "psum_scatter",
+    "psum_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "ppermute": "ppermute",
+    "pbroadcast": "psum",
+}
+# Where the ranks' dimension of a vmapped result is: None says that all ranks have the same.
+_OUT_DIM = {"psum_scatter": 0, "all_to_all": 0, "ppermute": 0}
+
+
+class _Collective(torch.autograd.Function):
+    """One collective on one tensor, over one axis.
+
+    The token decides whose vmap this is: it is batched only at the level that is the axis.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor | None, op: str, arg: Any, axis: Axis) -> Tensor:
+        return axis.run(op, x, arg)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # The axis is kept here, since backward may run in a thread where nothing is bound.
+        _, _, ctx.op, ctx.arg, ctx.axis = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        op, arg, axis = ctx.op, ctx.arg, ctx.axis
+        if op not in _TRANSPOSE:
+            raise TypeError(f"{op} has no gradient; detach its input, or use psum or all_gather")
+        if op == "ppermute":
+            arg = tuple((target, source) for source, target in arg)
+        out = _apply_function(grad, axis.token, _TRANSPOSE[op], arg, axis)
+        if op == "pbroadcast":
+            out = torch.where(axis.index() == ctx.arg, out, torch.zeros_like(out))
+        return out, None, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, token: Tensor | None, op: str, arg: Any, axis: Axis
+    ) -> tuple[Tensor, int | None]:
+        x_dim, token_dim = in_dims[:2]
+        if token_dim is None:  # somebody else's vmap: carry its dimension along, at the end
+            out = _apply_function(x.movedim(x_dim, -1), token, op, arg, axis)
+            return out, out.dim() - 1
+        n = info.batch_size
+        x = x.expand(n, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        return _stacked(op, x, arg, n), _OUT_DIM.get(op)
+
+
+_apply_function: Callable[..., Tensor] = _Collective.apply
+
+
+def _stacked(op: str, x: Tensor, arg: Any, n: int) -> Tensor:
+    """The collective in plain tensor operations: `x[r]` is rank r's input."""
+    if op in ("psum", "psum_scatter"):
+        return x.sum(0, dtype=x.dtype)
+    if op == "pmax":
+        return x.amax(0)
+    if op == "pmin":
+        return x.amin(0)
+    if op == "pbroadcast":
+        return x[arg]
+    if op == "all_gather":
+        return x
+    if op == "all_to_all":
+        return x.transpose(0, 1)
+    source = {target: s for s, target in arg}
+    out = x[torch.tensor([source.get(r, 0) for r in range(n)])]
+    if len(source) == n:
+        return out
+    kept = torch.tensor([r in source for r in range(n)]).view(n, *[1] * (x.dim() - 1))
+    return torch.where(kept, out, torch.zeros_like(out))
+
+
+def names(axis: AxisName) -> tuple[str, ...]:
+    return axis if isinstance(axis, tuple) else (axis,)
+
+
+def as_tensor(leaf: Any) -> Tensor:
+    return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
+
+
+def packed(tree: Tree, lead: int, run: Callable[[Tensor], Tensor]) -> Tree:
+    """Apply `run` to the leaves, one call per dtype and device.
+
+    The leaves are packed behind their first `lead` dimensions; `run` may change how many leading
+    dimensions there are, not the packed one.
+    """
+    leaves, structure = optree.tree_flatten(tree)
+    leaves = [as_tensor(leaf) for leaf in leaves]
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault((leaf.dtype, leaf.device), []).append(i)
+    out: list[Any] = [None] * len(leaves)
+    for members in groups.values():
+        if len(members) == 1:
+            (i,) = members
+            flat = leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:])))
+        else:
+            flat = torch.cat(
+                [leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:]))) for i in members],
+                dim=-1,
+            )
+        result = run(flat)
+        sizes = [math.prod(leaves[i].shape[lead:]) for i in members]
+        for i, piece in zip(members, result.split(sizes, dim=-1), strict=True):
+            out[i] = piece.reshape((*result.shape[:-1], *leaves[i].shape[lead:]))
+    return optree.tree_unflatten(structure, out)
+
+
+def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
+    return _apply_function(x, axis.token, op, arg, axis)
+
+
+def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
+    for one in _lookup_all(axis):
+        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg))  # type: ignore[misc]
+    return tree
+
+
+def _lookup_all(axis: AxisName) -> list[Axis]:
+    """The interpreters to reduce over in turn; one that covers several axes at once is used once."""
+    wanted = names(axis)
+    found = [lookup(name) for name in wanted]
+    for one in found:
+        joint = getattr(one, "joint", None)
+        if joint is not None and len(wanted) > 1 and (merged := joint(wanted)) is not None:
+            return [merged]
+    return found
