@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,9 +38,10 @@ class Run:
     on; any other is run as it stands on all gradients after backward.
     """
 
-    def __init__(self, loss: Loss, pipeline: Pipeline, mesh: Mesh, accumulate: int) -> None:
+    def __init__(self, loss: Loss, pipeline: Pipeline, mesh: Mesh, accumulate: int, overlap_step: bool = False) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
-        self._plan = make_plan(pipeline.hook)
+        self._plan = plan = make_plan(pipeline.hook)
+        self._early = overlap_step and plan.reduce is not None and plan.clip is None and not plan.rest
         self._skip = pipeline.spec.name == "skip_if_nonfinite"
         reduce = self._plan.reduce
         self.axes = axis_names(reduce.spec["axis"]) if reduce else tuple(mesh.shape)
@@ -52,6 +54,7 @@ class Run:
         self._lane = StepLane(mesh, self.ranks)
         self._queue: Queue | None = None
         self._handles: list[Any] = []
+        self._carrier: Outgoing | None = None  # whose message carries the lane
         self._lane_alone = False  # whether the lane is a message of its own
 
     # -- set-up ------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ class Run:
     def close(self) -> None:
         """Free buffers and hooks."""
         self.detach()
-        self._queue = self._lane.wire = None
+        self._queue = self._lane.wire = self._carrier = None
 
     def stop(self) -> None:
         """Take no more gradients, until the next step."""
@@ -105,6 +108,7 @@ class Run:
             device = layout[0].device if layout else None
             self._lane.wire = torch.zeros(words, dtype=dtype, device=device)
         self._lane_alone = carrier is None and not self._hook_carries
+        self._carrier = None if carrier is None else outgoing[carrier]
         return Queue(outgoing, self._launch)
 
     @property
@@ -147,22 +151,29 @@ class Run:
         if loss is not None:
             _backward(loss, seed)
         queue.finish()
-        for out in queue.outgoing:
-            out.arrive()
-            self.guard.look(out)  # while the messages behind it are still under way
-        if alone is not None:
-            alone.wait()
-        return self._finish(body, queue.outgoing, lane, aux, buffers, turn)
+        if self._early and not self.guard.on_device:
+            sums = self._step_early(body, queue.outgoing, alone, turn)
+        else:
+            for out in queue.outgoing:
+                out.arrive()
+                self.guard.look(out)  # while the messages behind it are still under way
+            if alone is not None:
+                alone.wait()
+            sums = self._step_together(body, queue.outgoing, lane, turn)
+        step = body.step
+        body.buffers, body.window = buffers, {}
+        body.calls, body.step = body.calls + 1, body.step + 1
+        return Metrics(step, True, aux, partial(Guard.host, sums), self.guard.raise_pending)
 
     def _forward(self, body: Body, batch: Any) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))
         with torch.enable_grad(), bind_axes(self.mesh.axes):
             return self._loss(params, body.buffers, batch)
 
-    def _finish(
-        self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any], aux: Any, buffers: Any, turn: Turn | None
-    ) -> Metrics:
-        """After all messages: decide whether this step may change anything, and step."""
+    def _step_together(
+        self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None
+    ) -> dict[str, Any]:
+        """After all messages: decide whether this step may change anything, and step; the summed lane."""
         hook: Any = None
         if self._plan.reduce is None:
             hook = self._run_hook(body, outgoing, lane)
@@ -174,27 +185,66 @@ class Run:
         divisor = self._divisor(sums)
         if self._plan.reduce is not None:
             hook = self._reduced_state(sums, divisor)
+            divisor = divisor * self._unit
             if self._plan.rest:
-                hook = self._run_rest(body, outgoing, hook(), divisor * self._unit)
+                hook = self._run_rest(body, outgoing, hook(), divisor)
                 divisor = 1.0
-            else:
-                divisor = divisor * self._unit
-        if turn is not None:
-            turn.others = lambda: Guard.host(sums)["has_next"]
-        if hook is not None and (self._plan.rest or self._plan.reduce is None):
+        if self._plan.rest or self._plan.reduce is None:
             for out in outgoing:
                 self.guard.look(out)
+        self._tell(turn, sums)
         verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._plan.clip)
-        step = body.step
+        self._raise_unless_skipped(body, verdict)
+        if verdict.changes:
+            with self._changing(body):
+                for i, out in enumerate(outgoing):
+                    self._step_bucket(body, i, out, verdict)
+                self._run_after(body)
+            body.hook = hook if verdict.found_inf is None else self.guard.keep(verdict.found_inf, hook, body.hook)
+        return sums
+
+    def _step_early(
+        self, body: Body, outgoing: list[Outgoing], alone: Work | None, turn: Turn | None
+    ) -> dict[str, Any]:
+        """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
+        if alone is not None:
+            alone.wait()
+        if self._carrier is not None:
+            self._carrier.arrive()
+        assert self._lane.wire is not None
+        sums = self.guard.read_lane(self._lane.wire, self._lane.names)
+        self._tell(turn, sums)
+        divisor = self._divisor(sums)
+        verdict = self.guard.judge(body.step, sums, [], divisor * self._unit, None)
+        if not verdict.changes:
+            for out in outgoing:
+                out.arrive()
+            self._raise_unless_skipped(body, verdict)
+            return sums
+        with self._changing(body):
+            for i, out in enumerate(outgoing):
+                out.arrive()
+                self.guard.look(out)
+                error = self.guard.judge(body.step, sums, [out], divisor, None).error
+                if error is not None:
+                    for rest in outgoing:
+                        rest.arrive()
+                    if i == 0:  # nothing has been changed yet
+                        body.torn = ""
+                    raise error
+                self._step_bucket(body, i, out, verdict)
+            self._run_after(body)
+        body.hook = self._reduced_state(sums, divisor)
+        return sums
+
+    def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
+        if turn is not None:
+            turn.others = lambda: Guard.host(sums)["has_next"]
+
+    def _raise_unless_skipped(self, body: Body, verdict: Verdict) -> None:
         if verdict.error is not None and not self._skip:
             body.window = {}
             raise verdict.error
-        if verdict.changes:
-            self._apply(body, outgoing, verdict)
-            body.hook = hook if verdict.found_inf is None else self.guard.keep(verdict.found_inf, hook, body.hook)
-        body.buffers, body.window = buffers, {}
-        body.calls, body.step = body.calls + 1, body.step + 1
-        return Metrics(step, True, aux, partial(Guard.host, sums), self.guard.raise_pending)
 
     def _divisor(self, sums: dict[str, Any]) -> Any:
         """What the sums are to be divided by."""
@@ -250,27 +300,34 @@ class Run:
                 torch._foreach_copy_(list(held.values()), [grads[path] for path in held])
         return tuple(new)
 
-    def _apply(self, body: Body, outgoing: list[Outgoing], verdict: Verdict) -> None:
-        """Step every bucket in place."""
+    @contextlib.contextmanager
+    def _changing(self, body: Body) -> Iterator[None]:
+        """While parameters are being changed: what fails in here leaves a torn state."""
         body.torn = (
             f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
             f"new; load a checkpoint, or use donate=False to keep the old state whole"
         )
-        after = self.pipeline.after
         with torch.no_grad():
-            for i, out in enumerate(outgoing):
-                for optimizer, param, grad, slots in body.storage.ranges(i, out.grads):
-                    optimizer.step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
-            # Fused kernels do not count as writes: without this a graph that still needs the old values,
-            # such as a user's own, would silently use the new ones.
-            torch.autograd.graph.increment_version(body.storage.flats)
-            if after is not None:
-                params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
-                with bind_axes(self.mesh.axes):
-                    new, body.after = after.update(params, body.after, params)
-                if params:
-                    torch._foreach_copy_(list(params.values()), [new[path] for path in params])
+            yield
         body.torn = ""
+
+    def _step_bucket(self, body: Body, index: int, out: Outgoing, verdict: Verdict) -> None:
+        for optimizer, param, grad, slots in body.storage.ranges(index, out.grads):
+            optimizer.step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
+        # Fused kernels do not count as writes: without this a graph that still needs the old values, such
+        # as a user's own, would silently use the new ones.
+        torch.autograd.graph.increment_version(body.storage.flats[index])
+
+    def _run_after(self, body: Body) -> None:
+        """The parameter transform, on the new parameters."""
+        after = self.pipeline.after
+        if after is None:
+            return
+        params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
+        with bind_axes(self.mesh.axes):
+            new, body.after = after.update(params, body.after, params)
+        if params:
+            torch._foreach_copy_(list(params.values()), [new[path] for path in params])
 
 
 def _backward(loss: Tensor, seed: float) -> None:

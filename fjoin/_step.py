@@ -156,6 +156,8 @@ class TrainStep:
             self._together = True
             raise
         except BaseException as error:
+            if self._accumulate > 1 and isinstance(state, TrainState) and self._donate and not state._body.torn:
+                state._body.torn = f"a call failed within an accumulation window, whose gradients are lost: {error!r}"
             self._raise(error)
         body.version += 1
         return TrainState(body), metrics
@@ -232,6 +234,7 @@ def train_step(
     weight: Callable[[Any], float] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     accumulate: int = 1,
+    overlap_step: bool = False,
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
 
@@ -251,6 +254,11 @@ def train_step(
         bucket_bytes: Gradients are sent once this much is ready.
         accumulate: Micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window.
+        overlap_step: Step each bucket as soon as its message is here, behind the messages that are
+            still under way, where the hook is a plain reduction and the tensors are on the CPU. A
+            loss that is not finite still changes nothing; a gradient that is not finite although all
+            losses are is then noticed when buckets before it have been stepped, and leaves a torn
+            state. The default checks all gradients before it changes anything.
 
     Returns:
         A `TrainStep`.
@@ -282,7 +290,7 @@ def train_step(
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
         )
-    run = Run(Loss(loss_fn, weight), pipeline, mesh or make_mesh({"data": -1}), accumulate)
+    run = Run(Loss(loss_fn, weight), pipeline, mesh or make_mesh({"data": -1}), accumulate, overlap_step)
     return TrainStep(run, donate, bucket_bytes, accumulate)
 
 

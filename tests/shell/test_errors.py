@@ -216,6 +216,37 @@ def _poisoned_sqrt(batch: Tensor, loss: Any) -> Any:
     return text, None
 
 
+def test_stepping_early_a_loss_that_is_not_finite_changes_nothing_a_gradient_tears() -> None:
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (params["w"] * batch).sum() + torch.sqrt(params["v"] - batch).sum()
+
+    def one_rank(batch: Tensor) -> str:
+        step = fjoin.train_step(loss, MEAN_SGD, overlap_step=True, bucket_bytes=1)
+        state = step.init({"v": torch.ones(2), "w": torch.ones(2)})
+        raises_text(fjoin.NonFinite, lambda: step(state, X * float("nan")), "loss of rank")
+        assert torch.equal(state.params["w"], torch.ones(2))
+        raises_text(fjoin.NonFinite, lambda: step(state, batch), "'v'")  # 'w' is stepped before 'v' arrives
+        return raises_text(fjoin.TornState, lambda: state.params, "neither old nor new")
+
+    tx.simulate(one_rank, {"data": 2}, [torch.zeros(2), X])
+    step = fjoin.train_step(loss, MEAN_SGD, overlap_step=True)  # one bucket: nothing before it was stepped
+    state = step.init({"v": torch.ones(2), "w": torch.ones(2)})
+    raises_text(fjoin.NonFinite, lambda: step(state, X))
+    assert torch.equal(state.params["w"], torch.ones(2))
+
+
+def test_a_failure_within_a_window_is_told() -> None:
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        if batch.sum() > 5:
+            raise ValueError("bad batch")
+        return _loss(params, batch)
+
+    step, state = _step(loss, accumulate=2)
+    state, _ = step(state, X)
+    raises_text(ValueError, lambda: step(state, X * 9), "bad batch")
+    raises_text(fjoin.TornState, lambda: step(state, X), "accumulation window")
+
+
 def test_values_whose_sum_overflows_are_still_finite() -> None:
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() * 1e-30, tx.fuse(tx.mean("data"), tx.sgd(1e-38)))
     state = step.init({"w": torch.ones(4)})
