@@ -42,6 +42,8 @@ ROWS = [
     Row("fjoin / DDP as it comes", "link", "ours", "ddp", 0.80),
     Row("fjoin / DDP with its best bucket size", "link", "ours", "ddp best", 0.97),
     Row("fjoin / bound", "link", "ours", "bound", 1.25),
+    Row("fjoin with overlap_step / DDP with its best bucket size", "link", "ours overlap_step", "ddp best", 0.97),
+    Row("fjoin with overlap_step / bound", "link", "ours overlap_step", "bound", 1.25),
     Row("fjoin in join, even inputs / fjoin without join", "tiny", "ours join", "ours", 1.02),
     Row("fjoin in join, even inputs / fjoin without join", "1m", "ours join", "ours", 1.02),
     Row("fjoin in join, 14 against 10 batches / fjoin without join", "tiny", "ours join uneven", "ours"),

@@ -64,10 +64,10 @@ def pieces(name: str) -> tuple[Callable[[Any, Any], Tensor], dict[str, Tensor], 
     return loss_fn, params, tx.fuse(tx.mean("data"), tx.adamw(LR))
 
 
-def ours(name: str, batch: Any, mesh: Any, join: str = "") -> Variant:
+def ours(name: str, batch: Any, mesh: Any, join: str = "", **settings: Any) -> Variant:
     """fjoin's step: as it is, or inside its join on even or uneven inputs."""
     loss_fn, params, pipeline = pieces(name)
-    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
+    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
     state = step.init(params)
     del params
 
@@ -150,6 +150,7 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp join": lambda *a: ddp(*a, join=True),
     "ddp fused hook": lambda *a: ddp(*a, fused_hook=True),
     "ours": ours,
+    "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
     "ours join uneven": lambda *a: ours(*a, join="uneven"),
     "pure": pure,

@@ -67,6 +67,15 @@ def global_norm(tree: Tree) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([n.to(torch.promote_types(n.dtype, norms[0].dtype)) for n in norms]))
 
 
+def plain(*trees: Tree) -> bool:
+    """Whether nothing differentiates, maps or traces through these tensors, so that fresh copies of
+    them may be changed in place."""
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    given: Tree = trees
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given)))
+
+
 def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
     """Raise unless `tree` has the structure, shapes and dtypes of `like`.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._base import Optimizer
-from .._tree import State, Tree, check_dense, check_same, path_string
+from .._tree import State, Tree, check_dense, check_same, path_string, plain
 
 
 def init(optimizer: Optimizer, params: Tree) -> State:
@@ -53,20 +53,11 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
     for members in groups.values():
         part = optimizer.at(path_string(paths[members[0]]))
         chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
-        run = _on_copies if _plain(part, *chosen) else _leafwise
+        hyper = [value for _, value in part.spec.args if isinstance(value, Tensor)]
+        run = _on_copies if plain(*chosen, hyper) else _leafwise
         for i, (param, new) in zip(members, run(part, *chosen), strict=True):
             new_leaves[i], new_states[i] = param, new
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
-
-
-def _plain(part: Optimizer, *trees: Tree) -> bool:
-    """Whether nothing differentiates or maps through this step, so that a copy may be changed in place."""
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        return False
-    hyper = [value for _, value in part.spec.args if isinstance(value, Tensor)]
-    given: Tree = [*trees, *hyper]
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given))
-    return not wanted
 
 
 def _leafwise(
