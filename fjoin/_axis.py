@@ -37,8 +37,9 @@ class _Swapped:
         self._buffer.add_(self._received)  # a + b = b + a, to the bit: both ranks have the same
 
 
-# Up to this size two gloo ranks swap buffers and add, one hop in the place of all_reduce's several:
-# 0.3 ms against 0.6 to 1.2 ms for 40 kB, the same bytes. From about 1 MB on it gains nothing.
+# Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
+# same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
+# gains nothing.
 _SWAP_BYTES = 512 * 1024
 
 
@@ -78,6 +79,11 @@ class GroupAxis:
             work = dist.all_to_all_single(received, buffer, sizes, sizes, group=self.group, async_op=True)
             return _Swapped(work, buffer, received)
         return dist.all_reduce(buffer, group=self.group, async_op=True)  # type: ignore[no-any-return]
+
+    def run_(self, x: Tensor) -> Tensor:
+        """psum in place."""
+        self.reduce_(x).wait()
+        return x
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if torch.compiler.is_compiling():

@@ -23,8 +23,8 @@ class StepLane:
             own; None where the hook takes them along by itself.
     """
 
-    def __init__(self, mesh: Mesh, ranks: int) -> None:
-        self._mesh, self._ranks = mesh, ranks
+    def __init__(self, mesh: Mesh, ranks: int, rank: int) -> None:
+        self._mesh, self._ranks, self._rank = mesh, ranks, rank
         self.names: tuple[str, ...] = ()
         self.wire: Tensor | None = None
 
@@ -46,7 +46,7 @@ class StepLane:
             bad: Any = (~torch.isfinite(value)).to(torch.float64)
         else:
             bad = float(not math.isfinite(value))
-        mask, bit = f"nonfinite{self._mesh.rank // MASK_BITS}", float(2 ** (self._mesh.rank % MASK_BITS))
+        mask, bit = f"nonfinite{self._rank // MASK_BITS}", float(2 ** (self._rank % MASK_BITS))
         lane[mask] = bad * bit
         lane.update({f"sum.{name}": v for name, v in sums.items()})
         if window:

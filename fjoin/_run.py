@@ -42,7 +42,7 @@ class Run:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
         self._plan = plan = make_plan(pipeline.hook)
         self._early = overlap_step and plan.reduce is not None and plan.clip is None and not plan.rest
-        self._skip = pipeline.spec.name == "skip_if_nonfinite"
+        self.skips = pipeline.spec.name == "skip_if_nonfinite"
         reduce = self._plan.reduce
         self.axes = axis_names(reduce.spec["axis"]) if reduce else tuple(mesh.shape)
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
@@ -51,19 +51,28 @@ class Run:
         # power of two of ranks their sum then is the mean already, and no kernel has to divide.
         self._unit = 2.0 ** -math.floor(math.log2(self.ranks)) if reduce else 1.0
         self.guard = Guard(self.ranks, norm=self._plan.clip is not None)
-        self._lane = StepLane(mesh, self.ranks)
+        index = 0
+        for name in self.axes:
+            index = index * mesh.axes[name].size + int(mesh.axes[name].index())
+        self._lane = StepLane(mesh, self.ranks, index)
         self._queue: Queue | None = None
+        self.token = object()  # by which states know the step they belong to, without keeping it alive
         self._handles: list[Any] = []
+        self._attached: Callable[[], Storage | None] = _nothing  # whose leaves have our hooks
         self._carrier: Outgoing | None = None  # whose message carries the lane
         self._lane_alone = False  # whether the lane is a message of its own
 
     # -- set-up ------------------------------------------------------------------------------
 
-    def attach(self, storage: Storage) -> None:
-        """Have every leaf tell when its gradient has arrived.
+    def _attach(self, storage: Storage) -> None:
+        """Have every leaf tell when its gradient has arrived, and those of another state no more.
 
         The hooks know this object weakly: one that held it would keep all its memory for ever.
         """
+        if self._attached() is storage:
+            return
+        self._detach()
+        self._attached = weakref.ref(storage)
         me = weakref.ref(self)
 
         def hook_of(bucket: int, leaf: int) -> Callable[[Tensor], None]:
@@ -77,15 +86,15 @@ class Run:
         for i, leaves in enumerate(storage.by_bucket):
             self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i, j)) for j, leaf in enumerate(leaves)]
 
-    def detach(self) -> None:
-        """Let go of the leaves attached to."""
+    def _detach(self) -> None:
+        self._attached = _nothing
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def close(self) -> None:
         """Free buffers and hooks."""
-        self.detach()
+        self._detach()
         self._queue = self._lane.wire = self._carrier = None
 
     def stop(self) -> None:
@@ -123,6 +132,7 @@ class Run:
 
     def __call__(self, body: Body, batch: Any, turn: Turn | None) -> Metrics:
         storage = body.storage
+        self._attach(storage)
         self.stop()
         if not body.window:
             storage.clear_grads()
@@ -194,7 +204,7 @@ class Run:
                 self.guard.look(out)
         self._tell(turn, sums)
         verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._plan.clip)
-        self._raise_unless_skipped(body, verdict)
+        self._raise_or_count(body, verdict)
         if verdict.changes:
             with self._changing(body):
                 for i, out in enumerate(outgoing):
@@ -219,7 +229,7 @@ class Run:
         if not verdict.changes:
             for out in outgoing:
                 out.arrive()
-            self._raise_unless_skipped(body, verdict)
+            self._raise_or_count(body, verdict)
             return sums
         with self._changing(body):
             for i, out in enumerate(outgoing):
@@ -241,10 +251,12 @@ class Run:
         if turn is not None:
             turn.others = lambda: Guard.host(sums)["has_next"]
 
-    def _raise_unless_skipped(self, body: Body, verdict: Verdict) -> None:
-        if verdict.error is not None and not self._skip:
-            body.window = {}
+    def _raise_or_count(self, body: Body, verdict: Verdict) -> None:
+        if verdict.error is not None and not self.skips:
+            body.window, body.calls = {}, body.calls + 1  # a window that ends like this is lost whole
             raise verdict.error
+        if body.skipped is not None:
+            body.skipped += int(verdict.error is not None) if verdict.found_inf is None else verdict.found_inf.long()
 
     def _divisor(self, sums: dict[str, Any]) -> Any:
         """What the sums are to be divided by."""
@@ -328,6 +340,10 @@ class Run:
             new, body.after = after.update(params, body.after, params)
         if params:
             torch._foreach_copy_(list(params.values()), [new[path] for path in params])
+
+
+def _nothing() -> None:
+    return None
 
 
 def _backward(loss: Tensor, seed: float) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ._errors import DonatedState, TornState
 from ._storage import Storage
 from .transforms._fuse import PipelineState
+from .transforms._when import SkipState
 
 
 @dataclass
@@ -22,11 +23,13 @@ class Body:
     hook: Any
     after: Any
     rebuild: Callable[[dict[str, Any]], Any]  # path -> leaf, to the tree that the user gave
+    owner: object  # the step that made it, which alone can run it
     step: int = 0  # steps taken
     calls: int = 0  # calls of the step, more than steps where gradients are accumulated
     window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
     version: int = 0
     torn: str = ""
+    skipped: Tensor | None = None  # steps left out, 0-d int64, where the pipeline is one that skips
 
     def hook_state(self) -> Any:
         """The hook's state; after a plain reduction it is made only when it is asked for."""
@@ -36,7 +39,10 @@ class Body:
 
     def clone(self) -> Body:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
-        return replace(self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0)
+        skipped = None if self.skipped is None else self.skipped.clone()
+        return replace(
+            self, skipped=skipped, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0
+        )
 
 
 class TrainState:
@@ -52,8 +58,13 @@ class TrainState:
     def __init__(self, body: Body) -> None:
         self._body, self._version = body, body.version
 
-    def _claim(self) -> Body:
+    def _claim(self, owner: object = None) -> Body:
         body = self._body
+        if owner is not None and body.owner is not owner:
+            raise ValueError(
+                "this state was made by another train_step's init, with its pipeline and layout; call init of this step "
+                "on its parameters: step.init(state.params)"
+            )
         if body.torn:
             raise TornState(body.torn, step=body.step)
         if body.version != self._version:
@@ -76,10 +87,11 @@ class TrainState:
         return self._claim().buffers
 
     @property
-    def pipeline(self) -> PipelineState:
+    def pipeline(self) -> PipelineState | SkipState:
         """The pipeline's state as `pipeline.init` and `pipeline.step` have it: keyed by path, in views."""
         body = self._claim()
-        return PipelineState(body.hook_state(), body.rebuild(body.storage.optimizer_states()), body.after)
+        state = PipelineState(body.hook_state(), body.rebuild(body.storage.optimizer_states()), body.after)
+        return state if body.skipped is None else SkipState(state, body.skipped)
 
     @property
     def step(self) -> int:

@@ -105,8 +105,8 @@ class TrainStep:
         hook_state, after_state = self.pipeline.hook.init(by_path), after.init(by_path) if after else ()
         self._device = layout[0].device if layout else None
         self._run.close()
-        self._run.attach(storage)
-        return TrainState(Body(storage, own, hook_state, after_state, rebuild))
+        skipped = torch.zeros((), dtype=torch.int64) if self._run.skips else None
+        return TrainState(Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, skipped=skipped))
 
     def close(self) -> None:
         """Free the step's buffers and hooks; states stay readable."""
@@ -144,11 +144,9 @@ class TrainStep:
                 turn.called = True
             if not isinstance(state, TrainState):
                 raise TypeError(f"state must be what step.init or the last step returned, got a {type(state).__name__}")
-            body = state._claim()
+            body = state._claim(self._run.token)
             if not self._donate:
                 body = body.clone()
-                self._run.detach()
-                self._run.attach(body.storage)
             self._run.guard.raise_pending()
             self._last_step = body.step
             metrics = self._run(body, batch, turn)

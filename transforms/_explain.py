@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from ._base import Optimizer, Pipeline, Transform
 from ._combine import stages
@@ -244,7 +248,13 @@ def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
 def _messages(part: Transform, params: dict[str, Tensor], lane: Any, notes: list[Message]) -> tuple[Message, ...]:
     """What a stage sends that runs on the whole tree."""
     del notes[:]
-    part.update(dict(params), part.init(params), params, weight=None, lane=lane)
+    try:
+        part.update(dict(params), part.init(params), params, weight=None, lane=lane)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TypeError(
+            f"{part!r} reads a tensor's value ({error}), so that what it sends cannot be told before it runs; decide on "
+            f"host integers in the state, or with torch.where"
+        ) from None
     return tuple(notes)
 
 

@@ -235,6 +235,34 @@ def test_stepping_early_a_loss_that_is_not_finite_changes_nothing_a_gradient_tea
     assert torch.equal(state.params["w"], torch.ones(2))
 
 
+def test_a_window_that_is_not_finite_is_lost_whole() -> None:
+    step, state = _step(accumulate=3)
+    for batch in (X, X):
+        state, _ = step(state, batch)
+    raises_text(fjoin.NonFinite, lambda: step(state, X * float("nan")))
+    weights = []
+    for _ in range(6):
+        state, metrics = step(state, X)
+        weights.append(metrics.weight if metrics.stepped else None)
+    assert weights == [None, None, 3.0] * 2
+
+
+def test_ranks_are_named_within_the_axes_that_are_reduced() -> None:
+    def one_rank(batch: Tensor) -> Any:
+        step = fjoin.train_step(
+            _loss, tx.fuse(tx.mean("local"), tx.sgd(0.1)), mesh=fjoin.mesh({"node": 13, "local": 2})
+        )
+        state = step.init({"w": torch.ones(2), "v": torch.ones(2)}, sync=None)
+        try:
+            step(state, batch)
+        except fjoin.NonFinite as error:
+            return error.ranks
+        return None
+
+    out = tx.simulate(one_rank, {"node": 13, "local": 2}, [X] * 25 + [X * float("nan")])
+    assert out == [None] * 24 + [(1,)] * 2
+
+
 def test_a_failure_within_a_window_is_told() -> None:
     def loss(params: Any, batch: Tensor) -> Tensor:
         if batch.sum() > 5:
@@ -260,7 +288,10 @@ def test_skip_if_nonfinite_leaves_the_step_out() -> None:
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.adamw(0.1)))
     step, state = _step(pipeline=pipeline)
     state, metrics = step(state, torch.tensor([1.0, float("nan")]))
-    assert torch.equal(state.params["w"], torch.ones(2)) and state.pipeline.optimizer["w"].step == 0
+    assert torch.equal(state.params["w"], torch.ones(2)) and state.pipeline.inner.optimizer["w"].step == 0
+    assert state.pipeline.skipped == 1
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        pipeline.step(state.params, {k: torch.ones(2) for k in ("w", "v")}, state.pipeline)
     state, metrics = step(state, X)
     assert not torch.equal(state.params["w"], torch.ones(2)) and metrics.loss == 2.0
 

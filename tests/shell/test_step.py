@@ -242,6 +242,28 @@ def test_a_donated_state_cannot_be_used_again() -> None:
     assert same_bits(again.params, second.params)
 
 
+def test_a_state_belongs_to_its_step() -> None:
+    step, state = _one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    other, _ = _one(tx.fuse(tx.mean("data"), tx.sgd(10.0)))
+    raises_text(ValueError, lambda: other(state, X), "another train_step's init", "step.init(state.params)")
+    moved, _ = other(other.init(state.params), X)
+    assert not same_bits(moved.params, _start()) and same_bits(state.params, _start())
+
+
+def test_clones_and_second_states_overlap_too() -> None:
+    """Every state's leaves tell when their gradients arrive, whichever was used before."""
+    step, state = _one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), bucket_bytes=1)
+    state, _ = step(state, X)
+    seen: list[int] = []
+    assert step._run._queue is not None
+    arrived = step._run._queue.arrived
+    step._run._queue.arrived = lambda bucket, leaf: (seen.append(bucket), arrived(bucket, leaf))[1]  # type: ignore
+    a, b = state.clone(), state.clone()
+    for s in (a, b, state):
+        step(s, X)
+    assert seen == [0, 1] * 3 or sorted(seen) == [0, 0, 0, 1, 1, 1]
+
+
 def test_without_donation_the_old_state_stays_whole() -> None:
     step, first = _one(tx.fuse(tx.mean("data"), tx.adamw(0.1)), donate=False)
     second, _ = step(first, X)

@@ -105,6 +105,16 @@ def test_explain_takes_no_memory_for_huge_models() -> None:
     assert what.state_bytes == 70 * 8 * 10**9 + 4 + 8 and what.messages == 71
 
 
+def test_explain_says_where_it_cannot_look_ahead() -> None:
+    def peek(g: Any, s: Any, params: Any = None, **extra: Any) -> Any:
+        return (g, s) if g["w"].sum().item() > 0 else (tx.psum(g, "data"), s)
+
+    part = tx.chain(tx.mean("data"), tx.Transform(lambda p: (), peek))
+    raises_text(
+        TypeError, lambda: tx.explain(part, {"w": torch.zeros(3)}, {"data": 2}), "peek", "reads a tensor's value"
+    )
+
+
 def test_explain_of_nested_axes() -> None:
     what = tx.explain(tx.mean(("node", "local")), {"w": torch.zeros(10)}, {"node": 2, "local": 4})
     assert [(m.axis, m.collective) for m in what.rows[0].messages] == [("node x local", "psum")]

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import Tree
+from .._tree import Tree, plain
 from ._env import Axis, lookup
 
 AxisName: TypeAlias = str | tuple[str, ...]
@@ -100,11 +100,14 @@ def as_tensor(leaf: Any) -> Tensor:
     return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
 
 
-def packed(tree: Tree, lead: int, run: Callable[[Tensor], Tensor]) -> Tree:
+def packed(
+    tree: Tree, lead: int, run: Callable[[Tensor], Tensor], run_: Callable[[Tensor], Tensor] | None = None
+) -> Tree:
     """Apply `run` to the leaves, one call per dtype and device.
 
     The leaves are packed behind their first `lead` dimensions; `run` may change how many leading
-    dimensions there are, not the packed one.
+    dimensions there are, not the packed one. `run_` may change its argument; it is called where that
+    is a fresh copy through which nothing differentiates.
     """
     leaves, structure = optree.tree_flatten(tree)
     leaves = [as_tensor(leaf) for leaf in leaves]
@@ -121,7 +124,7 @@ def packed(tree: Tree, lead: int, run: Callable[[Tensor], Tensor]) -> Tree:
                 [leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:]))) for i in members],
                 dim=-1,
             )
-        result = run(flat)
+        result = run_(flat) if run_ and len(members) > 1 and plain(flat) else run(flat)
         sizes = [math.prod(leaves[i].shape[lead:]) for i in members]
         for i, piece in zip(members, result.split(sizes, dim=-1), strict=True):
             out[i] = piece.reshape((*result.shape[:-1], *leaves[i].shape[lead:]))
@@ -134,7 +137,8 @@ def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
 
 def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
     for one in _lookup_all(axis):
-        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg))  # type: ignore[misc]
+        run_ = getattr(one, "run_", None) if op == "psum" else None
+        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg), run_)  # type: ignore[misc]
     return tree
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._base import Transform, init_empty
 from .._spec import factory
-from .._tree import Tree
+from .._tree import Tree, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
 from ._lane import Lane, decode_lane, encode_lane, lane_dtype
@@ -133,6 +133,10 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         if over == "world" and total is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
         divisor = torch.where(new.total == 0, torch.ones_like(new.total), new.total)
+        leaves = optree.tree_leaves(summed)
+        if leaves and plain(leaves):  # psum's results are fresh
+            torch._foreach_div_(leaves, divisor)
+            return summed, new
         return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
 
     return Transform(_init, update, scope="element", sums=lambda state: state)
