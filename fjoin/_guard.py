@@ -39,6 +39,10 @@ class Guard:
         self.ranks, self.norm, self.on_device = ranks, norm, on_device
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
 
+    def on_host(self, outgoing: list[Outgoing]) -> bool:
+        """Whether the host may look at these gradients without waiting for a device."""
+        return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
+
     def read_lane(self, words: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
         """The summed lane: numbers where the host may look, else tensors on the device."""
         if words.device.type == "cpu" and not self.on_device:

@@ -161,7 +161,7 @@ class Run:
         if loss is not None:
             _backward(loss, seed)
         queue.finish()
-        if self._early and not self.guard.on_device:
+        if self._early and self.guard.on_host(queue.outgoing):
             sums = self._step_early(body, queue.outgoing, alone, turn)
         else:
             for out in queue.outgoing:

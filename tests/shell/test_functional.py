@@ -1,0 +1,124 @@
+"""A module as a pure function: shared, frozen and buffer tensors, errors, transforms through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import max_diff, raises_text, same_bits
+from torch import Tensor, nn
+
+import fjoin
+from fjoin import transforms as tx
+
+
+class Tied(nn.Module):
+    """An embedding that is the output matrix too, a frozen layer, a batch norm and a plain buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("calls", torch.tensor(0), persistent=False)
+
+    def forward(self, x: Tensor, *, times: float = 1.0) -> Tensor:
+        self.calls = self.calls + 1  # by assignment, not in place
+        return self.head(self.norm(self.frozen(self.embed(x)))) * self.scale * times
+
+
+X = torch.tensor([0, 1, 2, 3, 4, 0])
+
+
+def test_it_is_the_module() -> None:
+    module = Tied()
+    apply, params, buffers = fjoin.functional(module)
+    assert list(params) == ["embed.weight", "norm.weight", "norm.bias"]
+    assert set(buffers) == {
+        "frozen.weight", "frozen.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "scale", "calls",
+    }  # fmt: skip
+    assert not any(t.requires_grad for t in [*params.values(), *buffers.values()])
+    out, after = apply.with_buffers(params, buffers, X, times=3.0)
+    assert torch.equal(out, module(X, times=3.0))
+    assert (
+        max_diff(after, {**dict(module.named_buffers()), **{k: buffers[k] for k in ("frozen.weight", "frozen.bias")}})
+        == 0
+    )
+    assert after["calls"] == 1 and buffers["calls"] == 0
+
+
+def test_it_is_pure() -> None:
+    module = Tied()
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    apply, params, buffers = fjoin.functional(module)
+    versions = [t._version for t in [*params.values(), *buffers.values()]]
+    a, b = apply(params, buffers, X), apply(params, buffers, X)
+    assert torch.equal(a, b) and same_bits(dict(module.state_dict()), before)
+    assert versions == [t._version for t in [*params.values(), *buffers.values()]]
+    assert torch.equal(apply(params, {}, X), a), "what is missing in buffers has its first value"
+    assert not torch.equal(apply({k: p + 1 for k, p in params.items()}, buffers, X), a)
+
+
+def test_a_shared_tensor_gets_one_gradient() -> None:
+    module = Tied()
+    apply, params, buffers = fjoin.functional(module)
+    got = torch.func.grad(lambda p: apply(p, buffers, X).square().sum())(params)
+    module(X).square().sum().backward()
+    assert max_diff(got, {k: p.grad for k, p in module.named_parameters() if p.requires_grad}) < 1e-4
+
+
+def test_an_ensemble_through_vmap() -> None:
+    apply, params, _ = fjoin.functional(nn.Linear(3, 2))
+    many = {k: torch.stack([p, p * 2]) for k, p in params.items()}
+    x = torch.randn(4, 3)
+    out = torch.func.vmap(lambda p: apply(p, {}, x))(many)
+    assert torch.allclose(out[0], apply(params, {}, x)) and torch.allclose(
+        out[1], apply({k: p * 2 for k, p in params.items()}, {}, x)
+    )
+
+
+def test_it_keeps_no_second_copy_of_what_is_trained() -> None:
+    apply, params, _ = fjoin.functional(nn.Linear(3, 2))
+    assert all(p.is_meta for p in apply._module.parameters())
+    raises_text(ValueError, lambda: apply({"weight": params["weight"]}, {}, torch.ones(3)), "params lacks ['bias']")
+    raises_text(
+        ValueError,
+        lambda: apply({**params, "other": params["bias"]}, {}, torch.ones(3)),
+        "['other']",
+        "it has ['weight', 'bias']",
+    )
+    assert apply(params, {}, torch.ones(3)).shape == (2,), "an error leaves nothing behind"
+
+
+def test_an_error_in_the_module_leaves_it_as_it_was() -> None:
+    apply, params, buffers = fjoin.functional(Tied())
+    before = apply(params, buffers, X)
+    try:
+        apply(params, buffers, X + 100)
+    except IndexError:
+        pass
+    assert torch.equal(apply(params, buffers, X), before)
+
+
+def test_training_a_model_with_all_of_that() -> None:
+    def one_rank(x: Tensor) -> Any:
+        torch.manual_seed(0)
+        apply, params, buffers = fjoin.functional(Tied())
+
+        def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+            out, buffers = apply.with_buffers(params, buffers, batch)
+            return nn.functional.cross_entropy(out, batch), None, buffers
+
+        step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)))
+        state = step.init(params, buffers)
+        frozen = buffers["frozen.weight"].clone()
+        for batch in step.join([x] * len(x)):
+            state, _ = step(state, batch)
+        assert torch.equal(state.buffers["frozen.weight"], frozen)
+        return {k: p.clone() for k, p in state.params.items()}
+
+    a, b = tx.simulate(one_rank, {"data": 2}, [X, X[:3]])
+    assert same_bits(a, b)
