@@ -95,8 +95,8 @@ def _compare_digests(values: list[Any]) -> Any:
     return None
 
 
-def sum_names(mesh: Mesh, mine: list[str] | None) -> tuple[str, ...]:
-    """The names in aux["sum"], which only ranks with a batch know, on all ranks.
+def sum_names(mesh: Mesh, mine: list[str] | None) -> tuple[str, ...] | None:
+    """The names in aux["sum"], which only ranks with a batch know, on all ranks; None if no rank does.
 
     Raises:
         DesyncError: two ranks with a batch have different names.
@@ -104,7 +104,7 @@ def sum_names(mesh: Mesh, mine: list[str] | None) -> tuple[str, ...]:
     found = mesh.exchange(mine, _common_names)
     if "problem" in found:
         raise DesyncError(found["problem"], rank=found["rank"])
-    return tuple(found["names"])
+    return None if found["names"] is None else tuple(found["names"])
 
 
 def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
                 "problem": f"aux['sum'] has the names {names} on rank {rank}, but {known[0][1]} on rank {known[0][0]}; "
                 f"they must be the same on all ranks",
             }
-    return {"names": known[0][1] if known else []}
+    return {"names": known[0][1] if known else None}

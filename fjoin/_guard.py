@@ -32,11 +32,12 @@ class Guard:
     Args:
         ranks: The size of the axes reduced over.
         norm: Whether the norm of the gradients is wanted.
+        skips: Whether steps that are not finite are left out without an error.
         on_device: Judge on the device although the host could look; for tests.
     """
 
-    def __init__(self, ranks: int, norm: bool = False, on_device: bool = False) -> None:
-        self.ranks, self.norm, self.on_device = ranks, norm, on_device
+    def __init__(self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False) -> None:
+        self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
 
     def on_host(self, outgoing: list[Outgoing]) -> bool:
@@ -90,6 +91,9 @@ class Guard:
             return Verdict(False, None, None, None)
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
         fine = fine and all(math.isfinite(out.seen.item()) or not _nonfinite(out.grads) for out in outgoing)
+        if clip is not None and fine and not math.isfinite(_norm(outgoing).item()):
+            for out in outgoing:  # finite gradients whose squares are too large for float32
+                out.seen = torch.linalg.vector_norm(out.grads.double())
         if not fine:
             return Verdict(False, None, None, _error(step, sums, _nonfinite_paths(outgoing)))
         scale = divisor
@@ -108,23 +112,35 @@ class Guard:
         scale = torch.as_tensor(divisor, dtype=torch.float64, device=found_inf.device)
         if clip is not None:
             scale = scale / clip_factor(_norm(outgoing) / scale, clip)
-        flag = (~fine & ~(sums["weight"] == 0)).to(torch.float32)
+        if not self.skips:
+            self._remember(step, sums, (~fine & ~(sums["weight"] == 0)).to(torch.float32))
+        return Verdict(True, scale, found_inf, None)
+
+    def _remember(self, step: int, sums: dict[str, Any], flag: Tensor) -> None:
         event = None
         if flag.device.type == "cuda":
             flag = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
         self._pending.append((step, sums, flag, event))
-        return Verdict(True, scale, found_inf, None)
 
-    def raise_pending(self) -> None:
-        """Raise for an earlier step that changed nothing, as far as its verdict has arrived.
+    def raise_pending(self, newest: bool = False) -> None:
+        """Raise for an earlier step that changed nothing.
+
+        At the start of a step the verdicts before the last one are read, by then without waiting: of a
+        fixed age, not as they happen to arrive, so that all ranks raise in the same call.
+
+        Args:
+            newest: Read the last one too, and leave all to be raised again: for a look at the metrics.
 
         Raises:
             NonFinite: naming that step.
         """
-        while self._pending and (self._pending[0][3] is None or self._pending[0][3].query()):
-            step, sums, flag, _ = self._pending.pop(0)
+        for step, sums, flag, event in list(self._pending if newest else self._pending[:-1]):
+            if not newest:
+                self._pending.pop(0)
+            if event is not None:
+                event.synchronize()
             if flag.item():
                 raise _error(step, self.host(sums), ())
 

@@ -28,10 +28,16 @@ class StepLane:
         self.names: tuple[str, ...] = ()
         self.wire: Tensor | None = None
 
-    def agree(self, values: dict[str, Any]) -> None:
-        """Settle the names in the first step: only ranks with a batch know those of aux["sum"]."""
+    def agree(self, values: dict[str, Any]) -> bool:
+        """Settle the names in the first step: only ranks with a batch know those of aux["sum"].
+
+        Returns:
+            Whether any rank knew them.
+        """
         own = [name.removeprefix("sum.") for name in values if name.startswith("sum.")]
-        self.names = step_lane(self._ranks, sum_names(self._mesh, own if values["weight"] else None))
+        found = sum_names(self._mesh, own if values["weight"] else None)
+        self.names = step_lane(self._ranks, found or ())
+        return found is not None
 
     def words(self, dtype: torch.dtype) -> int:
         return len(self.names) * words_per_scalar(dtype)

@@ -43,6 +43,7 @@ class Run:
         self._plan = plan = make_plan(pipeline.hook)
         self._early = overlap_step and plan.reduce is not None and plan.clip is None and not plan.rest
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
+        self._early = self._early and not self.skips
         reduce = self._plan.reduce
         self.axes = axis_names(reduce.spec["axis"]) if reduce else tuple(mesh.shape)
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
@@ -50,7 +51,7 @@ class Run:
         # Gradients travel times a power of two near 1 / ranks, which costs no bit; with equal weights on a
         # power of two of ranks their sum then is the mean already, and no kernel has to divide.
         self._unit = 2.0 ** -math.floor(math.log2(self.ranks)) if reduce else 1.0
-        self.guard = Guard(self.ranks, norm=self._plan.clip is not None)
+        self.guard = Guard(self.ranks, norm=self._plan.clip is not None, skips=self.skips)
         index = 0
         for name in self.axes:
             index = index * mesh.axes[name].size + int(mesh.axes[name].index())
@@ -134,24 +135,26 @@ class Run:
         storage = body.storage
         self._attach(storage)
         self.stop()
-        if not body.window:
-            storage.clear_grads()
         weight = self._loss.weigh(batch) if turn is None or turn.live else 0.0
         loss, aux, buffers = self._forward(body, batch) if weight else (None, None, body.buffers)
         share = weight if self.by_weight else float(weight > 0)
         lane = self._lane.values(share, weight, loss, {} if loss is None else user_sums(aux), body.window)
+        if not body.window:
+            storage.clear_grads()  # a user's own backward pass may have left some
         # Seeding with the share makes the weighting free; a hook run as it stands weighs by itself.
         seed = 1.0 if self._plan.reduce is None and self._accumulate == 1 else share * self._unit
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 _backward(loss, seed)
             body.window, body.buffers, body.calls = lane, buffers, body.calls + 1
-            return Metrics(body.step, False, aux, dict, self.guard.raise_pending)
+            return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
 
         if self._queue is None:
-            self._lane.agree(lane)
-            self._queue = self._prepare(storage)
-        queue = self._queue
+            settled = self._lane.agree(lane)
+            queue = self._prepare(storage)
+            self._queue = queue if settled else None  # no rank has a batch yet: ask again next time
+        else:
+            queue = self._queue
         lane = self._lane.complete(lane, turn is not None and turn.has_next)
         queue.start(storage.by_bucket, send=self._plan.reduce is not None)
         alone: Work | None = None
@@ -162,7 +165,7 @@ class Run:
             _backward(loss, seed)
         queue.finish()
         if self._early and self.guard.on_host(queue.outgoing):
-            sums = self._step_early(body, queue.outgoing, alone, turn)
+            sums = self._step_early(body, queue.outgoing, lane, alone, turn)
         else:
             for out in queue.outgoing:
                 out.arrive()
@@ -173,7 +176,7 @@ class Run:
         step = body.step
         body.buffers, body.window = buffers, {}
         body.calls, body.step = body.calls + 1, body.step + 1
-        return Metrics(step, True, aux, partial(Guard.host, sums), self.guard.raise_pending)
+        return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
 
     def _forward(self, body: Body, batch: Any) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))
@@ -209,12 +212,12 @@ class Run:
             with self._changing(body):
                 for i, out in enumerate(outgoing):
                     self._step_bucket(body, i, out, verdict)
-                self._run_after(body)
+                self._run_after(body, lane["weight"], verdict)
             body.hook = hook if verdict.found_inf is None else self.guard.keep(verdict.found_inf, hook, body.hook)
         return sums
 
     def _step_early(
-        self, body: Body, outgoing: list[Outgoing], alone: Work | None, turn: Turn | None
+        self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any], alone: Work | None, turn: Turn | None
     ) -> dict[str, Any]:
         """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
         if alone is not None:
@@ -243,7 +246,7 @@ class Run:
                         body.torn = ""
                     raise error
                 self._step_bucket(body, i, out, verdict)
-            self._run_after(body)
+            self._run_after(body, lane["weight"], verdict)
         body.hook = self._reduced_state(sums, divisor)
         return sums
 
@@ -330,14 +333,17 @@ class Run:
         # as a user's own, would silently use the new ones.
         torch.autograd.graph.increment_version(body.storage.flats[index])
 
-    def _run_after(self, body: Body) -> None:
+    def _run_after(self, body: Body, weight: float, verdict: Verdict) -> None:
         """The parameter transform, on the new parameters."""
         after = self.pipeline.after
         if after is None:
             return
         params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
         with bind_axes(self.mesh.axes):
-            new, body.after = after.update(params, body.after, params)
+            new, state = after.update(params, body.after, params, weight=weight)
+        if verdict.found_inf is not None:
+            new, state = (self.guard.keep(verdict.found_inf, *pair) for pair in ((new, params), (state, body.after)))
+        body.after = state
         if params:
             torch._foreach_copy_(list(params.values()), [new[path] for path in params])
 

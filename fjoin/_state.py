@@ -62,7 +62,7 @@ class TrainState:
         body = self._body
         if owner is not None and body.owner is not owner:
             raise ValueError(
-                "this state was made by another train_step's init, with its pipeline and layout; call init of this step "
+                "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
                 "on its parameters: step.init(state.params)"
             )
         if body.torn:

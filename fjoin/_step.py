@@ -21,6 +21,7 @@ from ._state import Body, TrainState
 from ._storage import Storage
 from .transforms._base import Pipeline
 from .transforms._layout import BUCKET_BYTES, make_layout
+from .transforms._plan import make_plan
 from .transforms._spec import Spec
 
 B = TypeVar("B")
@@ -100,11 +101,13 @@ class TrainStep:
                         tensor.copy_(axis.run("pbroadcast", tensor, 0))
         elif sync == "check":
             same_values(self._mesh, storage.leaves, own)
+        storage.make_slots()  # from the parameters that all ranks now have
         by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         after = self.pipeline.after
         hook_state, after_state = self.pipeline.hook.init(by_path), after.init(by_path) if after else ()
         self._device = layout[0].device if layout else None
         self._run.close()
+        self._run.token = object()  # states of an earlier init may have another layout
         skipped = torch.zeros((), dtype=torch.int64) if self._run.skips else None
         return TrainState(Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, skipped=skipped))
 
@@ -132,7 +135,7 @@ class TrainStep:
         """
         self._usable()
         self._together = False
-        turn = self._turn
+        turn, body = self._turn, None
         try:
             if turn is not None:
                 if turn.called:
@@ -154,8 +157,8 @@ class TrainStep:
             self._together = True
             raise
         except BaseException as error:
-            if self._accumulate > 1 and isinstance(state, TrainState) and self._donate and not state._body.torn:
-                state._body.torn = f"a call failed within an accumulation window, whose gradients are lost: {error!r}"
+            if body is not None and body.window and not body.torn:
+                body.torn = f"a call failed within an accumulation window, whose gradients are lost: {error!r}"
             self._raise(error)
         body.version += 1
         return TrainState(body), metrics
@@ -284,6 +287,14 @@ def train_step(
         raise ValueError(f"accumulate must be a whole number, at least 1, got {accumulate!r}")
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a whole number, at least 1, got {bucket_bytes!r}")
+    reduce = make_plan(pipeline.hook).reduce
+    if accumulate > 1 and reduce is not None and reduce.spec.name == "mean" and reduce.spec["over"] != "weight":
+        raise ValueError(
+            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
+            f"hold, got over={reduce.spec['over']!r}"
+        )
+    if pipeline.after is not None and _contains(pipeline.after.spec, "accumulate"):
+        raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")
     if _contains(pipeline.hook.spec, "accumulate"):
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"

@@ -29,10 +29,7 @@ class Storage:
         for bucket, flat in zip(layout, self.flats, strict=True):
             for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
                 view.copy_(params[path].detach())
-        self.slots = [
-            [(part := optimizer.at(span.paths[0])).init_param(self._range(part, flat, span)) for span in bucket.spans]
-            for bucket, flat in zip(layout, self.flats, strict=True)
-        ]
+        self.slots: list[list[Any]] = [[] for _ in layout]
         self._make_leaves()
 
     def _make_leaves(self) -> None:
@@ -43,6 +40,18 @@ class Storage:
         self.leaves = {path: of[path] for path in self.shapes}
         self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
 
+    def make_slots(self) -> None:
+        """Start the optimizer from the parameters as they are now."""
+        self.slots = [
+            [
+                (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, flat, span))
+                for span in bucket.spans
+            ]
+            for bucket, flat in zip(self.layout, self.flats, strict=True)
+        ]
+        self._make_ranges()
+
+    def _make_ranges(self) -> None:
         self._ranges = [
             [
                 (part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot)
@@ -90,6 +99,7 @@ class Storage:
         new.flats = [flat.clone() for flat in self.flats]
         new.slots = [[type(s)(*(None if f is None else f.clone() for f in s)) for s in slots] for slots in self.slots]
         new._make_leaves()
+        new._make_ranges()
         for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
             leaf.grad = None if old.grad is None else old.grad.clone()
         return new

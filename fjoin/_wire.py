@@ -41,13 +41,18 @@ class Outgoing:
     def take(self, i: int) -> None:
         """Take over the gradient that autograd has just left at a leaf, while it is in the cache."""
         leaf = self.leaves[i]
+        if self.taken[i]:
+            raise RuntimeError(
+                f"the gradient of {self.bucket.paths[i]!r} arrived twice in one backward pass, so that the first part would "
+                f"be lost; with torch.utils.checkpoint pass use_reentrant=False"
+            )
         grad = leaf.grad
         assert grad is not None
         if grad.layout is not torch.strided:
             check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
         if self.bucket.direct:
-            # What autograd hands over is ours alone: it becomes the message, without a copy.
-            self.wire = self.grads = grad.contiguous().view(-1)
+            # What autograd hands over becomes the message, without a copy, unless other gradients share it.
+            self.wire = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
         else:
             self._views[i].copy_(grad)
         leaf.grad = None
@@ -77,6 +82,16 @@ class Outgoing:
         return dict(zip(self.bucket.paths, views(self.bucket, self.grads, self._shapes), strict=True))
 
 
+def _is_shared(grad: Tensor) -> bool:
+    """Whether another tensor lies in the same memory, as the gradients of a and b in (a.view(-1) + b.view(-1)) do."""
+    storage = grad.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _ALONE
+
+
+# The tensor itself, and the Python object that asks.
+_ALONE = 2
+
+
 class Queue:
     """Launches the buckets' messages in the buckets' order, whatever order they fill in.
 
@@ -88,20 +103,20 @@ class Queue:
     def __init__(self, outgoing: list[Outgoing], launch: Callable[[Tensor], Work]) -> None:
         self.outgoing, self._launch = outgoing, launch
         self._next = len(outgoing)
-        self._sending = False
+        self._sending = self._open = False
 
     def start(self, by_bucket: list[list[Tensor]], send: bool) -> None:
-        self._next, self._sending = 0, send
+        self._next, self._sending, self._open = 0, send, True
         for out, leaves in zip(self.outgoing, by_bucket, strict=True):
             out.start(leaves)
 
     def stop(self) -> None:
         """Take no more gradients, until the next start."""
-        self._next = len(self.outgoing)
+        self._open = False
 
     def arrived(self, index: int, leaf: int) -> None:
         """A leaf of this bucket has its gradient."""
-        if self._next >= len(self.outgoing):
+        if not self._open:
             return  # somebody else's backward pass over these leaves
         out = self.outgoing[index]
         out.take(leaf)
@@ -118,6 +133,7 @@ class Queue:
 
     def finish(self) -> None:
         """Fill and launch what backward did not complete, after it has ended."""
+        self._open = False
         for out in self.outgoing:
             if not out.filled:
                 out.fill()

@@ -7,6 +7,7 @@ uneven inputs need.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import optree
@@ -47,7 +48,7 @@ def check_weight(weight: Any) -> Tensor:
         if weight.dim():
             raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
         return weight.to(torch.float64)
-    if not (isinstance(weight, (int, float)) and math.isfinite(weight) and weight >= 0):
+    if not (isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0):
         raise ValueError(
             f"weight must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
         )
@@ -66,8 +67,9 @@ def _weighted_sum(
     n = axis_size(axis)
 
     def scale(g: Tensor) -> Tensor:
-        if isinstance(weight, (int, float)) or weight is None:  # known on the host: 1 and 0 cost nothing
-            known = 1.0 if weight is None or (over != "weight" and weight > 0) else float(weight)
+        if isinstance(weight, numbers.Real) or weight is None:  # known on the host: 1 and 0 cost nothing
+            given = 1.0 if weight is None else float(weight)
+            known = given if over == "weight" else float(given > 0)
             return g if known == 1.0 else g * known if known else torch.zeros_like(g)
         # A rank of weight 0 adds nothing, whatever its gradients hold: 0 * nan would be nan.
         return torch.where(factor > 0, g * factor.to(g.dtype), torch.zeros_like(g))

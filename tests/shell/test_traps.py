@@ -1,0 +1,162 @@
+"""Traps between autograd, memory and accumulation: each once gave wrong numbers without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import raises_text, same_bits
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
+
+
+def _linear(params: Any, batch: Any) -> Tensor:
+    return (params["w"] * batch).sum()
+
+
+def _w(n: int = 2) -> dict[str, Tensor]:
+    return {"w": torch.zeros(n)}
+
+
+@pytest.mark.parametrize("size", [1000, 2])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gradients_that_share_memory_are_told_apart(ranks: int, size: int) -> None:
+    """autograd hands two leaves views of one gradient: summed in place they would be summed twice."""
+
+    def one_rank(_: int) -> Any:
+        step = fjoin.train_step(
+            lambda p, b: ((p["a"][None] + p["b"][None]) * torch.ones(1)).sum(), MEAN_SGD, weight=lambda b: 3
+        )
+        state, _ = step(step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)}), 1.0)
+        return state.params["a"].unique().tolist(), state.params["b"].unique().tolist()
+
+    assert tx.simulate(one_rank, {"data": ranks}, [0] * ranks) == [([-1.0], [-1.0])] * ranks
+
+
+def test_a_gradient_that_arrives_twice_is_refused() -> None:
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        x = batch.clone().requires_grad_()
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(lambda x: x + params["w"], x, use_reentrant=True)
+        return x.sum()
+
+    step = fjoin.train_step(loss, MEAN_SGD)
+    state = step.init(_w())
+    raises_text(RuntimeError, lambda: step(state, torch.ones(2)), "'w' arrived twice", "use_reentrant=False")
+
+
+def test_a_users_own_backward_does_not_leak_in() -> None:
+    def loss(params: Any, batch: Any) -> Tensor:
+        (params["w"] * 100).sum().backward()
+        return _linear(params, batch)
+
+    step = fjoin.train_step(loss, MEAN_SGD)
+    state, _ = step(step.init(_w()), 1.0)
+    assert state.params["w"].tolist() == [-1.0, -1.0]
+
+
+def test_windows_are_weighted_by_what_they_hold() -> None:
+    for over in ("live", "world"):
+        pipeline = tx.fuse(tx.mean("data", over=over), tx.sgd(1.0))  # type: ignore[arg-type]
+        raises_text(
+            ValueError, lambda p=pipeline: fjoin.train_step(_linear, p, accumulate=2), "over='weight'", repr(over)
+        )
+    after = tx.fuse(tx.mean("data"), tx.sgd(1.0), after=tx.accumulate(2, tx.identity()))
+    raises_text(ValueError, lambda: fjoin.train_step(_linear, after), "every(steps, ...)")
+
+
+def test_parameter_transforms_know_the_weight() -> None:
+    """Parameters averaged by weight: the rank without input is left out, as in the pure pipeline."""
+    pipeline = tx.fuse(tx.noop(), tx.sgd(1.0), after=tx.mean("data"))
+
+    def one_rank(g: float, weight: float) -> float:
+        step = fjoin.train_step(_linear, pipeline, weight=lambda b: weight)
+        state, _ = step(step.init(_w(1)), g)
+        return state.params["w"].item()
+
+    assert tx.simulate(one_rank, {"data": 3}, [1.0, 7.0, 0.0], [3.0, 1.0, 0.0]) == [-2.5] * 3
+
+
+def test_optimizers_start_from_the_parameters_that_all_have() -> None:
+    from typing import NamedTuple
+
+    class Anchor(NamedTuple):
+        step: Tensor
+        first: Tensor
+
+    def back(param: Tensor, grad: Tensor, state: Anchor, **guards: Any) -> None:
+        param.copy_(state.first)
+
+    anchored = tx.Optimizer(lambda p: Anchor(torch.zeros(()), p.clone()), lambda p, g, s: (s.first, s), back)
+
+    def one_rank(value: float) -> float:
+        step = fjoin.train_step(_linear, tx.fuse(tx.mean("data"), anchored))
+        state, _ = step(step.init({"w": torch.full((1,), value)}), 1.0)
+        return state.params["w"].item()
+
+    assert tx.simulate(one_rank, {"data": 3}, [1.0, 2.0, 3.0]) == [1.0] * 3
+
+
+def test_a_misused_state_does_not_tear_the_good_one() -> None:
+    step = fjoin.train_step(_linear, MEAN_SGD, accumulate=2)
+    first = step.init(_w())
+    second, _ = step(first, 1.0)
+    raises_text(fjoin.DonatedState, lambda: step(first, 1.0), "donated")
+    third, metrics = step(second, 1.0)
+    assert metrics.weight == 2 and third.params["w"].tolist() == [-1.0, -1.0]
+    other = fjoin.train_step(_linear, MEAN_SGD, accumulate=2)
+    raises_text(ValueError, lambda: other(third, 1.0), "another train_step's init")
+    assert third.step == 1
+
+
+def test_a_state_of_an_earlier_init_is_refused() -> None:
+    step = fjoin.train_step(_linear, MEAN_SGD)
+    old = step.init(_w(4))
+    new = step.init(_w(3))
+    raises_text(ValueError, lambda: step(old, 1.0), "earlier init")
+    new, _ = step(new, 1.0)
+    assert new.step == 1
+
+
+def test_the_names_of_sums_may_come_later() -> None:
+    step = fjoin.train_step(lambda p, b: (_linear(p, b), {"sum": {"n": 1}}), MEAN_SGD, weight=lambda b: b)
+    state = step.init(_w())
+    state, metrics = step(state, 0.0)
+    assert metrics.weight == 0
+    state, metrics = step(state, 1.0)
+    assert metrics.sums == {"n": 1.0}
+
+
+def test_clipping_gradients_whose_squares_overflow() -> None:
+    step = fjoin.train_step(_linear, tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.sgd(1.0)))
+    state, _ = step(step.init(_w()), 1e30)
+    assert torch.allclose(state.params["w"], torch.full((2,), -(0.5**0.5)))
+
+
+def test_skipping_on_the_device_and_early() -> None:
+    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(1.0), after=tx.stateless(lambda p: p + 1)))
+    results = []
+    for settings, on_device in (({}, False), ({}, True), ({"overlap_step": True}, False)):
+        step = fjoin.train_step(_linear, pipeline, **settings)
+        step._run.guard.on_device = on_device
+        state = step.init(_w())
+        for batch in (1.0, float("nan"), 1.0, 1.0, 1.0):
+            state, _ = step(state, batch)
+        assert state.pipeline.skipped == 1
+        results.append({k: p.clone() for k, p in state.params.items()})
+    assert same_bits(results[0], results[1]) and same_bits(results[0], results[2])
+
+
+def test_numpy_weights() -> None:
+    hook = tx.mean("data")
+    for weight in (np.float32(2), np.int64(2)):
+        ((out, state),) = tx.simulate(
+            lambda g, w=weight: hook.update(g, hook.init(g), weight=w), {"data": 1}, [torch.tensor(3.0)]
+        )
+        assert out == 3 and state.total == 2
