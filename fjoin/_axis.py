@@ -37,6 +37,16 @@ class _Swapped:
         self._buffer.add_(self._received)  # a + b = b + a, to the bit: both ranks have the same
 
 
+def _after(work: Work, out: Tensor) -> Callable[[], Tensor]:
+    """Wait for a message, then give what it has brought."""
+
+    def wait() -> Tensor:
+        work.wait()
+        return out
+
+    return wait
+
+
 # Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
 # same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
 # gains nothing.
@@ -88,41 +98,44 @@ class GroupAxis:
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return self._traced(op, x.contiguous(), arg)
+        return self.begin(op, x, arg)()
+
+    def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
+        """Start a collective; what is returned waits for it and gives the result."""
         n, group = self.size, self.group
         x = x.contiguous()
         if self.ordered and op in ("psum", "psum_scatter"):
-            gathered = self.run("all_gather" if op == "psum" else "all_to_all", x, None)
-            return functools.reduce(torch.add, gathered.unbind(0)).clone()
+            parts = self.begin("all_gather" if op == "psum" else "all_to_all", x, None)
+            return lambda: functools.reduce(torch.add, parts().unbind(0)).clone()
+        if op == "psum":
+            out = x.clone()
+            return _after(self.reduce_(out), out)
         if op in _REDUCE:
             out = x.clone()
-            dist.all_reduce(out, _REDUCE[op], group=group)
-            return out
+            return _after(dist.all_reduce(out, _REDUCE[op], group=group, async_op=True), out)
         if op == "pbroadcast":
             out = x.clone()
-            dist.broadcast(out, group=group, group_src=arg)
-            return out
+            return _after(dist.broadcast(out, group=group, group_src=arg, async_op=True), out)
         if op == "all_gather":
             out = x.new_empty((n, *x.shape))
-            dist.all_gather(list(out.unbind(0)), x, group=group)
-            return out
+            return _after(dist.all_gather(list(out.unbind(0)), x, group=group, async_op=True), out)
         if op == "psum_scatter":
             if x.device.type == "cpu":  # whose reduce_scatter takes twice its all_reduce
-                return self.run("all_to_all", x, None).sum(0, dtype=x.dtype)
+                parts = self.begin("all_to_all", x, None)
+                return lambda: parts().sum(0, dtype=x.dtype)
             out = x.new_empty(x.shape[1:])
-            dist.reduce_scatter_tensor(out, x, group=group)
-            return out
+            return _after(dist.reduce_scatter_tensor(out, x, group=group, async_op=True), out)
         if op == "all_to_all":
             out = torch.empty_like(x)
-            dist.all_to_all_single(out, x, group=group)
-            return out
+            return _after(dist.all_to_all_single(out, x, group=group, async_op=True), out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)
         out = torch.zeros_like(flat)
         to_get, to_give = ([flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send))
         given, got = flat if send is not None else flat[:0], out if receive is not None else out[:0]
-        dist.all_to_all_single(got, given, to_get, to_give, group=group)
-        return out.view(x.shape)
+        work = dist.all_to_all_single(got, given, to_get, to_give, group=group, async_op=True)
+        return _after(work, out.view(x.shape))
 
     def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
         """The same in operations that torch.compile traces."""

@@ -73,6 +73,12 @@ class Guard:
         elif out.grads.numel():
             out.seen = out.grads.abs().amax()
 
+    def bad(self, outgoing: list[Outgoing]) -> Any:
+        """1 if a gradient is not finite, else 0: a number where the host may look."""
+        if self.on_host(outgoing):
+            return float(any(not math.isfinite(out.seen.item()) and _nonfinite(out.grads) for out in outgoing))
+        return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
+
     def judge(
         self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: float | None
     ) -> Verdict:
@@ -90,7 +96,8 @@ class Guard:
         if sums["weight"] == 0:
             return Verdict(False, None, None, None)
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
-        fine = fine and all(math.isfinite(out.seen.item()) or not _nonfinite(out.grads) for out in outgoing)
+        fine = fine and not any(sums[name] for name in sums if name.startswith("nonfinite"))
+        fine = fine and not self.bad(outgoing)
         if clip is not None and fine and not math.isfinite(_norm(outgoing).item()):
             for out in outgoing:  # finite gradients whose squares are too large for float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
@@ -105,7 +112,8 @@ class Guard:
         self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: float | None
     ) -> Verdict:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
-        fine = torch.isfinite(scalars).all()
+        masks = torch.stack([value for name, value in sums.items() if name.startswith("nonfinite")])
+        fine = torch.isfinite(scalars).all() & (masks == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
         found_inf = (~(fine & (sums["weight"] > 0))).to(torch.float32)
@@ -176,10 +184,11 @@ def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFini
     ranks = ranks_in_masks(sums)
     parts = []
     if ranks:
-        parts.append(f"the loss of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
+        what = "a gradient" if math.isfinite(sums["loss"]) else "the loss"
+        parts.append(f"{what} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
     if paths:
         shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-        parts.append(f"the summed gradient of {shown} is not finite")
+        parts.append(f"the {'' if ranks else 'summed '}gradient of {shown} is not finite")
     return NonFinite(
         f"step {step}: {'; '.join(parts) or 'a gradient or a weight is not finite'}. Parameters and state are unchanged; wrap the "
         f"pipeline in skip_if_nonfinite(...) to leave such steps out",

@@ -52,13 +52,23 @@ class StepLane:
             bad: Any = (~torch.isfinite(value)).to(torch.float64)
         else:
             bad = float(not math.isfinite(value))
-        mask, bit = f"nonfinite{self._rank // MASK_BITS}", float(2 ** (self._rank % MASK_BITS))
+        mask, bit = self._bit()
         lane[mask] = bad * bit
         lane.update({f"sum.{name}": v for name, v in sums.items()})
         if window:
             lane = {name: lane.get(name, 0.0) + window.get(name, 0.0) for name in {**window, **lane}}
             lane[mask] = torch.clamp(lane[mask], max=bit) if isinstance(lane[mask], Tensor) else min(lane[mask], bit)
         return lane
+
+    def mark(self, values: dict[str, Any], bad: Any) -> dict[str, Any]:
+        """Say that this rank's gradients are not finite, if they are not."""
+        mask, bit = self._bit()
+        if isinstance(bad, Tensor):
+            return {**values, mask: torch.maximum(torch.as_tensor(values[mask]).to(bad), bad * bit)}
+        return {**values, mask: max(float(values[mask]), bad * bit)}
+
+    def _bit(self) -> tuple[str, float]:
+        return f"nonfinite{self._rank // MASK_BITS}", float(2 ** (self._rank % MASK_BITS))
 
     def complete(self, values: dict[str, Any], has_next: bool) -> dict[str, Any]:
         """All names, in their order.

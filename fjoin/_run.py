@@ -14,15 +14,16 @@ from torch import Tensor
 
 from ._axis import Work
 from ._guard import Guard, Verdict
+from ._hook import HookRun, HookState
 from ._join import Turn
 from ._lane import StepLane
 from ._loss import Loss, user_sums
 from ._mesh import Mesh
 from ._metrics import Metrics
 from ._state import Body
-from ._storage import Storage
+from ._storage import Storage, apart
 from ._wire import Outgoing, Queue
-from .transforms._base import Pipeline, Transform
+from .transforms._base import Pipeline
 from .transforms._layout import lane_bucket
 from .transforms._plan import make_plan
 from .transforms.axes._env import bind_axes
@@ -34,13 +35,14 @@ from .transforms.sync._mean import MeanState
 class Run:
     """Runs the steps of one pipeline on this rank; `TrainStep` is its public face.
 
-    A hook that begins with `mean` or `sum_over` is run bucket by bucket, in place, while backward goes
-    on; any other is run as it stands on all gradients after backward.
+    A hook that begins with `mean` or `sum_over` is summed bucket by bucket, in place, while backward goes
+    on; any other is run by `HookRun`.
     """
 
     def __init__(self, loss: Loss, pipeline: Pipeline, mesh: Mesh, accumulate: int, overlap_step: bool = False) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
         self._plan = plan = make_plan(pipeline.hook)
+        self.hook = HookRun(pipeline.hook, plan, mesh)
         self._early = overlap_step and plan.reduce is not None and plan.clip is None and not plan.rest
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
         self._early = self._early and not self.skips
@@ -61,9 +63,15 @@ class Run:
         self._handles: list[Any] = []
         self._attached: Callable[[], Storage | None] = _nothing  # whose leaves have our hooks
         self._carrier: Outgoing | None = None  # whose message carries the lane
-        self._lane_alone = False  # whether the lane is a message of its own
+        self._lane_alone = False  # whether the lane of a plain reduction is a message of its own
 
     # -- set-up ------------------------------------------------------------------------------
+
+    def init_hook(self, storage: Storage) -> Any:
+        if self._plan.reduce is None:
+            return self.hook.init(storage)
+        params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+        return apart(self.pipeline.hook.init(params), storage.flats)
 
     def _attach(self, storage: Storage) -> None:
         """Have every leaf tell when its gradient has arrived, and those of another state no more.
@@ -100,6 +108,7 @@ class Run:
 
     def stop(self) -> None:
         """Take no more gradients, until the next step."""
+        self.hook.stop()
         if self._queue is not None:
             self._queue.stop()
 
@@ -117,17 +126,19 @@ class Run:
         else:
             device = layout[0].device if layout else None
             self._lane.wire = torch.zeros(words, dtype=dtype, device=device)
-        self._lane_alone = carrier is None and not self._hook_carries
+        self._lane_alone = carrier is None and self._plan.reduce is not None
         self._carrier = None if carrier is None else outgoing[carrier]
         return Queue(outgoing, self._launch)
 
     @property
     def _hook_carries(self) -> bool:
-        """Whether a hook that is run as it stands takes the lane along."""
+        """Whether a hook that is no plain reduction takes the lane along."""
         return self._plan.reduce is None and self.pipeline.hook.sums is not None
 
-    def _launch(self, wire: Tensor) -> Work:
-        return self.mesh.reduce_(wire, self.axes)
+    def _launch(self, index: int, out: Outgoing) -> Work | None:
+        if self._plan.reduce is not None:
+            return self.mesh.reduce_(out.wire, self.axes)
+        return self.hook.launch(index, out) if self._plan.early is not None else None
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -141,7 +152,7 @@ class Run:
         lane = self._lane.values(share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
-        # Seeding with the share makes the weighting free; a hook run as it stands weighs by itself.
+        # Seeding with the share makes the weighting free; other hooks weigh by themselves.
         seed = 1.0 if self._plan.reduce is None and self._accumulate == 1 else share * self._unit
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
@@ -156,11 +167,14 @@ class Run:
         else:
             queue = self._queue
         lane = self._lane.complete(lane, turn is not None and turn.has_next)
-        queue.start(storage.by_bucket, send=self._plan.reduce is not None)
+        queue.start(storage.by_bucket)
         alone: Work | None = None
-        if self._lane.wire is not None:
+        if self._plan.reduce is None:
+            self.hook.start(body.hook, storage, lane["weight"], self._carried(lane), self._accumulate > 1)
+        else:
+            assert self._lane.wire is not None
             self._lane.write(lane)
-            alone = self._launch(self._lane.wire) if self._lane_alone else None
+            alone = self.mesh.reduce_(self._lane.wire, self.axes) if self._lane_alone else None
         if loss is not None:
             _backward(loss, seed)
         queue.finish()
@@ -169,7 +183,8 @@ class Run:
         else:
             for out in queue.outgoing:
                 out.arrive()
-                self.guard.look(out)  # while the messages behind it are still under way
+                if self._plan.reduce is not None and not self._plan.rest:
+                    self.guard.look(out)  # while the messages behind it are still under way
             if alone is not None:
                 alone.wait()
             sums = self._step_together(body, queue.outgoing, lane, turn)
@@ -189,22 +204,17 @@ class Run:
         """After all messages: decide whether this step may change anything, and step; the summed lane."""
         hook: Any = None
         if self._plan.reduce is None:
-            hook = self._run_hook(body, outgoing, lane)
-        if self._lane.wire is not None:
-            sums = self.guard.read_lane(self._lane.wire, self._lane.names)
+            hook, sums = self._finish_hook(body, outgoing, lane)
+            divisor: Any = 1.0
         else:
-            carried = self.pipeline.hook.sums(hook)  # type: ignore[misc]
-            sums = self.guard.from_tensors({**carried.lane, "total": carried.total})
-        divisor = self._divisor(sums)
-        if self._plan.reduce is not None:
+            assert self._lane.wire is not None
+            sums = self.guard.read_lane(self._lane.wire, self._lane.names)
+            divisor = self._divisor(sums)
             hook = self._reduced_state(sums, divisor)
             divisor = divisor * self._unit
             if self._plan.rest:
                 hook = self._run_rest(body, outgoing, hook(), divisor)
                 divisor = 1.0
-        if self._plan.rest or self._plan.reduce is None:
-            for out in outgoing:
-                self.guard.look(out)
         self._tell(turn, sums)
         verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._plan.clip)
         self._raise_or_count(body, verdict)
@@ -213,8 +223,41 @@ class Run:
                 for i, out in enumerate(outgoing):
                     self._step_bucket(body, i, out, verdict)
                 self._run_after(body, lane["weight"], verdict)
-            body.hook = hook if verdict.found_inf is None else self.guard.keep(verdict.found_inf, hook, body.hook)
+        # Host counters go on in a step that changes nothing: they say what has been called.
+        found_inf = verdict.found_inf if verdict.changes else torch.ones(())
+        body.hook = hook if found_inf is None else self.guard.keep(found_inf, hook, body.hook)
         return sums
+
+    def _finish_hook(
+        self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any]
+    ) -> tuple[HookState, dict[str, Any]]:
+        """Run what is left of a hook that is no plain reduction; its new state and the summed lane."""
+        hook = self.hook.finish(body.hook, body.storage, outgoing, lane["weight"], self._carried(lane))
+        for out in outgoing:
+            self.guard.look(out)
+        if self._hook_carries:
+            carried = self.hook.sums(hook)
+            return hook, self.guard.from_tensors({**carried.lane, "total": carried.total})
+        # The ranks' gradients differ, so each says whether its own are finite.
+        wire = self._lane.wire
+        assert wire is not None
+        self._lane.write(self._lane.mark(lane, self.guard.bad(outgoing)))
+        self.mesh.reduce_(wire, self.axes).wait()
+        return hook, self.guard.read_lane(wire, self._lane.names)
+
+    def _carried(self, lane: dict[str, Any]) -> dict[str, Any] | None:
+        """What a hook that is no plain reduction takes along."""
+        return {name: v for name, v in lane.items() if name != "total"} if self._hook_carries else None
+
+    def _run_rest(self, body: Body, outgoing: list[Outgoing], first: tuple[MeanState, ...], divisor: Any) -> Any:
+        """Run the stages behind the reduction on all gradients."""
+        for out in outgoing:
+            out.grads.div_(divisor if isinstance(divisor, Tensor) else divisor or 1.0)
+        old = body.hook_state()[1:]
+        new = self.hook.run(self._plan.rest, old, body.storage, outgoing, first[0].total, None)
+        for out in outgoing:
+            self.guard.look(out)
+        return (*first, *new)
 
     def _step_early(
         self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any], alone: Work | None, turn: Turn | None
@@ -270,7 +313,7 @@ class Run:
 
     def _reduced_state(self, sums: dict[str, Any], divisor: Any) -> Callable[[], Any]:
         """The state that the pure hook would have after these messages, made when it is asked for."""
-        reduce, clip, rest = self._plan
+        reduce, _, clip, rest = self._plan
         assert reduce is not None
         total = sums["total"] if reduce.spec.name == "sum_over" else divisor
 
@@ -282,38 +325,6 @@ class Run:
             return (state, ()) if clip is not None else (state,) if rest else state
 
         return make
-
-    def _run_hook(self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any]) -> Any:
-        """Run a hook that is no plain reduction on all gradients, as it stands."""
-        weight = lane["weight"]
-        if self._accumulate > 1 and weight:  # the window's sum of weighted gradients, back to their mean
-            for out in outgoing:
-                out.grads.div_(weight)
-        carried = {n: v for n, v in lane.items() if n != "total"} if self._hook_carries else None
-        (state,) = self._run_stages((self.pipeline.hook,), (body.hook,), body, outgoing, weight=weight, lane=carried)
-        return state
-
-    def _run_rest(self, body: Body, outgoing: list[Outgoing], first: tuple[MeanState, ...], divisor: Any) -> Any:
-        """Run the stages behind the reduction on all gradients."""
-        for out in outgoing:
-            out.grads.div_(divisor if isinstance(divisor, Tensor) else divisor or 1.0)
-        old = body.hook_state()[1:]
-        return (*first, *self._run_stages(self._plan.rest, old, body, outgoing, weight=first[0].total, lane=None))
-
-    def _run_stages(
-        self, parts: tuple[Transform, ...], states: Any, body: Body, outgoing: list[Outgoing], **extra: Any
-    ) -> tuple[Any, ...]:
-        params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
-        of = {path: grad for out in outgoing for path, grad in out.by_path().items()}
-        held = {path: of[path] for path in params}
-        grads, new = dict(held), []
-        with torch.no_grad(), bind_axes(self.mesh.axes):
-            for part, state in zip(parts, states, strict=True):
-                grads, after = part.update(grads, state, params, **extra)
-                new.append(after)
-            if held:
-                torch._foreach_copy_(list(held.values()), [grads[path] for path in held])
-        return tuple(new)
 
     @contextlib.contextmanager
     def _changing(self, body: Body) -> Iterator[None]:
@@ -341,6 +352,7 @@ class Run:
         params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
         with bind_axes(self.mesh.axes):
             new, state = after.update(params, body.after, params, weight=weight)
+        state = apart(state, body.storage.flats)
         if verdict.found_inf is not None:
             new, state = (self.guard.keep(verdict.found_inf, *pair) for pair in ((new, params), (state, body.after)))
         body.after = state

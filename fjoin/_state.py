@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ._errors import DonatedState, TornState
+from ._hook import HookState
 from ._storage import Storage
 from .transforms._fuse import PipelineState
 from .transforms._when import SkipState
@@ -35,7 +36,7 @@ class Body:
         """The hook's state; after a plain reduction it is made only when it is asked for."""
         if callable(self.hook):
             self.hook = self.hook()
-        return self.hook
+        return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
 
     def clone(self) -> Body:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}

@@ -18,7 +18,7 @@ from ._metrics import Metrics
 from ._params import flatten
 from ._run import Run
 from ._state import Body, TrainState
-from ._storage import Storage
+from ._storage import Storage, apart
 from .transforms._base import Pipeline
 from .transforms._layout import BUCKET_BYTES, make_layout
 from .transforms._plan import make_plan
@@ -104,7 +104,10 @@ class TrainStep:
         storage.make_slots()  # from the parameters that all ranks now have
         by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         after = self.pipeline.after
-        hook_state, after_state = self.pipeline.hook.init(by_path), after.init(by_path) if after else ()
+        hook_state, after_state = (
+            self._run.init_hook(storage),
+            apart(after.init(by_path), storage.flats) if after else (),
+        )
         self._device = layout[0].device if layout else None
         self._run.close()
         self._run.token = object()  # states of an earlier init may have another layout

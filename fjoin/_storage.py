@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -103,6 +104,18 @@ class Storage:
         for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
             leaf.grad = None if old.grad is None else old.grad.clone()
         return new
+
+
+def apart(state: Any, lent: Iterable[Tensor]) -> Any:
+    """A state in memory of its own: what a pure function has kept of the tensors lent to it is copied."""
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in lent}
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in theirs:
+            return leaf.clone()
+        return leaf
+
+    return optree.tree_map(own, state)
 
 
 def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:

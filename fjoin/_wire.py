@@ -18,7 +18,7 @@ class Outgoing:
 
     Attributes:
         wire: What is sent: the gradients, and behind them the lane if this bucket carries it.
-        grads: The gradients' part of it.
+        grads: The gradients' part of it, or what a hook has made of them.
         lane: The lane's part of it, maybe empty.
     """
 
@@ -26,7 +26,8 @@ class Outgoing:
         self.bucket, self._shapes = bucket, shapes
         numel = 0 if bucket.direct else bucket.numel
         self.wire = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
-        self.grads, self.lane = self.wire[:numel], self.wire[numel:]
+        self._own = self.grads = self.wire[:numel]
+        self.lane = self.wire[numel:]
         self._views = [] if bucket.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
@@ -36,6 +37,7 @@ class Outgoing:
     def start(self, leaves: list[Tensor]) -> None:
         """Make ready for the gradients of these leaves."""
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
+        self.grads = self._own  # a hook may have put its result in its place
         self.taken = [False] * len(leaves)
 
     def take(self, i: int) -> None:
@@ -97,16 +99,16 @@ class Queue:
 
     Args:
         outgoing: The buckets.
-        launch: Starts one buffer's sum; called from the thread that fills.
+        launch: Starts what becomes of one bucket, given its index; called from the thread that fills.
     """
 
-    def __init__(self, outgoing: list[Outgoing], launch: Callable[[Tensor], Work]) -> None:
+    def __init__(self, outgoing: list[Outgoing], launch: Callable[[int, Outgoing], Work | None]) -> None:
         self.outgoing, self._launch = outgoing, launch
         self._next = len(outgoing)
-        self._sending = self._open = False
+        self._open = False
 
-    def start(self, by_bucket: list[list[Tensor]], send: bool) -> None:
-        self._next, self._sending, self._open = 0, send, True
+    def start(self, by_bucket: list[list[Tensor]]) -> None:
+        self._next, self._open = 0, True
         for out, leaves in zip(self.outgoing, by_bucket, strict=True):
             out.start(leaves)
 
@@ -127,8 +129,7 @@ class Queue:
     def _advance(self) -> None:
         while self._next < len(self.outgoing) and self.outgoing[self._next].filled:
             out = self.outgoing[self._next]
-            if self._sending:
-                out.work = self._launch(out.wire)
+            out.work = self._launch(self._next, out)
             self._next += 1
 
     def finish(self) -> None:

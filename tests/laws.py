@@ -15,6 +15,7 @@ from helpers import assert_untouched, max_diff, params_like, same_bits, snapshot
 from torch import Tensor
 
 from fjoin import transforms as tx
+from fjoin.transforms._bucketwise import Carried, merge, restrict
 
 RANKS = 3
 
@@ -86,6 +87,51 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
                 assert max_diff(one, {path: out[path]}) == 0, f"{path} alone gave another answer"
 
     tx.simulate(one_rank, {"data": RANKS})
+
+
+BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
+
+
+def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
+    """Calls on one bucket after the other equal one call on all, and agree on what they have in common."""
+
+    def one_rank() -> None:
+        part, params = make(), params_like()
+        if part.scope == "tree":
+            return
+        rank = int(tx.axis_index("data"))
+        whole = part.init(params)
+        flat = part.scope == "element"
+        states = [
+            part.init(_ravel(params, paths)) if flat else restrict(whole, params, paths) for paths in BUCKETS
+        ]  # fmt: skip
+        for step in range(3):
+            grads, weight = _grads(10 * step + rank), float(rank)
+            out, whole = part.update(grads, whole, params, weight=weight, lane={"x": 1.0})
+            outs, first = [], None
+            for i, paths in enumerate(BUCKETS):
+                pick = (
+                    (lambda tree, p=paths: _ravel(tree, p)) if flat else (lambda tree, p=paths: {k: tree[k] for k in p})
+                )
+                carried = None if first is None else Carried(lambda first=first: first)
+                lane = {"x": 1.0} if first is None else None
+                one, states[i] = part.update(
+                    pick(grads), states[i], pick(params), weight=weight, lane=lane, carried=carried
+                )
+                first = states[i] if first is None else first
+                assert (one is None) == (out is None)
+                if out is not None:
+                    assert same_bits(one, pick(out)), "a bucket alone gave another answer"
+                    outs.append(one)
+            if not flat:
+                for order in (states, states[::-1]):
+                    assert same_bits(merge(order, params), whole), "the buckets' states are not the state of the whole"
+
+    tx.simulate(one_rank, {"data": RANKS})
+
+
+def _ravel(tree: Any, paths: tuple[str, ...]) -> Any:
+    return {"": torch.cat([tree[path].reshape(-1) for path in paths])}
 
 
 def _serves(part: tx.Transform, path: str) -> bool:
@@ -229,7 +275,8 @@ def _functions(part: Any) -> list[Any]:
 
 
 TRANSFORM_LAWS = [
-    is_pure, keeps_its_scope, chains, ignores_weight_zero, is_itself_alone, forgets_the_order_of_ranks, resumes, maps, is_data,
+    is_pure, keeps_its_scope, goes_bucket_by_bucket, chains, ignores_weight_zero, is_itself_alone,
+    forgets_the_order_of_ranks, resumes, maps, is_data,
 ]  # fmt: skip
 
 

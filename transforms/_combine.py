@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, overload
 import optree
 
 from ._base import Optimizer, Scope, Transform, check_transform, init_empty
+from ._bucketwise import Carried, part_of
 from ._spec import Spec, factory
 from ._tree import State, Tree, named_leaves, path_string
 
@@ -58,15 +59,17 @@ def chain(*transforms: Transform) -> Transform:
         return tuple(part.init(params) for part in parts)
 
     def update(
-        grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
-    ) -> tuple[Tree, State]:
+        grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None,
+        carried: Carried | None = None, **extra: Any,
+    ) -> tuple[Tree, State]:  # fmt: skip
         if len(state) != len(parts):
             raise ValueError(
                 f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state"
             )
         new = list(state)
         for i, part in enumerate(parts):
-            grads, new[i] = part.update(grads, state[i], params, weight=weight, lane=lane, **extra)
+            there = part_of(carried, i)
+            grads, new[i] = part.update(grads, state[i], params, weight=weight, lane=lane, carried=there, **extra)
             if grads is None:
                 break
             if part.sums:
@@ -150,11 +153,7 @@ def matcher(which: Which) -> Callable[[str], bool]:
 
 def _chosen(which: Which, tree: Tree) -> dict[str, Any]:
     matches = matcher(which)
-    leaves = named_leaves(tree)
-    chosen = {path: leaf for path, leaf in leaves.items() if matches(path)}
-    if leaves and not chosen:
-        raise ValueError(f"{which!r} matches no path; the paths are {list(leaves)}")
-    return chosen
+    return {path: leaf for path, leaf in named_leaves(tree).items() if matches(path)}
 
 
 def _replace_leaves(tree: Tree, new: Mapping[str, Any]) -> Tree:
@@ -186,14 +185,18 @@ def masked(transform: Transform, which: Which) -> Transform:
     check_transform(transform, "masked: transform")
 
     def init(params: Tree) -> State:
-        return transform.init(_chosen(which, params))
+        chosen = _chosen(which, params)
+        if not chosen and (paths := list(named_leaves(params))):
+            raise ValueError(f"{which!r} matches no path; the paths are {paths}")
+        return transform.init(chosen)
 
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
         some = None if params is None else _chosen(which, params)
         new, state = transform.update(_chosen(which, grads), state, some, **extra)
         return _replace_leaves(grads, _not_none(new, "masked")), state
 
-    return Transform(init, update, scope=_per_path([transform]), sums=transform.sums)
+    # No sums: the leaves that it passes by are not the same on all ranks.
+    return Transform(init, update, scope=_per_path([transform]))
 
 
 def _per_path(parts: Sequence[Transform]) -> Scope:
@@ -262,32 +265,47 @@ def _label(parts: Mapping[Patterns, Any], path: str) -> Patterns:
 
 def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[str, Any]]:
     out: dict[Patterns, dict[str, Any]] = {pattern: {} for pattern in parts}
-    leaves = named_leaves(tree)
-    for path, leaf in leaves.items():
+    for path, leaf in named_leaves(tree).items():
         out[_label(parts, path)][path] = leaf
-    unused = [pattern for pattern, chosen in out.items() if not chosen]
-    if leaves and unused:
-        raise ValueError(f"these patterns of partition match no path: {unused}; the paths are {list(leaves)}")
     return out
+
+
+def _all_used(parts: Mapping[Patterns, Any], params: Tree) -> dict[Patterns, dict[str, Any]]:
+    labelled = _labelled(parts, params)
+    unused = [pattern for pattern, chosen in labelled.items() if not chosen]
+    if unused and (paths := list(named_leaves(params))):
+        raise ValueError(f"these patterns of partition match no path: {unused}; the paths are {paths}")
+    return labelled
 
 
 def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     def init(params: Tree) -> State:
-        return tuple(parts[pattern].init(chosen) for pattern, chosen in _labelled(parts, params).items())
+        return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
 
-    def update(grads: Tree, state: State, params: Tree = None, *, lane: Any = None, **extra: Any) -> tuple[Tree, State]:
+    def update(
+        grads: Tree,
+        state: State,
+        params: Tree = None,
+        *,
+        lane: Any = None,
+        carried: Carried | None = None,
+        **extra: Any,
+    ) -> tuple[Tree, State]:
         of = None if params is None else _labelled(parts, params)
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
             out, new_state[i] = parts[pattern].update(
-                chosen, state[i], of and of[pattern], lane=lane if i == carrier else None, **extra
-            )
+                chosen, state[i], of and of[pattern],
+                lane=lane if i == carrier else None, carried=part_of(carried, i), **extra,
+            )  # fmt: skip
             new.update(_not_none(out, "partition"))
         return _replace_leaves(grads, new), tuple(new_state)
 
     # The lane needs to travel once only: with the first part that reduces.
-    carrier = next((i for i, part in enumerate(parts.values()) if part.sums), None)
-    sums = None if carrier is None else (lambda state: list(parts.values())[carrier].sums(state[carrier]))  # type: ignore[misc]
+    reducing = [i for i, part in enumerate(parts.values()) if part.sums]
+    carrier = reducing[0] if reducing else None
+    first = next(iter(parts.values()))
+    sums = (lambda state: first.sums(state[0])) if len(reducing) == len(parts) else None  # type: ignore[misc]
     return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums)
 
 
@@ -303,5 +321,5 @@ def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
         by_path,
         elementwise=all(part.elementwise for part in parts.values()),
         select=lambda path: parts[_label(parts, path)].at(path),
-        check=lambda params: _labelled(parts, params),
+        check=lambda params: _all_used(parts, params),
     )

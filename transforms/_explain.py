@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,13 +16,15 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ._base import Optimizer, Pipeline, Transform
+from ._bucketwise import Carried, restrict
 from ._combine import stages
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
-from ._plan import make_plan
+from ._plan import make_plan, takes_flat
 from ._tree import Tree, named_leaves
 from .axes._collectives import axis_size, psum
 from .axes._env import bind_axes
 from .sync._lane import encode_lane, lane_dtype, step_lane
+from .sync._mean import MeanState
 
 
 class Message(NamedTuple):
@@ -181,21 +184,24 @@ def explain(
 
         plan = make_plan(hook)
 
-        def explain_stage(part: Transform, when: str, carries: bool) -> None:
+        def explain_stage(part: Transform, when: str, carries: bool, early: bool = False) -> None:
             inner = _alternatives(part)
             for child, child_when in inner:
                 for stage in stages(child):
-                    explain_stage(stage, child_when if when == "each step" else f"{when}, {child_when}", carries)
+                    explain_stage(stage, child_when if when == "each step" else f"{when}, {child_when}", carries, early)
             if inner:
                 return
             if part is plan.reduce:
-                messages = _bucket_messages(part, layout, lane, notes)
+                messages = _reduction_messages(part, layout, lane, notes)
+            elif early:
+                messages = _bucket_messages(part, layout, fake, lane if carries else None, notes)
             else:
                 messages = _messages(part, fake, lane if carries else None, notes)
             rows.append(Row(repr(part), part.scope, when, messages, _state_bytes(part.init(fake))))
 
-        for part in stages(hook):
-            explain_stage(part, "each step", bool(hook.sums and part.sums))
+        early = stages(plan.early) if plan.early is not None and layout else []
+        for i, part in enumerate(stages(hook)):
+            explain_stage(part, "each step", bool(hook.sums and part.sums), i < len(early))
         if not hook.sums and optimizer is not None and ranks > 1:
             del notes[:]
             psum(encode_lane({"total": 1.0, **lane}, lane_dtype(b.dtype for b in layout), ranks), tuple(sizes))
@@ -248,20 +254,42 @@ def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
 def _messages(part: Transform, params: dict[str, Tensor], lane: Any, notes: list[Message]) -> tuple[Message, ...]:
     """What a stage sends that runs on the whole tree."""
     del notes[:]
+    _update(part, dict(params), part.init(params), lane=lane)
+    return tuple(notes)
+
+
+def _update(part: Transform, params: dict[str, Tensor], state: Any, **extra: Any) -> Any:
     try:
-        part.update(dict(params), part.init(params), params, weight=None, lane=lane)
+        return part.update(dict(params), state, params, weight=None, **extra)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TypeError(
             f"{part!r} reads a tensor's value ({error}), so that what it sends cannot be told before it runs; decide on "
             f"host integers in the state, or with torch.where"
         ) from None
-    return tuple(notes)
 
 
 def _bucket_messages(
+    part: Transform, layout: tuple[Bucket, ...], params: dict[str, Tensor], lane: Any, notes: list[Message]
+) -> tuple[Message, ...]:
+    """What a stage sends that runs bucket by bucket: what is common goes with the first."""
+    del notes[:]
+    full, carried = part.init(params), None
+    for bucket in layout:
+        if takes_flat(part):
+            some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+            state = part.init(some)
+        else:
+            some = {path: params[path] for path in bucket.paths}
+            state = restrict(full, params, some)
+        _, new = _update(part, some, state, lane=None if carried else lane, carried=carried)
+        carried = carried or Carried(functools.partial(lambda first: first, new))
+    return tuple(notes)
+
+
+def _reduction_messages(
     part: Transform, layout: tuple[Bucket, ...], lane: Any, notes: list[Message]
 ) -> tuple[Message, ...]:
-    """What a reduction sends bucket by bucket: the lane and the total ride in one of them, if one can."""
+    """What a plain reduction sends bucket by bucket: the lane rides in one of them, if one can."""
     del notes[:]
     carrier = lane_bucket(layout)
     total = torch.ones((), dtype=torch.float64)
@@ -270,7 +298,7 @@ def _bucket_messages(
         psum(words, part.spec["axis"])
     for i, bucket in enumerate(layout):
         flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
-        extra = {"lane": lane} if i == carrier else {"total": total}
+        extra = {"lane": lane} if i == carrier else {"carried": Carried(lambda: MeanState(total, {}))}
         part.update(flat, part.init(flat), flat, weight=None, **extra)
     return tuple(notes)
 

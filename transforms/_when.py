@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._base import Optimizer, Pipeline, Transform, check_transform
+from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
 from ._tree import State, Tree, all_finite, where, zeros_like
@@ -56,11 +57,13 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     def init(params: Tree) -> State:
         return SwitchState(0, before.init(params), after.init(params))
 
-    def update(grads: Tree, state: SwitchState, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+    def update(
+        grads: Tree, state: SwitchState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, State]:
         if state.step < step:
-            grads, new = before.update(grads, state.before, params, **extra)
+            grads, new = before.update(grads, state.before, params, carried=part_of(carried, "before"), **extra)
             return grads, state._replace(step=state.step + 1, before=new)
-        grads, new = after.update(grads, state.after, params, **extra)
+        grads, new = after.update(grads, state.after, params, carried=part_of(carried, "after"), **extra)
         return grads, state._replace(step=state.step + 1, after=new)
 
     def sums(state: SwitchState) -> Any:
@@ -101,11 +104,13 @@ def every(steps: int, transform: Transform) -> Transform:
     def init(params: Tree) -> State:
         return EveryState(0, transform.init(params))
 
-    def update(grads: Tree, state: EveryState, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+    def update(
+        grads: Tree, state: EveryState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, State]:
         count = state.step + 1
         if count % steps:
             return grads, state._replace(step=count)
-        grads, inner = transform.update(grads, state.inner, params, **extra)
+        grads, inner = transform.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
         return grads, EveryState(count, inner)
 
     return Transform(init, update, scope=transform.scope)
@@ -153,18 +158,23 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         return fresh(params, 0, transform.init(params))
 
     def update(
-        grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
-    ) -> tuple[Tree, State]:
+        grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None,
+        carried: Carried | None = None, **extra: Any,
+    ) -> tuple[Tree, State]:  # fmt: skip
         w = check_weight(weight)
         gathered = optree.tree_map(lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads)
         total = state.weight + w
         summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}
         count = state.step + 1
         if count % steps:
+            if carried is not None:
+                summed = carried.get().lane
             return None, AccumulateState(count, total, gathered, summed, state.inner)
         divisor = torch.where(total > 0, total, torch.ones_like(total))
         mean = optree.tree_map(lambda g: g / divisor.to(g.dtype), gathered)
-        out, inner = transform.update(mean, state.inner, params, weight=total, lane=summed or None, **extra)
+        out, inner = transform.update(
+            mean, state.inner, params, weight=total, lane=summed or None, carried=part_of(carried, "inner"), **extra
+        )
         return out, fresh(grads, count, inner)
 
     sums = (lambda state: transform.sums(state.inner)) if transform.sums else None  # type: ignore[misc]
@@ -219,8 +229,10 @@ def _skip_transform(part: Transform) -> Transform:
     def init(params: Tree) -> State:
         return SkipState(part.init(params), torch.zeros((), dtype=torch.int64))
 
-    def update(grads: Tree, state: SkipState, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        out, inner = part.update(grads, state.inner, params, **extra)
+    def update(
+        grads: Tree, state: SkipState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, State]:
+        out, inner = part.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
         if out is None:
             return None, state._replace(inner=inner)
         fine = all_finite(out)

@@ -67,7 +67,10 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
     try:
         for name in kept:
             setattr(dist, name, watch(name))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
+        ) as profile:
             for batch in step.join([1.0] * batches_of_rank[dist.get_rank()]):
                 state, _ = step(state, batch)
     finally:

@@ -25,6 +25,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "chain": [
         lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
+        lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
     ],
     "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)],
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
@@ -33,6 +34,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "masked": [
         lambda: tx.masked(tx.mean("data"), "layer.*"),
         lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),
+        lambda: tx.masked(tx.every(2, tx.mean("data")), "layer.weight"),
     ],
     "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
     "noop": [tx.noop],
@@ -115,6 +117,24 @@ def _hears_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return tx.pmean(grads, "data"), state
 
 
+def _norm_in_state() -> tx.Transform:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return grads, (sum(g.square().sum() for g in grads.values()),)
+
+    return tx.Transform(lambda params: (torch.zeros(()),), update, scope="leaf")
+
+
+def _not_told() -> tx.Transform:
+    """Hands what it is told of its own state on to what it runs, as if that were the same."""
+    inner = tx.mean("data")
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        out, state = inner.update(grads, state[0], params, **extra)
+        return out, (state,)
+
+    return tx.Transform(lambda params: (inner.init(params),), update, scope="leaf")
+
+
 def _broken_chain() -> tx.Transform:
     def update(grads: Any, state: Any, params: Any = None, *, lane: Any = None, **extra: Any) -> Any:
         factor = 1.0 if "total" in extra else 2.0
@@ -163,6 +183,7 @@ def _never_equal() -> tx.Transform:
 BROKEN_TRANSFORMS = {
     "is_pure": [_remembers, _plain(_writes)],
     "keeps_its_scope": [_plain(_normalises, scope="element"), _plain(_normalises, scope="leaf")],
+    "goes_bucket_by_bucket": [_plain(_normalises, scope="leaf"), _norm_in_state, _not_told],
     "chains": [_broken_chain],
     "ignores_weight_zero": [_plain(_hears_all)],
     "is_itself_alone": [_wrong_total],
@@ -181,7 +202,7 @@ BROKEN_TRANSFORMS = {
     ],
 )  # fmt: skip
 def test_each_transform_law_can_fail(law: Any, broken: Any) -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises((AssertionError, RuntimeError, TypeError)):
         law(broken)
 
 

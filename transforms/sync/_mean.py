@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base import Transform, init_empty
+from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree, plain
 from ..axes._collectives import axis_size, psum
@@ -61,7 +62,7 @@ def share(weight: Tensor, over: Over) -> Tensor:
 
 
 def _weighted_sum(
-    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, total: Tensor | None
+    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, carried: Carried | None
 ) -> tuple[Tree, MeanState]:
     factor = share(check_weight(weight), over)
     n = axis_size(axis)
@@ -75,8 +76,8 @@ def _weighted_sum(
         return torch.where(factor > 0, g * factor.to(g.dtype), torch.zeros_like(g))
 
     scaled = optree.tree_map(scale, grads)
-    if total is not None:
-        return psum(scaled, axis), MeanState(total, {})
+    if carried is not None:
+        return psum(scaled, axis), _state_of(carried)
     full = {"total": factor, **(lane or {})}
     if lane and "total" in lane:
         raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
@@ -84,6 +85,16 @@ def _weighted_sum(
     summed, words = psum((scaled, encode_lane(full, dtype, n)), axis)
     sums = decode_lane(words, full, n)
     return summed, MeanState(sums.pop("total"), sums)
+
+
+def _state_of(carried: Carried) -> MeanState:
+    state = carried.get()
+    if not isinstance(state, MeanState):
+        raise TypeError(
+            f"extra['carried'] gave a {type(state).__name__} where this stage's own MeanState was expected; a transform that "
+            f"runs another must hand on carried.at(field) of its state"
+        )
+    return state
 
 
 @factory
@@ -97,8 +108,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         over="world"    sum_r [w_r > 0] g_r / size of the axis
 
     The weight and the lane ride in the message that carries the gradients. Where all weights are
-    0 the result is 0. `extra["total"]`, the divisor where another bucket's message has brought it
-    already, saves sending it again.
+    0 the result is 0.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
@@ -127,12 +137,12 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        total: Tensor | None = None, **extra: Any,
+        carried: Carried | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
-        summed, new = _weighted_sum(grads, axis, weight, lane, over, total)
-        if over == "world" and total is None:
+        summed, new = _weighted_sum(grads, axis, weight, lane, over, carried)
+        if over == "world" and carried is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
         divisor = torch.where(new.total == 0, torch.ones_like(new.total), new.total)
         leaves = optree.tree_leaves(summed)
@@ -160,10 +170,10 @@ def sum_over(axis: AxisName) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        total: Tensor | None = None, **extra: Any,
+        carried: Carried | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
-        return _weighted_sum(optree.tree_map(torch.as_tensor, grads), axis, weight, lane, "weight", total)
+        return _weighted_sum(optree.tree_map(torch.as_tensor, grads), axis, weight, lane, "weight", carried)
 
     return Transform(_init, update, scope="element", sums=lambda state: state)
 

@@ -1,0 +1,158 @@
+"""Functions that run in turns, each until its next message is on its way.
+
+The hook of a bucket may send several messages, one after the other's result. Run in waves, all
+buckets' first messages travel while backward goes on, then all their second ones, and so on. One
+function runs at a time and the turns follow a fixed order, so that all ranks send the same
+messages in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._axis import GroupAxis
+from .transforms.axes._env import bind_axes
+
+
+class _Abandon(BaseException):
+    """Unwinds a function whose step has failed elsewhere."""
+
+
+class Task:
+    """A function on its way through the waves."""
+
+    def __init__(self, waves: Waves, function: Callable[[Callable[[], None]], Any]) -> None:
+        self._waves, self._function = waves, function
+        self.done = False
+        self._error: BaseException | None = None
+        self._abandoned = False
+        self._thread: threading.Thread | None = None
+        self._turn, self._back = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._back.acquire()
+
+    def go_on(self) -> None:
+        """Run until the next message is on its way, or to the end."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._turn.release()
+        self._back.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def pause(self) -> None:
+        """Let the others have their turn; called by the function itself."""
+        self._back.release()
+        self._turn.acquire()
+        if self._abandoned:
+            raise _Abandon
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._abandoned:
+                axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._waves.axes.items()}
+                with torch.no_grad(), bind_axes(axes):
+                    self._function(self.pause)
+        except _Abandon:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.done = True
+            self._back.release()
+
+    def abandon(self) -> None:
+        if self._thread is not None and not self.done:
+            self._abandoned = True
+            self._turn.release()
+
+    def wait(self) -> None:
+        """Take part in waves until this function has returned."""
+        while not self.done:
+            self._waves.wave()
+
+
+class _Pausing:
+    """An axis for a task: it gives up its turn while a message is on its way."""
+
+    token: Tensor | None = None
+
+    def __init__(self, axis: Any, task: Task) -> None:
+        self._axis, self._task = axis, task
+        self.size = axis.size
+
+    def index(self) -> Tensor:
+        return self._axis.index()
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        finish = self._axis.begin(op, x, arg)
+        self._task.pause()
+        out: Tensor = finish()
+        return out
+
+    def run_(self, x: Tensor) -> Tensor:
+        """psum in place."""
+        work = self._axis.reduce_(x)
+        self._task.pause()
+        work.wait()
+        return x
+
+    def joint(self, axes: tuple[str, ...]) -> _Pausing | None:
+        joint = self._axis.joint(axes)
+        return None if joint is None else _Pausing(joint, self._task)
+
+
+class Waves:
+    """The tasks of one step.
+
+    Args:
+        axes: What the tasks' messages cross.
+
+    The first task runs to its end before the others go on after their first message: they ask for its
+    result.
+    """
+
+    def __init__(self, axes: dict[str, Any]) -> None:
+        self.axes = axes
+        self._tasks: list[Task] = []
+
+    def start(self, function: Callable[[Callable[[], None]], Any]) -> Task:
+        """Run a function until its first message is on its way; `wait` of what is returned goes on.
+
+        Args:
+            function: It is given what it may call to let the others have their turn.
+        """
+        task = Task(self, function)
+        self._tasks.append(task)
+        task.go_on()
+        return task
+
+    def wave(self) -> None:
+        """Let every task that is not done go on by one message."""
+        while not self._tasks[0].done:
+            self._tasks[0].go_on()
+        for task in self._tasks:
+            if not task.done:
+                task.go_on()
+
+    def clear(self) -> None:
+        """Forget all tasks, and unwind those that are not done."""
+        for task in self._tasks:
+            task.abandon()
+        self._tasks.clear()
+
+
+def can_pause(axes: dict[str, Any], device: torch.device) -> bool:
+    """Whether messages over these axes go on while the function that waits for them is paused.
+
+    Not where there is none, nor in the simulator. On an accelerator waiting does not hold up the host.
+    """
+    return device.type == "cpu" and any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in axes.values())

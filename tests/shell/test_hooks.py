@@ -1,0 +1,267 @@
+"""Hooks that are no plain reduction: run per bucket while backward goes on, with the result of the pure pipeline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, same_bits
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin._axis import GroupAxis
+
+
+def _params() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (5, 4), "a.bias": (4,), "b.weight": (4, 3), "b.bias": (3,), "none": (0, 2), "scale": ()}
+    return {path: torch.randn(shape, generator=g, dtype=torch.float64) for path, shape in shapes.items()}
+
+
+def _loss(params: Any, batch: Tensor) -> Tensor:
+    x = torch.tanh(batch @ params["a.weight"] + params["a.bias"]) @ params["b.weight"] + params["b.bias"]
+    return (x * params["scale"]).square().mean() + params["none"].sum()
+
+
+def _negate(g: Tensor) -> Tensor:
+    return -g
+
+
+def _momentum(axis: str) -> tx.Transform:
+    """A reduction with a memory of each parameter, and two messages, the second from the first's result."""
+
+    def init(params: Any) -> Any:
+        return ({path: torch.zeros_like(p) for path, p in params.items()},)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        summed = tx.psum({path: g + 0.5 * state[0][path] for path, g in grads.items()}, axis)
+        largest = tx.pmax({path: g.abs() for path, g in summed.items()}, axis)
+        return {path: g / (1 + largest[path]) for path, g in summed.items()}, (dict(grads),)
+
+    return tx.Transform(init, update, scope="element")
+
+
+def _momentum_of_leaves(axis: str) -> tx.Transform:
+    inner = _momentum(axis)
+    return tx.Transform(inner.init, inner.update, scope="leaf")
+
+
+HOOKS: dict[str, Any] = {
+    "clip, mean": lambda: tx.chain(tx.clip_by_value(0.1), tx.mean("data")),
+    "leaf, mean, clip all": lambda: tx.chain(tx.stateless(_negate), tx.mean("data"), tx.clip_by_global_norm(0.1)),
+    "mean of means": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
+    "by path": lambda: tx.partition({"*.bias": tx.mean("data", over="live"), "*": tx.sum_over("data")}),
+    "some": lambda: tx.masked(tx.mean("data"), ["b.*", "scale"]),
+    "some, every second": lambda: tx.masked(tx.every(2, tx.mean("data")), "a.weight"),
+    "switch": lambda: tx.switch_after(2, tx.chain(tx.clip_by_value(0.1), tx.mean("data")), tx.sum_over("data")),
+    "every": lambda: tx.every(2, tx.mean("data")),
+    "noop": tx.noop,
+    "memory, flat": lambda: _momentum("data"),
+    "memory, leaves": lambda: _momentum_of_leaves("data"),
+    "memory, some": lambda: tx.masked(_momentum_of_leaves("data"), ["*.weight"]),
+}
+STEPS = 4
+
+
+def _pipeline(hook: str) -> tx.Pipeline:
+    return tx.fuse(HOOKS[hook](), tx.sgd(0.1, momentum=0.9))
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def by_step(hook: str, bucket_bytes: int, ranks: int = 0) -> Any:
+    mesh = fjoin.mesh({"data": -1}, ordered=True, timeout_s=60)
+    step = fjoin.train_step(
+        _loss, _pipeline(hook), mesh=mesh, weight=lambda batch: 1.0 + mesh.rank, bucket_bytes=bucket_bytes
+    )
+    state = step.init(_params())
+    for i in range(STEPS):
+        state, metrics = step(state, _batch(mesh.rank, i))
+    out = {path: p.clone() for path, p in state.params.items()}, state.pipeline.hook, metrics.loss
+    step.close()
+    return out
+
+
+def by_pipeline(hook: str) -> Any:
+    """The pure reference: the whole tree at once, after backward."""
+    pipeline, params = _pipeline(hook), _params()
+    rank = int(tx.axis_index("data"))
+    state = pipeline.init(params)
+    for i in range(STEPS):
+        grads = torch.func.grad(_loss)(params, _batch(rank, i))
+        params, state = pipeline.step(params, grads, state, weight=1.0 + rank)
+    return params, state.hook
+
+
+def _without_lane(state: Any) -> Any:
+    """A hook's state without the lane, which only the step sends."""
+    if isinstance(state, dict):
+        return {key: _without_lane(part) for key, part in state.items()}
+    if isinstance(state, tuple):
+        parts = [{} if name == "lane" else _without_lane(p) for name, p in zip(_fields(state), state, strict=True)]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return state
+
+
+def _fields(state: Any) -> Any:
+    return getattr(state, "_fields", [None] * len(state))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_per_bucket_on_processes_equals_the_whole_tree(pool: Any, hook: str, bucket_bytes: int, ranks: int) -> None:
+    """Parameters, the hook's state by path, and the same to the bit in the simulator."""
+    want = tx.simulate(lambda: by_pipeline(hook), {"data": ranks})
+    real = pool.run(ranks, by_step, hook, bucket_bytes)
+    simulated = tx.simulate(lambda: by_step(hook, bucket_bytes), {"data": ranks})
+    for (params, state, loss), (want_params, want_state), (sim_params, sim_state, sim_loss) in zip(
+        real, want, simulated, strict=True
+    ):
+        assert max_diff(params, want_params) < 1e-14
+        assert max_diff(_without_lane(state), _without_lane(want_state)) < 1e-14
+        assert same_bits((params, state), (sim_params, sim_state)) and loss == sim_loss
+
+
+def order_of_launches(delay_s: float) -> tuple[list[str], float]:
+    """Gradients and messages in the order in which they came, and the time of the step."""
+    order: list[str] = []
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, name: str) -> Any:
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            time.sleep(delay_s)
+            order.append(f"gradient of {ctx.name}")
+            return grad, None
+
+    names = [f"p{i}" for i in range(4)]
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = batch
+        for name in names:
+            x = Slow.apply(x * params[name], name)
+        return x.sum()
+
+    mesh = fjoin.mesh({"data": -1})
+    step = fjoin.train_step(loss_fn, tx.fuse(_momentum("data"), tx.sgd(0.1)), mesh=mesh, bucket_bytes=1)
+    state = step.init({name: torch.ones(8) for name in names})
+    kept = GroupAxis.begin
+
+    def slow_begin(axis: Any, op: str, x: Any, arg: Any) -> Any:
+        """A message that takes a while from its launch; messages of one rank travel side by side."""
+        order.append(op)
+        finish, end = kept(axis, op, x, arg), time.perf_counter() + delay_s
+
+        def wait() -> Any:
+            time.sleep(max(0.0, end - time.perf_counter()))
+            return finish()
+
+        return wait
+
+    GroupAxis.begin = slow_begin  # type: ignore[method-assign]
+    try:
+        state, _ = step(state, torch.ones(8))
+        order.clear()
+        mesh.axes["data"].run("psum", torch.zeros(1), None)
+        order.clear()
+        start = time.perf_counter()
+        step(state, torch.ones(8))
+        took = time.perf_counter() - start
+    finally:
+        GroupAxis.begin = kept  # type: ignore[method-assign]
+        step.close()
+    return order, took
+
+
+def test_messages_travel_in_waves_while_backward_goes_on(pool: Any) -> None:
+    """Four buckets, two messages each, 0.1 s a layer and a message: first messages hide behind backward, second behind each other."""
+    for order, took in pool.run(2, order_of_launches, 0.1):
+        messages = [what for what in order if what in ("psum", "pmax")]
+        assert order.index("psum") < order.index("gradient of p0"), order
+        assert messages[:4] == ["psum"] * 4 and messages[4:8] == ["pmax"] * 4, order
+        # One after the other these are 0.4 s of backward and 0.8 s of messages.
+        assert took < 0.85, took
+
+
+def _fails_in(wave: int) -> tx.Transform:
+    """A hook that fails on rank 0 before its first message, or behind it."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        fails = int(tx.axis_index("data")) == 0 and "w1" in grads
+        if fails and wave == 1:
+            raise ValueError("this hook is broken")
+        out = tx.psum(grads, "data")
+        if fails and wave == 2:
+            raise ValueError("this hook is broken")
+        return tx.psum(out, "data"), state
+
+    return tx.Transform(lambda params: (), update, scope="leaf")
+
+
+def fail_on_one_rank(wave: int) -> tuple[str, str, int]:
+    threads = threading.active_count()
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    step = fjoin.train_step(
+        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(_fails_in(wave), tx.sgd(0.1)), mesh=mesh, bucket_bytes=1
+    )  # fmt: skip
+    state = step.init({f"w{i}": torch.ones(4) for i in range(4)})
+    try:
+        step(state, torch.ones(4))
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    else:
+        kind, text = "nothing", ""
+    end = time.perf_counter() + 5
+    while threading.active_count() > threads and time.perf_counter() < end:
+        time.sleep(0.01)
+    return kind, text, threading.active_count() - threads
+
+
+@pytest.mark.parametrize("wave", [1, 2])
+def test_a_hook_that_fails_on_one_rank_ends_all(pool: Any, wave: int) -> None:
+    """The error comes out on that rank, PeerLost on the other, and no thread is left behind."""
+    (kind, text, left), (other, told, left_there) = pool.run(2, fail_on_one_rank, wave)
+    assert (kind, text) == ("ValueError", "this hook is broken")
+    assert other == "PeerLost" and "this hook is broken" in told and "rank 0" in told
+    assert left == left_there == 0
+
+
+def _anchored() -> tx.Transform:
+    """A parameter transform whose state keeps the very tensors it was given."""
+
+    def init(params: Any) -> Any:
+        return (params, params)
+
+    def update(new: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        anchor, before = state
+        out = {path: 0.5 * new[path] + 0.25 * anchor[path] + 0.25 * before[path] for path in new}
+        return out, (anchor, new)
+
+    return tx.Transform(init, update)
+
+
+def test_a_state_may_keep_what_it_was_lent() -> None:
+    """Parameters in the state of a parameter transform stay what they were, whatever the step overwrites."""
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1), after=_anchored())
+
+    def run() -> Any:
+        step = fjoin.train_step(_loss, pipeline, mesh=fjoin.mesh({"data": -1}))
+        state, params = step.init(_params()), _params()
+        pure = pipeline.init(params)
+        for i in range(3):
+            state, _ = step(state, _batch(0, i))
+            params, pure = pipeline.step(params, torch.func.grad(_loss)(params, _batch(0, i)), pure)
+        return max_diff((state.params, state.pipeline.after), (params, pure.after))
+
+    assert tx.simulate(run, {"data": 1})[0] < 1e-14

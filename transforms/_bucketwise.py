@@ -1,0 +1,67 @@
+"""A transform on one bucket of parameters at a time.
+
+Law: the calls on all buckets, put together, equal one call on the whole tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from ._tree import State
+
+
+class Carried:
+    """A stage's new state in the call of this step's first bucket, for the calls on the other buckets.
+
+    What is common to all parameters, such as the sum of the weights, is sent with the first bucket
+    only; the others ask for it here, after their own messages. A transform that runs others hands
+    each of them its part, `carried.at(field)`.
+    """
+
+    def __init__(self, get: Callable[[], State]) -> None:
+        self.get = get
+
+    def at(self, key: str | int) -> Carried:
+        """The same for a part of the state: a field by name, an item by index."""
+        return Carried(lambda: getattr(self.get(), key) if isinstance(key, str) else self.get()[key])
+
+
+def part_of(carried: Carried | None, key: str | int) -> Carried | None:
+    return None if carried is None else carried.at(key)
+
+
+def restrict(state: State, paths: Collection[str], chosen: Collection[str]) -> State:
+    """A state without the parameters that are not chosen.
+
+    Args:
+        state: A state in which what belongs to parameters lies in dicts keyed by their paths.
+        paths: The paths of all parameters.
+        chosen: Those that stay.
+
+    >>> restrict(({"a": 1, "b": 2}, 3), ["a", "b"], ["b"])
+    ({'b': 2}, 3)
+    """
+    return _zip([state], lambda dicts: {p: v for p, v in dicts[0].items() if p in chosen}, set(paths))
+
+
+def merge(states: Sequence[State], paths: Collection[str]) -> State:
+    """One state from those of all buckets; what they have in common is taken from the first.
+
+    >>> merge([({"a": 1}, 3), ({"b": 2}, 3)], ["a", "b"])
+    ({'a': 1, 'b': 2}, 3)
+    """
+    return _zip(list(states), lambda dicts: {p: v for part in dicts for p, v in part.items()}, set(paths))
+
+
+def _zip(states: list[State], join: Callable[[list[dict[str, Any]]], dict[str, Any]], paths: set[str]) -> State:
+    """Walk states of one form side by side; `join` makes one of the dicts keyed by paths."""
+    first = states[0]
+    if isinstance(first, dict):
+        if any(state for state in states) and all(state.keys() <= paths for state in states):
+            return join(states)
+        return {key: _zip([state[key] for state in states], join, paths) for key in first}
+    if isinstance(first, (tuple, list)):
+        children = [_zip(list(column), join, paths) for column in zip(*states, strict=True)]
+        return type(first)(*children) if hasattr(first, "_fields") else type(first)(children)
+    return first
