@@ -21,6 +21,7 @@ def check_program(
     params: Mapping[str, Tensor],
     bucket_bytes: int,
     accumulate: int,
+    weighs: str,
     buffers: Mapping[str, Tensor] | None,
 ) -> None:
     """Raise on all ranks, before any payload, unless they run the same program on the same shapes.
@@ -35,6 +36,7 @@ def check_program(
         "mesh": str(mesh.shape),
         "bucket_bytes": bucket_bytes,
         "accumulate": accumulate,
+        "weight": weighs,
     }
     shown = {**mine, "pipeline": repr(pipeline)}
     problem = mesh.exchange([mine, shown], _compare)
@@ -95,13 +97,13 @@ def _compare_digests(values: list[Any]) -> Any:
     return None
 
 
-def sum_names(mesh: Mesh, mine: list[str] | None) -> tuple[str, ...] | None:
-    """The names in aux["sum"], which only ranks with a batch know, on all ranks; None if no rank does.
+def sum_names(mesh: Mesh, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
+    """The names in aux["sum"], which only ranks with a batch know, on all ranks of some axes; None if no rank does.
 
     Raises:
         DesyncError: two ranks with a batch have different names.
     """
-    found = mesh.exchange(mine, _common_names)
+    found = mesh.exchange(mine, _common_names, axes)
     if "problem" in found:
         raise DesyncError(found["problem"], rank=found["rank"])
     return None if found["names"] is None else tuple(found["names"])

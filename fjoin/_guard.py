@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -151,19 +150,6 @@ class Guard:
                 event.synchronize()
             if flag.item():
                 raise _error(step, self.host(sums), ())
-
-    @staticmethod
-    def keep(found_inf: Tensor, new: Any, old: Any) -> Any:
-        """A state that stays as it was where a step has changed nothing."""
-
-        new, old = (state() if callable(state) else state for state in (new, old))
-
-        def pick(n: Any, o: Any) -> Any:
-            return torch.where(found_inf > 0, o.to(n.device), n) if isinstance(n, Tensor) else n
-
-        if optree.tree_structure(new) != optree.tree_structure(old):
-            return new
-        return optree.tree_map(pick, new, old)
 
 
 def _norm(outgoing: list[Outgoing]) -> Tensor:

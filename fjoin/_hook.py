@@ -96,27 +96,26 @@ class HookRun:
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
-    def start(self, state: HookState, storage: Storage, weight: float, lane: Any, window: bool) -> None:
+    def start(self, state: HookState, storage: Storage, weight: float, lane: Any, given: float) -> None:
         """Make ready for the buckets of a step.
 
         Args:
             weight: This rank's.
             lane: What rides along with the first bucket, or None.
-            window: Whether the gradients are sums over a window, weighted already.
+            given: The weight that the gradients have already.
         """
         self.stop()
         device = storage.layout[0].device if storage.layout else torch.device("cpu")
         self._waves = Waves(self._mesh.axes) if can_pause(self._mesh.axes, device) else None
         if device.type == "cuda" and self._side is None:
             self._side = torch.cuda.Stream(device)
-        divisor = weight if window and weight else 1.0
         self._calls = []
         for i, bucket_state in enumerate(state.buckets):
             params = {_FLAT: storage.flats[i]} if self._flat else None
             if params is None:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(_Call(self._early, bucket_state, params, weight, lane, divisor, first))
+            self._calls.append(_Call(self._early, bucket_state, params, weight, lane, given, first))
 
     def launch(self, index: int, out: Outgoing) -> Work:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
@@ -189,9 +188,9 @@ class _Call:
     """One bucket's call of the hook in one step."""
 
     def __init__(
-        self, early: Any, old: Any, params: dict[str, Tensor], weight: float, lane: Any, divisor: float, first: Any
+        self, early: Any, old: Any, params: dict[str, Tensor], weight: float, lane: Any, given: float, first: Any
     ) -> None:
-        self._early, self._old, self._params, self._weight, self._divisor = early, old, params, weight, divisor
+        self._early, self._old, self._params, self._weight, self._given = early, old, params, weight, given
         self._lane = lane if first is None else None
         self._first = first
         self.state: Any = None
@@ -207,8 +206,8 @@ class _Call:
         out, self._pause = self.out, pause
         carried = None if self._first is None else Carried(self._state_of_first)
         flat = self._params.keys() == {_FLAT}
-        if self._divisor != 1.0:
-            out.grads.div_(self._divisor)
+        if self._given != 1.0:
+            out.grads.div_(self._given)
         grads = {_FLAT: out.grads} if flat else out.by_path()
         new, state = self._early.update(
             grads, self._old, self._params, weight=self._weight, lane=self._lane, carried=carried

@@ -55,14 +55,14 @@ def join(
     number, finished = 0, False
     try:
         batches = iter(loader)
-        current: Any = next(batches, _END)
+        current = _load(step, batches)
         have = step._count(float(current is not _END))
         if throw_on_early_termination and 0 < have < step.ranks:
             _stop_early(step, have)
         given: Any = empty
         more = have > 0
         while more:
-            following: Any = _END if current is _END else next(batches, _END)
+            following = _END if current is _END else _load(step, batches)
             if current is not _END:
                 given = current
             turn = step._turn = Turn(number, current is not _END, following is not _END)
@@ -102,9 +102,18 @@ def join(
             )
 
 
+def _load(step: Any, batches: Iterator[Any]) -> Any:
+    step._turn = Turn(-1, False, False)  # a loader that calls the step would take a step that no other rank takes
+    try:
+        return next(batches, _END)
+    finally:
+        step._turn = None
+
+
 def _stop_early(step: Any, have: float) -> NoReturn:
+    after = "before the first step" if step._last_step is None else f"after step {step._last_step}"
     raise EarlyTermination(
-        f"{step.ranks - int(have)} of {step.ranks} ranks are out of input after step {step._last_step} while the others have "
+        f"{step.ranks - int(have)} of {step.ranks} ranks are out of input {after} while the others have "
         f"more, and throw_on_early_termination is set",
         step=step._last_step,
     )

@@ -23,8 +23,8 @@ class StepLane:
             own; None where the hook takes them along by itself.
     """
 
-    def __init__(self, mesh: Mesh, ranks: int, rank: int) -> None:
-        self._mesh, self._ranks, self._rank = mesh, ranks, rank
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], ranks: int, rank: int) -> None:
+        self._mesh, self._axes, self._ranks, self._rank = mesh, axes, ranks, rank
         self.names: tuple[str, ...] = ()
         self.wire: Tensor | None = None
 
@@ -35,7 +35,7 @@ class StepLane:
             Whether any rank knew them.
         """
         own = [name.removeprefix("sum.") for name in values if name.startswith("sum.")]
-        found = sum_names(self._mesh, own if values["weight"] else None)
+        found = sum_names(self._mesh, self._axes, own if values["weight"] else None)
         self.names = step_lane(self._ranks, found or ())
         return found is not None
 
@@ -88,7 +88,7 @@ class StepLane:
     def write(self, values: dict[str, Any]) -> None:
         wire = self.wire
         assert wire is not None
-        if wire.device.type == "cpu":
+        if wire.device.type == "cpu" and not any(isinstance(value, Tensor) for value in values.values()):
             wire.copy_(torch.tensor(host_words(values, wire.dtype, self._ranks), dtype=wire.dtype))
         else:
             wire.copy_(encode_lane(values, wire.dtype, self._ranks, wire.device))

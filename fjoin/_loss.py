@@ -15,6 +15,7 @@ class Loss:
 
     def __init__(self, loss_fn: Callable[..., Any], weight: Callable[[Any], float] | None) -> None:
         self._loss_fn, self._weight = loss_fn, weight
+        self.weighs = weight is not None
 
     def weigh(self, batch: Any) -> float:
         """The weight of a batch.
@@ -54,6 +55,21 @@ class Loss:
         if parts[2].keys() != buffers.keys():
             raise ValueError(f"loss_fn returned the buffers {sorted(parts[2])}, expected {sorted(buffers)}")
         return loss, aux, {path: b.detach() for path, b in parts[2].items()}
+
+
+def as_seed(value: float, dtype: torch.dtype) -> float:
+    """What becomes of the seed of a backward pass in a 16-bit loss.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    rounded = float(torch.tensor(value, dtype=dtype).item())
+    if not math.isfinite(rounded):
+        raise ValueError(
+            f"the weight {value!r} of this batch is too large for a loss of {dtype}; return the loss as float32, or use "
+            f"smaller weights (only their ratios matter)"
+        )
+    return rounded
 
 
 def user_sums(aux: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._axis import Done, GroupAxis, Work
 from ._errors import CollectiveTimeout, FjoinError, PeerLost
-from .transforms.axes._env import One, bind_axes, bound
+from .transforms._errors import NotVmappable
+from .transforms.axes._env import One, bind_axes, bound, under_vmap
 from .transforms.axes._lockstep import SimulatedAxis
 
 TIMEOUT_S = 600.0
@@ -63,9 +65,20 @@ class Mesh:
             _reduce_(axis, buffer).wait()
         return _reduce_(last, buffer)
 
-    def exchange(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """`combine` of every rank's JSON value, in rank order; computed once, the same on all ranks."""
+    def exchange(self, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()) -> Any:
+        """`combine` of every rank's JSON value, in rank order; computed once, the same on all ranks.
+
+        Args:
+            axes: The axes whose ranks meet; all by default.
+        """
         return combine([value])
+
+    def _members(self, axes: tuple[str, ...]) -> list[int]:
+        """The ranks that differ from this one along some axes only."""
+        grid = torch.arange(self.size).reshape(tuple(self.shape.values()))
+        here = (grid == self.rank).nonzero()[0].tolist()
+        where = [slice(None) if name in axes or not axes else at for name, at in zip(self.shape, here, strict=True)]
+        return grid[tuple(where)].flatten().tolist()
 
     def failed(self, error: BaseException, step: int | None) -> None:
         """Tell the other ranks that this one has failed, and let go of what they wait in."""
@@ -84,11 +97,11 @@ def _reduce_(axis: Any, buffer: Tensor) -> Work:
 
 
 class _SimulatedMesh(Mesh):
-    def exchange(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        axes = self.over(tuple(self.shape))
-        if len(axes) > 1:
+    def exchange(self, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()) -> Any:
+        over = self.over(axes if len(axes) == 1 else tuple(self.shape))
+        if len(over) > 1:
             raise ValueError(f"a mesh must name all simulated axes in their order, got {list(self.shape)}")
-        return combine(axes[0].exchange(value))
+        return combine(over[0].exchange(value))
 
 
 class _GroupMesh(Mesh):
@@ -110,20 +123,22 @@ class _GroupMesh(Mesh):
             f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store()
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._meetings = 0
+        self._meetings: Counter[str] = Counter()
         self._down = False
 
-    def exchange(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        self._meetings += 1
-        place = f"meeting/{self._meetings}"
+    def exchange(self, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()) -> Any:
+        members = self._members(axes)
+        who = ",".join(map(str, members))
+        self._meetings[who] += 1
+        place = f"meeting/{who}/{self._meetings[who]}"
         self._store.set(f"{place}/{self.rank}", json.dumps(value))
-        if self.rank == 0:
+        if self.rank == members[0]:
             values = []
-            for rank in range(self.size):
+            for rank in members:
                 self._await(f"{place}/{rank}", rank)
                 values.append(json.loads(self._store.get(f"{place}/{rank}")))
             self._store.set(f"{place}/result", json.dumps(combine(values)))
-        self._await(f"{place}/result", 0)
+        self._await(f"{place}/result", members[0])
         return json.loads(self._store.get(f"{place}/result"))
 
     def _await(self, key: str, rank: int) -> None:
@@ -137,7 +152,7 @@ class _GroupMesh(Mesh):
             except RuntimeError as error:  # stores differ in what they raise when time is up
                 if "imeout" not in str(error) and "imed out" not in str(error):
                     raise
-                self._raise_account(None)
+                self._raise_account()
                 if left <= 0.5:
                     raise CollectiveTimeout(
                         f"rank {rank} did not come to the check before the first message within "
@@ -177,16 +192,15 @@ class _GroupMesh(Mesh):
         if isinstance(error, FjoinError) or not isinstance(error, RuntimeError) or not _from_backend(error):
             return error
         if "imed out" in str(error):
-            self._look_up(error, 0.05)
             lost: FjoinError = CollectiveTimeout(
                 f"step {step}: a collective of rank {self.rank} timed out: a peer is stopped, or not in this step. {error}",
                 step=step,
             )
         else:
             lost = PeerLost(f"step {step}: rank {self.rank} lost the connection to a peer. {error}", step=step)
-        return self._look_up(error, _ACCOUNT_S) or lost
+        return self._look_up(_ACCOUNT_S) or lost
 
-    def _look_up(self, error: BaseException | None, patience_s: float) -> PeerLost | None:
+    def _look_up(self, patience_s: float) -> PeerLost | None:
         """The failed rank's account of itself, if there is one within some time."""
         with contextlib.suppress(RuntimeError):
             self._store.wait(["failure"], datetime.timedelta(seconds=patience_s))
@@ -198,8 +212,8 @@ class _GroupMesh(Mesh):
                 )
         return None
 
-    def _raise_account(self, error: BaseException | None) -> None:
-        if self._store.check(["failure"]) and (lost := self._look_up(error, 0.05)):
+    def _raise_account(self) -> None:
+        if self._store.check(["failure"]) and (lost := self._look_up(0.05)):
             raise lost
 
 
@@ -236,6 +250,8 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
         return _from_device_mesh(shape, timeout_s, ordered)
     if not shape:
         raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
+    if under_vmap():
+        raise NotVmappable("fjoin.mesh and train_step need simulate(..., engine='lockstep')")
     simulated = {name: axis for name, axis in bound().items() if isinstance(axis, SimulatedAxis)}
     if simulated:
         sizes = _sizes(shape, math.prod(axis.size for axis in simulated.values()))

@@ -19,8 +19,14 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"several leaves of params have the paths {twice}; rename them")
+    first: dict[int, str] = {}
     for name, leaf in zip(names, leaves, strict=True):
         check_dense(f"params[{name!r}]", leaf)
+        if first.setdefault(id(leaf), name) != name:
+            raise ValueError(
+                f"params[{name!r}] and params[{first[id(leaf)]!r}] are the same tensor, which would become two; pass it once and "
+                f"use it twice in loss_fn (fjoin.functional does that for a module's shared parameters)"
+            )
 
     def rebuild(flat: dict[str, Any]) -> Any:
         return optree.tree_unflatten(structure, [flat[name] for name in names])

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._apply import changing, keep, run_after, step_bucket
 from ._axis import Work
 from ._guard import Guard, Verdict
 from ._hook import HookRun, HookState
 from ._join import Turn
 from ._lane import StepLane
-from ._loss import Loss, user_sums
+from ._loss import Loss, as_seed, user_sums
 from ._mesh import Mesh
 from ._metrics import Metrics
 from ._state import Body
 from ._storage import Storage, apart
+from ._taps import Taps
 from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline
 from .transforms._layout import lane_bucket
@@ -47,6 +47,7 @@ class Run:
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
         self._early = self._early and not self.skips
         reduce = self._plan.reduce
+        self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = axis_names(reduce.spec["axis"]) if reduce else tuple(mesh.shape)
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
         self.by_weight = reduce is None or reduce.spec.name == "sum_over" or reduce.spec["over"] == "weight"
@@ -57,11 +58,10 @@ class Run:
         index = 0
         for name in self.axes:
             index = index * mesh.axes[name].size + int(mesh.axes[name].index())
-        self._lane = StepLane(mesh, self.ranks, index)
+        self._lane = StepLane(mesh, self.axes, self.ranks, index)
         self._queue: Queue | None = None
         self.token = object()  # by which states know the step they belong to, without keeping it alive
-        self._handles: list[Any] = []
-        self._attached: Callable[[], Storage | None] = _nothing  # whose leaves have our hooks
+        self._taps = Taps()
         self._carrier: Outgoing | None = None  # whose message carries the lane
         self._lane_alone = False  # whether the lane of a plain reduction is a message of its own
 
@@ -73,38 +73,10 @@ class Run:
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return apart(self.pipeline.hook.init(params), storage.flats)
 
-    def _attach(self, storage: Storage) -> None:
-        """Have every leaf tell when its gradient has arrived, and those of another state no more.
-
-        The hooks know this object weakly: one that held it would keep all its memory for ever.
-        """
-        if self._attached() is storage:
-            return
-        self._detach()
-        self._attached = weakref.ref(storage)
-        me = weakref.ref(self)
-
-        def hook_of(bucket: int, leaf: int) -> Callable[[Tensor], None]:
-            def arrived(_: Tensor) -> None:
-                run = me()
-                if run is not None and run._queue is not None:
-                    run._queue.arrived(bucket, leaf)
-
-            return arrived
-
-        for i, leaves in enumerate(storage.by_bucket):
-            self._handles += [leaf.register_post_accumulate_grad_hook(hook_of(i, j)) for j, leaf in enumerate(leaves)]
-
-    def _detach(self) -> None:
-        self._attached = _nothing
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
     def close(self) -> None:
         """Free buffers and hooks."""
-        self._detach()
-        self._queue = self._lane.wire = self._carrier = None
+        self._taps.detach()
+        self._taps.queue = self._queue = self._lane.wire = self._carrier = None
 
     def stop(self) -> None:
         """Take no more gradients, until the next step."""
@@ -144,11 +116,13 @@ class Run:
 
     def __call__(self, body: Body, batch: Any, turn: Turn | None) -> Metrics:
         storage = body.storage
-        self._attach(storage)
+        self._taps.attach(storage)
         self.stop()
         weight = self._loss.weigh(batch) if turn is None or turn.live else 0.0
         loss, aux, buffers = self._forward(body, batch) if weight else (None, None, body.buffers)
         share = weight if self.by_weight else float(weight > 0)
+        if loss is not None and loss.dtype.itemsize < 4 and (self._plan.reduce is not None or self._accumulate > 1):
+            share = as_seed(share * self._unit, loss.dtype) / self._unit  # the weight that the gradients will have
         lane = self._lane.values(share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
@@ -156,21 +130,23 @@ class Run:
         seed = 1.0 if self._plan.reduce is None and self._accumulate == 1 else share * self._unit
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
-                _backward(loss, seed)
+                with self._taps.keeping():
+                    _backward(loss, seed)
             body.window, body.buffers, body.calls = lane, buffers, body.calls + 1
             return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
 
         if self._queue is None:
             settled = self._lane.agree(lane)
             queue = self._prepare(storage)
-            self._queue = queue if settled else None  # no rank has a batch yet: ask again next time
+            self._taps.queue = self._queue = queue if settled else None  # no rank has a batch yet: ask again next time
         else:
             queue = self._queue
         lane = self._lane.complete(lane, turn is not None and turn.has_next)
         queue.start(storage.by_bucket)
         alone: Work | None = None
         if self._plan.reduce is None:
-            self.hook.start(body.hook, storage, lane["weight"], self._carried(lane), self._accumulate > 1)
+            given = lane["total"] if self._accumulate > 1 and lane["total"] else 1.0
+            self.hook.start(body.hook, storage, lane["weight"], self._carried(lane), given)
         else:
             assert self._lane.wire is not None
             self._lane.write(lane)
@@ -219,13 +195,13 @@ class Run:
         verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._plan.clip)
         self._raise_or_count(body, verdict)
         if verdict.changes:
-            with self._changing(body):
+            with changing(body):
                 for i, out in enumerate(outgoing):
-                    self._step_bucket(body, i, out, verdict)
-                self._run_after(body, lane["weight"], verdict)
+                    step_bucket(body, i, out, verdict)
+                run_after(self.pipeline.after, self.mesh, body, lane["weight"], verdict)
         # Host counters go on in a step that changes nothing: they say what has been called.
         found_inf = verdict.found_inf if verdict.changes else torch.ones(())
-        body.hook = hook if found_inf is None else self.guard.keep(found_inf, hook, body.hook)
+        body.hook = hook if found_inf is None else keep(found_inf, hook, body.hook)
         return sums
 
     def _finish_hook(
@@ -277,7 +253,7 @@ class Run:
                 out.arrive()
             self._raise_or_count(body, verdict)
             return sums
-        with self._changing(body):
+        with changing(body):
             for i, out in enumerate(outgoing):
                 out.arrive()
                 self.guard.look(out)
@@ -288,8 +264,8 @@ class Run:
                     if i == 0:  # nothing has been changed yet
                         body.torn = ""
                     raise error
-                self._step_bucket(body, i, out, verdict)
-            self._run_after(body, lane["weight"], verdict)
+                step_bucket(body, i, out, verdict)
+            run_after(self.pipeline.after, self.mesh, body, lane["weight"], verdict)
         body.hook = self._reduced_state(sums, divisor)
         return sums
 
@@ -325,43 +301,6 @@ class Run:
             return (state, ()) if clip is not None else (state,) if rest else state
 
         return make
-
-    @contextlib.contextmanager
-    def _changing(self, body: Body) -> Iterator[None]:
-        """While parameters are being changed: what fails in here leaves a torn state."""
-        body.torn = (
-            f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
-            f"new; load a checkpoint, or use donate=False to keep the old state whole"
-        )
-        with torch.no_grad():
-            yield
-        body.torn = ""
-
-    def _step_bucket(self, body: Body, index: int, out: Outgoing, verdict: Verdict) -> None:
-        for optimizer, param, grad, slots in body.storage.ranges(index, out.grads):
-            optimizer.step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
-        # Fused kernels do not count as writes: without this a graph that still needs the old values, such
-        # as a user's own, would silently use the new ones.
-        torch.autograd.graph.increment_version(body.storage.flats[index])
-
-    def _run_after(self, body: Body, weight: float, verdict: Verdict) -> None:
-        """The parameter transform, on the new parameters."""
-        after = self.pipeline.after
-        if after is None:
-            return
-        params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
-        with bind_axes(self.mesh.axes):
-            new, state = after.update(params, body.after, params, weight=weight)
-        state = apart(state, body.storage.flats)
-        if verdict.found_inf is not None:
-            new, state = (self.guard.keep(verdict.found_inf, *pair) for pair in ((new, params), (state, body.after)))
-        body.after = state
-        if params:
-            torch._foreach_copy_(list(params.values()), [new[path] for path in params])
-
-
-def _nothing() -> None:
-    return None
 
 
 def _backward(loss: Tensor, seed: float) -> None:

@@ -38,6 +38,11 @@ class Body:
             self.hook = self.hook()
         return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
 
+    def lose_window(self, calls: int) -> None:
+        """Forget the micro-batches of an open window."""
+        self.window, self.calls = {}, calls
+        self.storage.clear_grads()
+
     def clone(self) -> Body:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
         skipped = None if self.skipped is None else self.skipped.clone()
@@ -69,8 +74,9 @@ class TrainState:
         if body.torn:
             raise TornState(body.torn, step=body.step)
         if body.version != self._version:
+            step = body.step if body.window else body.step - 1
             raise DonatedState(
-                f"this state was donated to step {body.step - 1}, which has overwritten it; use the state that the step "
+                f"this state was donated to step {step}, which has overwritten it; use the state that the step "
                 f"returned (`state, metrics = step(state, batch)`), keep `state.clone()`, or pass donate=False to train_step",
                 step=body.step,
             )

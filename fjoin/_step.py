@@ -59,9 +59,9 @@ class TrainStep:
 
         Args:
             params: A pytree of floating-point tensors; they are copied.
-            buffers: Path -> tensor, what `loss_fn` may update without training it. Where given,
-                `loss_fn` is called as `loss_fn(params, buffers, batch)` and returns
-                `(loss, aux, buffers)`. Each rank keeps its own.
+            buffers: Path -> tensor, what `loss_fn` may update without training it, not by writing into
+                it but by returning new ones: it is called as `loss_fn(params, buffers, batch)` then, and
+                returns `(loss, aux, buffers)`. Each rank keeps its own.
             sync: "broadcast" gives all ranks rank 0's parameters and buffers, "check" raises where
                 they differ, None trusts that they do not.
 
@@ -91,7 +91,7 @@ class TrainStep:
             return id(part) if part.elementwise else path
 
         layout = make_layout(flat, label, self._bucket_bytes)
-        check_program(self._mesh, self.pipeline, flat, self._bucket_bytes, self._accumulate, buffers)
+        check_program(self._mesh, self.pipeline, flat, self._bucket_bytes, self._accumulate, self._run.weighs, buffers)
         storage = Storage(layout, flat, optimizer)
         own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
         if sync == "broadcast":
@@ -138,9 +138,13 @@ class TrainStep:
         """
         self._usable()
         self._together = False
-        turn, body = self._turn, None
+        turn, body, given = self._turn, None, None
         try:
             if turn is not None:
+                if turn.number < 0:
+                    raise JoinError(
+                        "the loader of step.join called the step; only the loop's body may", step=self._last_step
+                    )
                 if turn.called:
                     raise JoinError(
                         f"the loop body called the step twice in iteration {turn.number}; call it exactly once in each, "
@@ -150,7 +154,7 @@ class TrainStep:
                 turn.called = True
             if not isinstance(state, TrainState):
                 raise TypeError(f"state must be what step.init or the last step returned, got a {type(state).__name__}")
-            body = state._claim(self._run.token)
+            given = body = state._claim(self._run.token)
             if not self._donate:
                 body = body.clone()
             self._run.guard.raise_pending()
@@ -158,6 +162,8 @@ class TrainStep:
             metrics = self._run(body, batch, turn)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
             self._together = True
+            if given is not None and body is not None and given is not body:
+                given.lose_window(body.calls)
             raise
         except BaseException as error:
             if body is not None and body.window and not body.torn:
@@ -254,7 +260,7 @@ def train_step(
         donate: Let a step take the memory of the state it is given. False keeps the old state whole, at
             the price of a copy in each step.
         weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens. By default
-            each rank that has a batch counts 1.
+            each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision.
         bucket_bytes: Gradients are sent once this much is ready.
         accumulate: Micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window.

@@ -84,6 +84,12 @@ class Outgoing:
         return dict(zip(self.bucket.paths, views(self.bucket, self.grads, self._shapes), strict=True))
 
 
+def alone(leaf: Tensor) -> None:
+    """Give a leaf's gradient memory of its own, which other leaves' gradients do not share."""
+    if leaf.grad is not None and leaf.grad.layout is torch.strided and _is_shared(leaf.grad):
+        leaf.grad = leaf.grad.clone()
+
+
 def _is_shared(grad: Tensor) -> bool:
     """Whether another tensor lies in the same memory, as the gradients of a and b in (a.view(-1) + b.view(-1)) do."""
     storage = grad.untyped_storage()

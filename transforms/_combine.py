@@ -38,6 +38,7 @@ def chain(*transforms: Transform) -> Transform:
 
     Raises:
         TypeError: an argument is no transform; an optimizer comes last, in `fuse`.
+        ValueError: a reduction stands behind `accumulate`.
 
     Same as: optax.chain.
 
@@ -54,6 +55,12 @@ def chain(*transforms: Transform) -> Transform:
         return identity()
     if len(parts) == 1:
         return parts[0]
+    for i, part in enumerate(parts):
+        if part.spec.name == "accumulate" and any(later.sums for later in parts[i + 1 :]):
+            raise ValueError(
+                "chain: a reduction behind accumulate would not know the weight of the window; put it inside: "
+                "accumulate(steps, chain(...))"
+            )
 
     def init(params: Tree) -> State:
         return tuple(part.init(params) for part in parts)

@@ -211,6 +211,8 @@ def explain(
         if after is not None:
             for part in stages(after):
                 explain_stage(part, "each step", False)
+        if isinstance(pipeline, Pipeline) and pipeline.spec.name == "skip_if_nonfinite":
+            rows.append(Row("skip_if_nonfinite(...)", "tree", "each step", (), 8))
     return Explanation(tuple(rows), sizes)
 
 

@@ -52,14 +52,9 @@ def make_layout(
         label: Leaves of one bucket with equal labels lie next to each other, in one span.
         bucket_bytes: A bucket is closed once it holds this much.
         direct_bytes: A tensor of this size is a bucket of its own.
-
-    Raises:
-        ValueError: `bucket_bytes` is below 1.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes!r}")
     done: list[tuple[int, Bucket]] = []  # (when its last gradient is expected, bucket)
-    filling: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}  # paths, bytes
 
     def size(path: str) -> int:
         return params[path].numel() * params[path].element_size()
@@ -69,12 +64,13 @@ def make_layout(
         if size(path) >= direct_bytes:
             done.append((when, _bucket(params, [path], label, direct=True)))
             continue
-        open_paths = filling.setdefault(key, [])
-        open_paths.append(path)
-        if sum(map(size, open_paths)) >= bucket_bytes:
-            done.append((when, _bucket(params, open_paths, label)))
+        paths, filled = filling.get(key, ([], 0))
+        paths.append(path)
+        filling[key] = paths, filled + size(path)
+        if filled + size(path) >= bucket_bytes:
+            done.append((when, _bucket(params, paths, label)))
             del filling[key]
-    for paths in filling.values():
+    for paths, _ in filling.values():
         done.append((len(params), _bucket(params, paths, label)))
     return tuple(bucket for _, bucket in sorted(done, key=lambda pair: pair[0]))
 

@@ -49,6 +49,17 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     return optree.tree_map(choose, a, b)
 
 
+def choose_state(fine: Tensor, new: State, old: State) -> State:
+    """`new` where `fine`, else `old`; host counters go on, since they say what has been called."""
+
+    def pick(n: Any, o: Any) -> Any:
+        return torch.where(fine.to(n.device), n, o.to(n.device)) if isinstance(n, Tensor) else n
+
+    if optree.tree_structure(new) != optree.tree_structure(old):
+        return new  # the first call may add names to a lane; there is nothing older to keep
+    return optree.tree_map(pick, new, old)
+
+
 def all_finite(tree: Tree) -> Tensor:
     """A 0-d bool tensor: no leaf holds a NaN or an infinity."""
     leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.is_floating_point()]

@@ -15,7 +15,7 @@ from ._base import Optimizer, Pipeline, Transform, check_transform
 from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
-from ._tree import State, Tree, all_finite, where, zeros_like
+from ._tree import State, Tree, all_finite, choose_state, where, zeros_like
 from .sync._mean import check_weight
 
 
@@ -236,7 +236,9 @@ def _skip_transform(part: Transform) -> Transform:
         if out is None:
             return None, state._replace(inner=inner)
         fine = all_finite(out)
-        return where(fine, out, zeros_like(out)), SkipState(_choose(fine, inner, state.inner), state.skipped + ~fine)
+        return where(fine, out, zeros_like(out)), SkipState(
+            choose_state(fine, inner, state.inner), state.skipped + ~fine
+        )
 
     sums = (lambda state: part.sums(state.inner)) if part.sums else None  # type: ignore[misc]
     return Transform(init, update, scope="tree", sums=sums)
@@ -249,17 +251,6 @@ def _skip_pipeline(part: Pipeline) -> Pipeline:
     def step(params: Tree, grads: Tree, state: SkipState, **extra: Any) -> tuple[Tree, State]:
         new, inner = part.step(params, grads, state.inner, **extra)
         fine = all_finite(new)
-        return where(fine, new, params), SkipState(_choose(fine, inner, state.inner), state.skipped + ~fine)
+        return where(fine, new, params), SkipState(choose_state(fine, inner, state.inner), state.skipped + ~fine)
 
     return Pipeline(init, step, part.hook, part.optimizer, part.after)
-
-
-def _choose(fine: Tensor, new: State, old: State) -> State:
-    """`new` where fine, else `old`; host counters go on, since they say what has been called."""
-
-    def pick(n: Any, o: Any) -> Any:
-        return torch.where(fine, n, o) if isinstance(n, Tensor) else n
-
-    if optree.tree_structure(new) != optree.tree_structure(old):
-        return new  # the first call may add names to a lane; there is nothing older to keep
-    return optree.tree_map(pick, new, old)

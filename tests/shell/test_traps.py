@@ -160,3 +160,50 @@ def test_numpy_weights() -> None:
             lambda g, w=weight: hook.update(g, hook.init(g), weight=w), {"data": 1}, [torch.tensor(3.0)]
         )
         assert out == 3 and state.total == 2
+
+
+@pytest.mark.parametrize("size", [1000, 2])
+@pytest.mark.parametrize(
+    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"]
+)
+def test_gradients_that_share_memory_in_a_window(size: int, hook: tx.Transform) -> None:
+    """A second micro-batch adds in place to the first one's gradient, which two leaves may share."""
+    step = fjoin.train_step(
+        lambda p, b: ((p["a"].view(-1) + p["b"].view(-1)) * b).sum(), tx.fuse(hook, tx.sgd(1.0)), accumulate=3
+    )
+    state = step.init({"a": torch.zeros(size, 1000), "b": torch.zeros(size, 1000)})
+    for batch in (1.0, 2.0, 6.0):
+        state, _ = step(state, batch)
+    assert state.params["a"].unique().tolist() == state.params["b"].unique().tolist() == [-3.0]
+
+
+def test_torch_adds_shared_gradients_twice() -> None:
+    """Plain torch has that fault: two backward passes give 5, where 1 + 2 = 3 is right."""
+    a, b = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
+    for batch in (1.0, 2.0):
+        ((a.view(-1) + b.view(-1)) * batch).sum().backward()
+    assert a.grad is not None and b.grad is not None
+    assert a.grad.unique().tolist() == b.grad.unique().tolist() == [5.0]
+
+
+@pytest.mark.parametrize(
+    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"]
+)
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_16_bit_loss_divides_by_the_weights_that_it_could_hold(hook: tx.Transform, window: int) -> None:
+    """bfloat16 makes 1000 of the weight 1001: divided by 1001 the mean of equal gradients would not be theirs."""
+
+    def one_rank(n: int) -> Any:
+        step = fjoin.train_step(
+            lambda p, b: (p["w"] * b).sum().bfloat16(),
+            tx.fuse(hook, tx.sgd(1.0)),
+            weight=lambda b: n,
+            accumulate=window,
+        )
+        state = step.init(_w())
+        for _ in range(window):
+            state, metrics = step(state, torch.ones(2))
+        return state.params["w"].tolist(), metrics.weight
+
+    for params, weight in tx.simulate(one_rank, {"data": 3}, [1001, 1001, 0]):
+        assert all(abs(p + 1) < 1e-6 for p in params) and weight == 2 * 1001 * window

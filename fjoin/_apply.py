@@ -1,0 +1,61 @@
+"""What changes parameters: kernels on buckets, then the parameter transform."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._guard import Verdict
+from ._mesh import Mesh
+from ._state import Body
+from ._storage import apart
+from ._wire import Outgoing
+from .transforms._base import Transform
+from .transforms._tree import choose_state
+from .transforms.axes._env import bind_axes
+
+
+@contextlib.contextmanager
+def changing(body: Body) -> Iterator[None]:
+    """While parameters are being changed: what fails in here leaves a torn state."""
+    body.torn = (
+        f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
+        f"new; load a checkpoint, or use donate=False to keep the old state whole"
+    )
+    with torch.no_grad():
+        yield
+    body.torn = ""
+
+
+def step_bucket(body: Body, index: int, out: Outgoing, verdict: Verdict) -> None:
+    """Run the optimizer's kernels on one bucket."""
+    for optimizer, param, grad, slots in body.storage.ranges(index, out.grads):
+        optimizer.step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
+    # Fused kernels do not count as writes: without this a graph that still needs the old values, such
+    # as a user's own, would silently use the new ones.
+    torch.autograd.graph.increment_version(body.storage.flats[index])
+
+
+def run_after(after: Transform | None, mesh: Mesh, body: Body, weight: float, verdict: Verdict) -> None:
+    """Run the parameter transform on the new parameters."""
+    if after is None:
+        return
+    params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
+    with bind_axes(mesh.axes):
+        new, state = after.update(params, body.after, params, weight=weight)
+    state = apart(state, body.storage.flats)
+    if verdict.found_inf is not None:
+        new, state = (keep(verdict.found_inf, *pair) for pair in ((new, params), (state, body.after)))
+    body.after = state
+    if params:
+        torch._foreach_copy_(list(params.values()), [new[path] for path in params])
+
+
+def keep(found_inf: Tensor, new: Any, old: Any) -> Any:
+    """The old state where a step has changed nothing."""
+    new, old = (state() if callable(state) else state for state in (new, old))
+    return choose_state(found_inf == 0, new, old)

@@ -1,0 +1,142 @@
+"""The loop over step.join, and what it does not allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_text
+from small import step_of
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+X = torch.ones(2)
+
+
+def test_the_body_must_call_the_step_once() -> None:
+    step, state = step_of()
+
+    def never() -> None:
+        for _ in step.join([X, X]):
+            pass
+
+    raises_text(fjoin.JoinError, never, "did not call the step in iteration 0", "weight 0")
+    step, state = step_of()
+
+    def twice() -> None:
+        nonlocal state
+        for batch in step.join([X, X]):
+            state, _ = step(state, batch)
+            state, _ = step(state, batch)
+
+    raises_text(fjoin.JoinError, twice, "twice in iteration 0", "accumulate=k")
+
+
+def test_one_loop_at_a_time() -> None:
+    step, state = step_of()
+    loop = iter(step.join([X, X]))
+    next(loop)
+    raises_text(fjoin.JoinError, lambda: next(iter(step.join([X]))), "still running")
+    loop.close()  # type: ignore[attr-defined]
+    for batch in step.join([X]):
+        state, _ = step(state, batch)
+
+
+def test_a_rank_that_leaves_the_loop_is_noticed_in_the_simulator() -> None:
+    def one_rank(leave: bool) -> None:
+        step, state = step_of()
+        for batch in step.join([X] * 3):
+            state, _ = step(state, batch)
+            if leave:
+                break
+
+    raises_text(
+        tx.CollectiveMismatch, lambda: tx.simulate(one_rank, {"data": 2}, [False, True]),
+        "rank 0 waits in psum", "rank 1 has returned",
+    )  # fmt: skip
+
+
+def test_no_batch_says_what_to_do() -> None:
+    for use in (
+        lambda b: b.shape,
+        lambda b: b[0],
+        lambda b: len(b),
+        lambda b: list(b),
+        lambda b: b + 1,
+        lambda b: bool(b),
+    ):
+        raises_text(fjoin.NoBatch, lambda: use(fjoin.NO_BATCH), "empty=")  # noqa: B023
+    assert repr(fjoin.NO_BATCH) == "fjoin.NO_BATCH"
+
+    def one_rank(batches: list[Tensor], empty: Any) -> list[float]:
+        step, state = step_of()
+        seen = []
+        for batch in step.join(batches, empty=empty):
+            seen.append(float(batch.sum()))
+            state, _ = step(state, batch)
+        return seen
+
+    assert tx.simulate(one_rank, {"data": 2}, [[X, X], []], [X * 0] * 2) == [[2.0, 2.0], [0.0, 0.0]]
+    raises_text(fjoin.NoBatch, lambda: tx.simulate(one_rank, {"data": 2}, [[X, X], []], [fjoin.NO_BATCH] * 2), "empty=")
+
+
+def test_an_exhausted_rank_sees_its_last_batch_again() -> None:
+    def one_rank(batches: list[Tensor]) -> list[float]:
+        step, state = step_of()
+        seen = []
+        for batch in step.join(batches):
+            seen.append(float(batch.sum()))
+            state, _ = step(state, batch)
+        return seen
+
+    assert tx.simulate(one_rank, {"data": 2}, [[X, X, X], [X * 2]]) == [[2.0] * 3, [4.0] * 3]
+
+
+def test_throwing_early_on_all_ranks_in_the_same_step() -> None:
+    def one_rank(batches: list[Tensor]) -> Any:
+        step, state = step_of()
+        calls = 0
+        try:
+            for batch in step.join(batches, throw_on_early_termination=True):
+                state, _ = step(state, batch)
+                calls += 1
+        except fjoin.EarlyTermination as error:
+            for batch in step.join([X]):  # the step can be used on
+                state, _ = step(state, batch)
+            return calls, str(error)
+        return calls, ""
+
+    for calls, text in tx.simulate(one_rank, {"data": 3}, [[X] * 4, [X] * 2, [X] * 3]):
+        assert calls == 2 and "1 of 3 ranks are out of input after step 1" in text
+    assert tx.simulate(one_rank, {"data": 2}, [[X] * 2, [X] * 2]) == [(2, "")] * 2
+    for calls, text in tx.simulate(one_rank, {"data": 2}, [[X], []]):
+        assert calls == 0 and "1 of 2 ranks" in text and "before the first step" in text
+
+
+def test_a_loader_that_raises() -> None:
+    def broken() -> Any:
+        yield X
+        raise OSError("disk gone")
+
+    step, state = step_of()
+    with pytest.raises(OSError, match="disk gone"):
+        for batch in step.join(broken()):
+            state, _ = step(state, batch)
+
+
+def test_a_loader_may_not_call_the_step() -> None:
+    step, state = step_of()
+
+    def loader() -> Any:
+        yield X
+        step(state, X)
+        yield X
+
+    def run() -> None:
+        for _ in step.join(loader()):
+            pass
+
+    raises_text(fjoin.JoinError, run, "loader of step.join called the step")

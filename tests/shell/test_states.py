@@ -1,0 +1,118 @@
+"""States: donation, clones, memory, parameter transforms."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_text, same_bits
+from small import X, one, quadratic, start
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def test_a_donated_state_cannot_be_used_again() -> None:
+    step, first = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    kept = first.clone()
+    second, _ = step(first, X)
+    for use in (lambda: step(first, X), lambda: first.params, lambda: first.clone(), lambda: first.pipeline):
+        raises_text(fjoin.DonatedState, use, "donated to step 0", "state, metrics = step(state, batch)", "donate=False")
+    assert same_bits(kept.params, start())
+    again, _ = step(kept, X)
+    assert same_bits(again.params, second.params)
+
+
+def test_a_state_belongs_to_its_step() -> None:
+    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    other, _ = one(tx.fuse(tx.mean("data"), tx.sgd(10.0)))
+    raises_text(ValueError, lambda: other(state, X), "another train_step's init", "step.init(state.params)")
+    moved, _ = other(other.init(state.params), X)
+    assert not same_bits(moved.params, start()) and same_bits(state.params, start())
+
+
+def test_clones_and_second_states_overlap_too() -> None:
+    """Every state's leaves tell when their gradients arrive, whichever was used before."""
+    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), bucket_bytes=1)
+    state, _ = step(state, X)
+    seen: list[int] = []
+    assert step._run._queue is not None
+    arrived = step._run._queue.arrived
+    step._run._queue.arrived = lambda bucket, leaf: (seen.append(bucket), arrived(bucket, leaf))[1]  # type: ignore
+    a, b = state.clone(), state.clone()
+    for s in (a, b, state):
+        step(s, X)
+    assert seen == [0, 1] * 3 or sorted(seen) == [0, 0, 0, 1, 1, 1]
+
+
+def test_without_donation_the_old_state_stays_whole() -> None:
+    step, first = one(tx.fuse(tx.mean("data"), tx.adamw(0.1)), donate=False)
+    second, _ = step(first, X)
+    assert same_bits(first.params, start()) and not same_bits(second.params, start())
+    again, _ = step(first, X)
+    assert same_bits(again.params, second.params) and same_bits(again.pipeline.optimizer, second.pipeline.optimizer)
+
+
+def test_the_parameters_given_stay_as_they_were() -> None:
+    params = start()
+    step = fjoin.train_step(quadratic, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    step(step.init(params), X)
+    assert same_bits(params, start()) and all(p.grad is None for p in params.values())
+
+
+def test_a_pending_use_of_a_parameter_is_noticed() -> None:
+    """Stepping in place must not go unseen by a graph that still needs the old values."""
+    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    w = state.params["w"].requires_grad_()
+    other = (w * w).sum()
+    step(state, X)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def test_a_closed_step_is_freed() -> None:
+    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    state, _ = step(state, X)
+    gone = weakref.ref(step)
+    run = weakref.ref(step._run)
+    step.close()
+    del step
+    gc.collect()
+    assert gone() is None and run() is None
+    assert state.params["w"].shape == (2,)
+
+
+def test_a_torn_state_says_so() -> None:
+    def explode(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
+        raise ValueError("boom")
+
+    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1), after=tx.Transform(lambda p: (), explode)))
+    with pytest.raises(ValueError, match="boom"):
+        step(state, X)
+    raises_text(fjoin.TornState, lambda: state.params, "step 0", "donate=False")
+    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1), after=tx.Transform(lambda p: (), explode)), donate=False)
+    with pytest.raises(ValueError, match="boom"):
+        step(state, X)
+    assert same_bits(state.params, start())
+
+
+def test_a_parameter_transform_runs_after_the_optimizer() -> None:
+    """Local SGD: nobody sends gradients, parameters are averaged every other step."""
+
+    def one_rank(scale: float) -> Any:
+        def average(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
+            return tx.pmean(p, "data"), s
+
+        after = tx.every(2, tx.Transform(lambda p: (), average))
+        step = fjoin.train_step(quadratic, tx.fuse(tx.noop(), tx.sgd(0.01), after=after))
+        state, seen = step.init(start()), []
+        for batch in step.join([X * scale] * 4):
+            state, _ = step(state, batch)
+            seen.append(state.params["w"].clone())
+        return seen
+
+    a, b = tx.simulate(one_rank, {"data": 2}, [1.0, 2.0])
+    assert [torch.equal(x, y) for x, y in zip(a, b, strict=True)] == [False, True, False, True]

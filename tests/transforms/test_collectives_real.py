@@ -1,0 +1,164 @@
+"""Collectives on gloo and under torch.compile."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from collective_table import DIFFERENTIABLE, OPS, inputs
+from helpers import max_diff
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def on_gloo(ops: list[str]) -> list[Any]:
+    import torch.distributed as dist
+
+    n, rank, out = dist.get_world_size(), dist.get_rank(), []
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        for op in ops:
+            call, shape, _ = OPS[op]
+            x = inputs(n, shape(n))[rank]
+            before = x.clone()
+            got = call(x, n)
+            assert torch.equal(x, before) and type(got) is Tensor
+            y = inputs(n, shape(n), seed=1)[rank]
+
+            def loss(y: Tensor, call: Any = call) -> Tensor:
+                out = call(y, n)
+                return (out**2 * torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)).sum() * (1 + rank)
+
+            out.append((got, torch.func.grad(loss)(y) if op in DIFFERENTIABLE else None))
+        half = tx.psum(torch.full((3,), 1.5, dtype=torch.bfloat16), "data")
+        assert half.dtype == torch.bfloat16 and half[0] == 1.5 * n
+    return out
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_real_ranks_equal_simulated_ones(pool: Any, n: int) -> None:
+    real = pool.run(n, on_gloo, list(OPS))
+    for i, op in enumerate(OPS):
+        call, shape, expected = OPS[op]
+        xs, ys = inputs(n, shape(n)), inputs(n, shape(n), seed=1)
+        leaves = [y.clone().requires_grad_() for y in ys]
+        outs = [expected(leaves, r) for r in range(n)]
+        if op in DIFFERENTIABLE:
+            sum(
+                (o**2 * torch.arange(1.0, o.numel() + 1, dtype=o.dtype).view(o.shape)).sum() * (1 + r)
+                for r, o in enumerate(outs)
+            ).backward()
+        for r in range(n):
+            got, grad = real[r][i]
+            assert torch.equal(got, expected(xs, r)), (op, r)
+            if grad is not None:
+                want = torch.zeros_like(ys[r]) if leaves[r].grad is None else leaves[r].grad
+                assert max_diff(grad, want) < 1e-9, (op, r)
+
+
+def on_a_grid() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    out = []
+    for mesh in (
+        fjoin.mesh({"node": 2, "local": -1}),
+        fjoin.mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))),
+    ):
+        with fjoin.bind(mesh):
+            x = torch.tensor(float(2**mesh.rank))
+            out.append([
+                tx.psum(x, "local").item(), tx.psum(x, "node").item(), tx.psum(x, ("node", "local")).item(),
+                tx.all_gather(x, ("node", "local")).tolist(), tx.axis_index(("node", "local")).item(),
+            ])  # fmt: skip
+            # A real axis and a simulated one in the same expression.
+            times = [torch.tensor(1.0), torch.tensor(10.0)]
+            mixed = tx.simulate(lambda v, x=x: tx.psum(x * v, ("node", "sim")), {"sim": 2}, times)
+            out[-1].append(mixed[0].item())
+    return out
+
+
+def test_a_grid_of_real_ranks(pool: Any) -> None:
+    for r, (own, device_mesh) in enumerate(pool.run(4, on_a_grid)):
+        column = [5.0, 10.0][r % 2]
+        assert own == device_mesh == [[3.0, 12.0][r // 2], column, 15.0, [1.0, 2.0, 4.0, 8.0], r, column * 11]
+
+
+# -- under torch.compile -----------------------------------------------------------------------------
+
+
+def compiled() -> Any:
+    import torch._dynamo
+
+    out: dict[str, Any] = {}
+    warnings.simplefilter("ignore", DeprecationWarning)  # Dynamo's own, about how it handles a Function
+    mesh = fjoin.mesh({"data": -1})
+    n, rank = mesh.size, mesh.rank
+    x = torch.arange(3.0) + rank
+    with fjoin.bind(mesh):
+        for name in OPS:
+            call, shape, expected = OPS[name]
+            xs = inputs(n, shape(n), torch.float32)
+            torch._dynamo.reset()
+            got = torch.compile(lambda v, call=call: call(v * 2, n), backend="aot_eager", fullgraph=True)(xs[rank])
+            out[name] = torch.equal(got, expected([v * 2 for v in xs], rank))
+        torch._dynamo.reset()
+        f = torch.compile(
+            lambda v: torch.func.grad(lambda v: (tx.psum(v, "data") ** 2).sum())(v), backend="aot_eager", fullgraph=True
+        )
+        out["grad"] = torch.allclose(f(x), torch.func.grad(lambda v: (tx.psum(v, "data") ** 2).sum())(x))
+        for name, g in {
+            "vmap": lambda v: torch.func.vmap(lambda e: tx.psum(e, "data"))(v),
+            "vmap of grad": lambda v: torch.func.vmap(torch.func.grad(lambda e: tx.psum(e, "data") ** 2))(v),
+        }.items():
+            torch._dynamo.reset()
+            try:
+                got = torch.compile(g, backend="aot_eager", fullgraph=True)(x)
+                out[name] = ("ran", torch.allclose(got, g(x)))
+            except Exception as error:
+                out[name] = ("raised", str(error))
+    return out
+
+
+def test_compiled_collectives_are_right_or_refuse(pool: Any) -> None:
+    for result in pool.run(2, compiled):
+        for name in [*OPS, "grad"]:
+            assert result[name] is True, name
+        assert result["vmap"][0] == "raised" and "drop the batching rule" in result["vmap"][1], result["vmap"]
+        assert result["vmap of grad"][0] == "raised" and "drop the batching rule" in result["vmap of grad"][1]
+
+
+def raw_trap() -> float:
+    """What torch itself does with its functional collective under vmap under compile."""
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as funcol
+
+    def f(x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda e: funcol.wait_tensor(funcol.all_reduce(e, "sum", dist.group.WORLD)))(x)
+
+    x = torch.arange(1.0, 4.0) * 1e6
+    try:
+        return float((torch.compile(f, backend="aot_eager")(x) - 2 * x).abs().max())
+    except Exception:
+        return -1.0
+
+
+def test_the_trap_is_still_there_in_torch(pool: Any) -> None:
+    """If torch mends its vmap over functional collectives under compile, our refusal can go."""
+    assert any(wrong != 0 for wrong in pool.run(2, raw_trap))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiling_a_vmapped_simulation_is_right_or_refused() -> None:
+    f = torch.compile(
+        lambda: tx.simulate(lambda x: tx.psum(x, "data"), {"data": 2}, [torch.tensor(1.0)] * 2, engine="vmap"),
+        backend="aot_eager",
+    )
+    try:  # Dynamo may leave it to eager execution, which is right, or trace into it, which must be refused
+        out = f()
+    except Exception as error:
+        assert "vmapped axis" in str(error)
+    else:
+        assert [v.item() for v in out] == [2.0, 2.0]
