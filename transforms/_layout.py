@@ -14,6 +14,8 @@ from .sync._lane import lane_dtype
 # best, since the last bucket's message hides behind nothing. A tensor of 4 MB is worth its own
 # message, because it then needs no copy.
 BUCKET_BYTES = 5 * 2**20
+# The first of several is smaller, so that sending starts early: a slow link is busy from then on to the end.
+FIRST_BYTES = 2**20
 DIRECT_BYTES = 4 * 10**6
 # Where each leaf begins: matrix kernels are slower on tensors that do not lie on a cache line.
 ALIGN_BYTES = 64
@@ -59,6 +61,7 @@ def make_layout(
     def size(path: str) -> int:
         return params[path].numel() * params[path].element_size()
 
+    first_bytes = min(FIRST_BYTES, bucket_bytes) if sum(map(size, params)) > bucket_bytes else bucket_bytes
     for when, path in enumerate(reversed(list(params))):
         key = (params[path].dtype, params[path].device)
         if size(path) >= direct_bytes:
@@ -67,7 +70,7 @@ def make_layout(
         paths, filled = filling.get(key, ([], 0))
         paths.append(path)
         filling[key] = paths, filled + size(path)
-        if filled + size(path) >= bucket_bytes:
+        if filled + size(path) >= (bucket_bytes if done else first_bytes):
             done.append((when, _bucket(params, paths, label)))
             del filling[key]
     for paths, _ in filling.values():

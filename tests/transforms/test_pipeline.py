@@ -136,6 +136,9 @@ def test_layout() -> None:
     assert first.offsets == (0, 16, 32), "each leaf begins on a cache line"
     assert all(b.dtype == params[p].dtype for b in layout for p in b.paths)
     assert make_layout({}, lambda path: 0) == ()
+    mebibyte = {f"p{i}": torch.zeros(2**18) for i in range(8)}
+    assert [len(b.paths) for b in make_layout(mebibyte, lambda path: 0)] == [1, 5, 2], "the first of several is small"
+    assert [len(b.paths) for b in make_layout(dict(list(mebibyte.items())[:5]), lambda path: 0)] == [5]
 
 
 # -- means -------------------------------------------------------------------------------------------
