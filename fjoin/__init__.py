@@ -1,6 +1,8 @@
 """Distributed data-parallel training as pure functions, and the small shell that runs them.
 
 train_step  TrainState  Metrics     the step, on uneven inputs
+Join  Joinable  JoinHook            torch's generic Join, for whatever communicates
+as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
 mesh  bind                          ranks and their axes
 transforms                          the pure part: `from fjoin import transforms as tx`
@@ -20,9 +22,14 @@ from ._errors import TornState as TornState
 from ._functional import Apply as Apply
 from ._functional import functional as functional
 from ._join import NO_BATCH as NO_BATCH
+from ._join_context import Join as Join
+from ._joinable import Joinable as Joinable
+from ._joinable import JoinHook as JoinHook
+from ._joinable import PureJoinable as PureJoinable
+from ._joinable import as_joinable as as_joinable
+from ._make_mesh import bind as bind
+from ._make_mesh import mesh as mesh
 from ._mesh import Mesh as Mesh
-from ._mesh import bind as bind
-from ._mesh import mesh as mesh
 from ._metrics import Metrics as Metrics
 from ._state import TrainState as TrainState
 from ._step import TrainStep as TrainStep

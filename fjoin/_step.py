@@ -12,8 +12,8 @@ from . import _join
 from ._agree import check_program, same_values
 from ._errors import FjoinError, JoinError, NonFinite
 from ._loss import Loss
+from ._make_mesh import mesh as make_mesh
 from ._mesh import Mesh
-from ._mesh import mesh as make_mesh
 from ._metrics import Metrics
 from ._params import flatten
 from ._run import Run

@@ -5,6 +5,7 @@ combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop
+join         JoinHook  broadcast_from_last  last_joiner
 optimizers   sgd  adam  adamw  frozen
 schedules    constant  linear  cosine  warmup_cosine
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
@@ -35,6 +36,9 @@ from ._errors import UnboundAxis as UnboundAxis
 from ._explain import explain as explain
 from ._fuse import PipelineState as PipelineState
 from ._fuse import fuse as fuse
+from ._join import JoinHook as JoinHook
+from ._join import broadcast_from_last as broadcast_from_last
+from ._join import last_joiner as last_joiner
 from ._spec import Spec as Spec
 from ._spec import factory as factory
 from ._spec import fingerprint as fingerprint

@@ -45,6 +45,11 @@ class SimulatedAxis:
         self.rank = group.members.index(me)
         self.world_rank = me
 
+    @property
+    def group(self) -> object:
+        """The ranks along this axis."""
+        return self._group
+
     def index(self) -> Tensor:
         return torch.tensor(self.rank)
 

@@ -1,0 +1,156 @@
+"""Meshes over process groups, which they take down where a rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._axis import GroupAxis
+from ._errors import CollectiveTimeout, FjoinError, PeerLost
+from ._mesh import Mesh
+
+TIMEOUT_S = 600.0
+# How long a rank whose connection broke waits for the failed rank's own account of it.
+_ACCOUNT_S = 1.0
+
+
+class GroupMesh(Mesh):
+    """A mesh over process groups that belong to it alone, so that it can take them down."""
+
+    def __init__(
+        self, shape: dict[str, int], groups: dict[str, Any], everyone: Any, timeout_s: float, ordered: bool
+    ) -> None:
+        self._everyone = GroupAxis(everyone, ordered)
+        names = tuple(shape)
+
+        def joint(axes: tuple[str, ...]) -> GroupAxis | None:
+            return self._everyone if axes == names else None
+
+        axes = {name: GroupAxis(group, ordered, joint) for name, group in groups.items()}
+        super().__init__(shape, axes, self._everyone.rank)
+        # The group is this mesh's own, and its name the same on all ranks: no two meshes share keys.
+        self._store: Any = dist.distributed_c10d.PrefixStore(
+            f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store()
+        )
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._meetings: Counter[str] = Counter()
+        self._cuda = "nccl" in dist.get_backend_config(everyone)
+        self._down = False
+
+    @property
+    def group(self) -> Any:
+        return self._everyone.group
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
+
+    def exchange(self, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()) -> Any:
+        members = self._members(axes)
+        who = ",".join(map(str, members))
+        self._meetings[who] += 1
+        place = f"meeting/{who}/{self._meetings[who]}"
+        self._store.set(f"{place}/{self.rank}", json.dumps(value))
+        if self.rank == members[0]:
+            values = []
+            for rank in members:
+                self._await(f"{place}/{rank}", rank)
+                values.append(json.loads(self._store.get(f"{place}/{rank}")))
+            self._store.set(f"{place}/result", json.dumps(combine(values)))
+        self._await(f"{place}/result", members[0])
+        return json.loads(self._store.get(f"{place}/result"))
+
+    def _await(self, key: str, rank: int) -> None:
+        """Wait for a key, looking up now and then whether a rank has failed meanwhile."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            left = end - time.monotonic()
+            try:
+                self._store.wait([key], datetime.timedelta(seconds=max(0.01, min(left, 0.5))))
+                return
+            except RuntimeError as error:  # stores differ in what they raise when time is up
+                if "imeout" not in str(error) and "imed out" not in str(error):
+                    raise
+                self._raise_account()
+                if left <= 0.5:
+                    raise CollectiveTimeout(
+                        f"rank {rank} did not come to the check before the first message within "
+                        f"{self._timeout.total_seconds():g} s; is it running the same program?",
+                        rank=rank,
+                    ) from None
+
+    def failed(self, error: BaseException, step: int | None) -> None:
+        if self._down:
+            return
+        if not isinstance(error, (PeerLost, CollectiveTimeout)):
+            with contextlib.suppress(RuntimeError):  # the store's own host may be gone
+                account = {"rank": self.rank, "step": step, "error": f"{type(error).__name__}: {error}"}
+                if self._store.add("failures", 1) == 1:
+                    self._store.set("failure", json.dumps(account))
+        self.take_down()
+
+    def take_down(self) -> None:
+        """Destroy the groups of this mesh; peers that wait in them get an error at once."""
+        self._down = True
+        groups = {id(axis.group): axis for axis in [*self.axes.values(), self._everyone] if axis.group is not None}
+        for axis in groups.values():
+            group, axis.group = axis.group, None
+            for other in [*self.axes.values(), self._everyone]:
+                if other.group is group:
+                    other.group = None
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                if group.name() == "nccl":
+                    group.abort()
+                if group is dist.group.WORLD:
+                    del group
+                    dist.destroy_process_group()
+                else:
+                    dist.destroy_process_group(group)
+
+    def account(self, error: BaseException, step: int | None) -> BaseException:
+        if isinstance(error, FjoinError) or not isinstance(error, RuntimeError) or not _from_backend(error):
+            return error
+        if "imed out" in str(error):
+            lost: FjoinError = CollectiveTimeout(
+                f"step {step}: a collective of rank {self.rank} timed out: a peer is stopped, or not in this step. {error}",
+                step=step,
+            )
+        else:
+            lost = PeerLost(f"step {step}: rank {self.rank} lost the connection to a peer. {error}", step=step)
+        return self._look_up(_ACCOUNT_S) or lost
+
+    def _look_up(self, patience_s: float) -> PeerLost | None:
+        """The failed rank's account of itself, if there is one within some time."""
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(["failure"], datetime.timedelta(seconds=patience_s))
+            told = json.loads(self._store.get("failure"))
+            if told["rank"] != self.rank:
+                where = "" if told["step"] is None else f" in step {told['step']}"
+                return PeerLost(
+                    f"rank {told['rank']} failed{where}: {told['error']}", rank=told["rank"], step=told["step"]
+                )
+        return None
+
+    def _raise_account(self) -> None:
+        if self._store.check(["failure"]) and (lost := self._look_up(0.05)):
+            raise lost
+
+
+def mesh_over(group: Any, name: str = "data") -> Mesh:
+    """A mesh of one axis over a process group of the user's, which it takes down where a rank fails."""
+    return GroupMesh({name: group.size()}, {name: group}, group, TIMEOUT_S, ordered=False)
+
+
+def _from_backend(error: RuntimeError) -> bool:
+    """Whether a RuntimeError comes from the transport, not from somebody's tensor code."""
+    text = str(error)
+    known = ("gloo", "NCCL", "Connection closed", "Connection reset", "imed out", "Broken pipe", "Socket", "connection")
+    return isinstance(error, dist.DistError) or any(word in text for word in known)

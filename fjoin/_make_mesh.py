@@ -1,0 +1,129 @@
+"""Making the mesh that fits where the program runs."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._group_mesh import TIMEOUT_S, GroupMesh
+from ._mesh import Mesh, SimulatedMesh
+from .transforms._errors import NotVmappable
+from .transforms.axes._env import One, bind_axes, bound, under_vmap
+from .transforms.axes._lockstep import SimulatedAxis
+
+
+def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False) -> Mesh:
+    """Arrange the ranks of this run in named axes.
+
+    Under torchrun (or an initialised torch.distributed) the ranks are processes, NCCL on GPUs and
+    gloo on CPUs; inside `simulate` they are the simulated ranks; otherwise there is one rank, so that
+    every script also runs with plain `python`. All ranks must make the same meshes in the same order.
+
+    Args:
+        shape: Axis name -> size, the slowest varying first; one size may be -1, for what is left. Or
+            a torch DeviceMesh, whose dim names become the axes.
+        timeout_s: Seconds after which a collective of this mesh that not all ranks have come to fails.
+        ordered: Sum in rank order, bit for bit as the simulator: slower, for tests.
+
+    Returns:
+        A `Mesh`. Its process groups are its own.
+
+    Raises:
+        ValueError: the sizes do not fit the number of ranks.
+
+    >>> fjoin.mesh({"data": -1})
+    mesh({'data': 1}, rank=0)
+    """
+    if isinstance(shape, DeviceMesh):
+        return _from_device_mesh(shape, timeout_s, ordered)
+    if not shape:
+        raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
+    if under_vmap():
+        raise NotVmappable("fjoin.mesh and train_step need simulate(..., engine='lockstep')")
+    simulated = {name: axis for name, axis in bound().items() if isinstance(axis, SimulatedAxis)}
+    if simulated:
+        sizes = _sizes(shape, math.prod(axis.size for axis in simulated.values()))
+        if sizes != {name: axis.size for name, axis in simulated.items()}:
+            raise ValueError(
+                f"inside simulate the mesh must be { ({n: a.size for n, a in simulated.items()}) }, got {sizes}"
+            )
+        return SimulatedMesh(sizes, dict(simulated), next(iter(simulated.values())).world_rank)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            sizes = _sizes(shape, 1)
+            return Mesh(sizes, {name: One() for name in sizes}, 0)
+        # With fewer GPUs than ranks on this host all of them use the CPU; with enough, both work.
+        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    sizes = _sizes(shape, dist.get_world_size())
+    grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    groups = {}
+    for dim, name in enumerate(sizes):
+        for line in grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist():
+            group = dist.new_group(line, timeout=timeout)
+            if dist.get_rank() in line:
+                groups[name] = group
+    everyone = next(iter(groups.values())) if len(groups) == 1 else dist.new_group(timeout=timeout)
+    return GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+
+
+def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
+    free = [name for name, size in shape.items() if size == -1]
+    known = math.prod(size for size in shape.values() if size != -1)
+    bad = [
+        size for size in shape.values() if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1
+    ]
+    if bad or len(free) > 1 or known == 0 or ranks % known or (not free and known != ranks):
+        raise ValueError(
+            f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: sizes must be whole numbers whose product is {ranks}, "
+            f"one of them may be -1"
+        )
+    return {name: ranks // known if size == -1 else size for name, size in shape.items()}
+
+
+def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) -> Mesh:
+    names = device_mesh.mesh_dim_names
+    if not names:
+        raise ValueError(
+            "the DeviceMesh has no mesh_dim_names; make it with init_device_mesh(..., mesh_dim_names=('data',))"
+        )
+    sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # Groups of our own with the same members: taking them down must not take the user's.
+    groups = {
+        name: dist.new_group(
+            dist.get_process_group_ranks(device_mesh.get_group(name)), timeout=timeout, use_local_synchronization=True
+        )
+        for name in names
+    }
+    if len(groups) == 1:
+        everyone = next(iter(groups.values()))
+    else:
+        everyone = dist.new_group(
+            sorted(device_mesh.mesh.flatten().tolist()), timeout=timeout, use_local_synchronization=True
+        )
+    return GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+
+
+@contextlib.contextmanager
+def bind(mesh: Mesh) -> Iterator[None]:
+    """Bind the axes of a mesh for the length of a with block: for loops of one's own.
+
+    >>> from fjoin import transforms as tx
+    >>> with fjoin.bind(fjoin.mesh({"data": -1})):
+    ...     tx.psum(torch.tensor(2.0), "data")
+    tensor(2.)
+    """
+    with bind_axes(mesh.axes):
+        yield
