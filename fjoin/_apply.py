@@ -12,7 +12,7 @@ from torch import Tensor
 from ._guard import Verdict
 from ._mesh import Mesh
 from ._state import Body
-from ._storage import apart
+from ._storage import apart, put
 from ._wire import Outgoing
 from .transforms._base import Transform
 from .transforms._tree import choose_state
@@ -52,7 +52,7 @@ def run_after(after: Transform | None, mesh: Mesh, body: Body, weight: float, ve
         new, state = (keep(verdict.found_inf, *pair) for pair in ((new, params), (state, body.after)))
     body.after = state
     if params:
-        torch._foreach_copy_(list(params.values()), [new[path] for path in params])
+        put(params, new)
 
 
 def keep(found_inf: Tensor, new: Any, old: Any) -> Any:

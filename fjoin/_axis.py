@@ -12,6 +12,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from ._errors import JoinError
+
 _REDUCE = {"psum": dist.ReduceOp.SUM, "pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 
 
@@ -78,17 +80,23 @@ class GroupAxis:
     def index(self) -> Tensor:
         return torch.tensor(self.rank)
 
+    def _open(self) -> Any:
+        if self.group is None:  # to torch that would mean all ranks
+            raise JoinError("this mesh was taken down after a failure; make another one with fjoin.mesh(...)")
+        return self.group
+
     def reduce_(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
+        group = self._open()
         if self.ordered:
             buffer.copy_(self.run("psum", buffer, None))
             return Done()
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(buffer)
             sizes = [0, buffer.numel()] if self.rank == 0 else [buffer.numel(), 0]
-            work = dist.all_to_all_single(received, buffer, sizes, sizes, group=self.group, async_op=True)
+            work = dist.all_to_all_single(received, buffer, sizes, sizes, group=group, async_op=True)
             return _Swapped(work, buffer, received)
-        return dist.all_reduce(buffer, group=self.group, async_op=True)  # type: ignore[no-any-return]
+        return dist.all_reduce(buffer, group=group, async_op=True)  # type: ignore[no-any-return]
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
@@ -102,7 +110,7 @@ class GroupAxis:
 
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
         """Start a collective; what is returned waits for it and gives the result."""
-        n, group = self.size, self.group
+        n, group = self.size, self._open()
         x = x.contiguous()
         if self.ordered and op in ("psum", "psum_scatter"):
             parts = self.begin("all_gather" if op == "psum" else "all_to_all", x, None)
@@ -140,7 +148,7 @@ class GroupAxis:
     def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
         """The same in operations that torch.compile traces."""
         _refuse_traced_vmap(op, x)
-        n, group = self.size, self.group
+        n, group = self.size, self._open()
         if op in _REDUCE:
             return functional.wait_tensor(functional.all_reduce(x, op.removeprefix("p"), group))
         if op == "pbroadcast":

@@ -2,70 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from ._axis import Work
+from ._hook_state import FLAT, Form, HookState
 from ._mesh import Mesh
-from ._storage import Storage, apart, views
-from ._waves import Waves, can_pause
+from ._storage import Storage, apart, put
+from ._waves import Waves, travel
 from ._wire import Outgoing
 from .transforms._base import Transform
-from .transforms._bucketwise import Carried, merge, restrict
+from .transforms._bucketwise import Carried, restrict
 from .transforms._combine import stages
-from .transforms._layout import Bucket
 from .transforms._plan import Plan, takes_flat
-from .transforms.axes._env import bind_axes
-
-# Where a bucket is one flat tensor, it is a tree with this path.
-_FLAT = ""
-
-
-class _Form(NamedTuple):
-    """How the parts of a hook's state make up the whole."""
-
-    layout: tuple[Bucket, ...]
-    shapes: Mapping[str, torch.Size]
-    flat: bool
-    early: int  # stages run bucket by bucket
-    stages: int
-
-
-class HookState(NamedTuple):
-    """The state of a hook as a step keeps it."""
-
-    buckets: tuple[Any, ...]  # of the stages run bucket by bucket, for each of them
-    rest: tuple[Any, ...]  # of the stages run on the whole tree
-    form: _Form
-
-    def whole(self) -> Any:
-        """The state as the pure hook has it: keyed by path."""
-        form = self.form
-        early: Any = ()
-        if form.early:
-            parts = list(self.buckets)
-            if form.flat:
-                parts = [_by_path(p, bucket, form.shapes) for p, bucket in zip(parts, form.layout, strict=True)]
-            merged = merge(parts, form.shapes)
-            early = merged if form.early > 1 else (merged,)
-        whole = (*early, *self.rest)
-        return whole if form.stages > 1 else whole[0] if whole else ()
-
-
-def _by_path(state: Any, bucket: Bucket, shapes: Mapping[str, torch.Size]) -> Any:
-    """A state on a flat bucket, with views of its leaves in the place of the flat tensors."""
-    if isinstance(state, dict):
-        if state.keys() == {_FLAT}:
-            return dict(zip(bucket.paths, views(bucket, state[_FLAT], shapes), strict=True))
-        return {key: _by_path(part, bucket, shapes) for key, part in state.items()}
-    if isinstance(state, (tuple, list)):
-        children = [_by_path(part, bucket, shapes) for part in state]
-        return type(state)(*children) if hasattr(state, "_fields") else type(state)(children)
-    return state
+from .transforms.axes._env import bind_axes, bound
+from .transforms.sync._lane import lane_dtype
 
 
 class HookRun:
@@ -75,9 +29,15 @@ class HookRun:
         self._hook, self._early, self._mesh = hook, plan.early, mesh
         self._stages = stages(hook)
         self._flat = plan.early is not None and takes_flat(plan.early)
+        # What a reduction returns is nobody else's, so it can take the gradients' place as it is.
+        last = stages(plan.early)[-1:] if plan.early is not None else []
+        self._fresh = any(part.spec.name in ("mean", "sum_over") for part in last)
         self._waves: Waves | None = None
         self._calls: list[_Call] = []
+        self._bound: dict[str, Any] = {}
+        self._lane_dtype = torch.float32
         self._side: Any = None  # on CUDA, the stream that buckets' hooks run in
+        self._stream: Any = None  # it, between steps
 
     def init(self, storage: Storage) -> Any:
         """The state to start from; `HookState.whole` of it is `hook.init(params)`."""
@@ -85,14 +45,14 @@ class HookRun:
         layout, early = storage.layout, self._early
         buckets: tuple[Any, ...] = ()
         if early is not None and self._flat:
-            buckets = tuple(early.init({_FLAT: flat}) for flat in storage.flats)
+            buckets = tuple(early.init({FLAT: flat}) for flat in storage.flats)
         elif early is not None:
             full = early.init(by_path)
             buckets = tuple(restrict(full, by_path, bucket.paths) for bucket in layout)
         count = len(stages(early)) if early is not None and buckets else 0
         rest = tuple(part.init(by_path) for part in self._stages[count:])
         buckets, rest = apart((buckets, rest), storage.flats)
-        return HookState(buckets, rest, _Form(layout, storage.shapes, self._flat, count, len(self._stages)))
+        return HookState(buckets, rest, Form(layout, storage.shapes, self._flat, count, len(self._stages)))
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
@@ -105,17 +65,20 @@ class HookRun:
             given: The weight that the gradients have already.
         """
         self.stop()
-        device = storage.layout[0].device if storage.layout else torch.device("cpu")
-        self._waves = Waves(self._mesh.axes) if can_pause(self._mesh.axes, device) else None
-        if device.type == "cuda" and self._side is None:
-            self._side = torch.cuda.Stream(device)
+        axes, layout = self._mesh.axes, storage.layout
+        self._waves = Waves(axes) if travel(axes, layout, "cpu") else None
+        self._side = None
+        if travel(axes, layout, "cuda"):
+            self._stream = self._side = self._stream or torch.cuda.Stream(layout[0].device)
+        self._lane_dtype = lane_dtype(bucket.dtype for bucket in layout)
+        self._bound = {**bound(), **axes}  # backward may run in a thread where nothing is bound
         self._calls = []
         for i, bucket_state in enumerate(state.buckets):
-            params = {_FLAT: storage.flats[i]} if self._flat else None
+            params = {FLAT: storage.flats[i]} if self._flat else None
             if params is None:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(_Call(self._early, bucket_state, params, weight, lane, given, first))
+            self._calls.append(_Call(self, bucket_state, params, weight, lane, given, first))
 
     def launch(self, index: int, out: Outgoing) -> Work:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
@@ -124,11 +87,11 @@ class HookRun:
         if self._waves is not None:
             return self._waves.start(call)
         if self._side is None:
-            with torch.no_grad(), bind_axes(self._mesh.axes):
+            with torch.no_grad(), bind_axes(self._bound):
                 call()
             return call
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side), torch.no_grad(), bind_axes(self._mesh.axes):
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
+        with torch.cuda.stream(self._side), torch.no_grad(), bind_axes(self._bound):
             call()
         return _OnStream(self._side)
 
@@ -168,12 +131,12 @@ class HookRun:
         grads, new = dict(held), []
         with torch.no_grad(), bind_axes(self._mesh.axes):
             for part, state in zip(parts, states, strict=True):
-                grads, after = part.update(grads, state, params, weight=weight, lane=lane)
+                grads, after = part.update(grads, state, params, weight=weight, lane=lane, lane_dtype=self._lane_dtype)
                 new.append(apart(after, [*(out.grads for out in outgoing), *storage.flats]))
                 if part.sums is not None:
                     sums = part.sums(after)
                     weight, lane = sums.total, sums.lane
-            _put(list(held.values()), [grads[path] for path in held])
+            put(held, grads)
         return tuple(new)
 
     def sums(self, state: HookState) -> Any:
@@ -188,35 +151,56 @@ class _Call:
     """One bucket's call of the hook in one step."""
 
     def __init__(
-        self, early: Any, old: Any, params: dict[str, Tensor], weight: float, lane: Any, given: float, first: Any
+        self, run: HookRun, old: Any, params: dict[str, Tensor], weight: float, lane: Any, given: float, first: Any
     ) -> None:
-        self._early, self._old, self._params, self._weight, self._given = early, old, params, weight, given
+        assert run._early is not None
+        self._update, self._flat, self._fresh, self._lane_dtype = (
+            run._early.update,
+            run._flat,
+            run._fresh,
+            run._lane_dtype,
+        )
+        self._old, self._params, self._weight, self._given = old, params, weight, given
         self._lane = lane if first is None else None
-        self._first = first
+        self._first, self.done = first, False
         self.state: Any = None
         self.out: Any = None
         self._pause: Callable[[], None] | None = None
 
     def _state_of_first(self) -> Any:
-        while self._first.state is None and self._pause is not None:
+        while not self._first.done and self._pause is not None:
             self._pause()  # it may be asked for before this bucket has sent anything
         return self._first.state
 
     def __call__(self, pause: Callable[[], None] | None = None) -> None:
         out, self._pause = self.out, pause
         carried = None if self._first is None else Carried(self._state_of_first)
-        flat = self._params.keys() == {_FLAT}
+        flat = self._flat
         if self._given != 1.0:
             out.grads.div_(self._given)
-        grads = {_FLAT: out.grads} if flat else out.by_path()
-        new, state = self._early.update(
-            grads, self._old, self._params, weight=self._weight, lane=self._lane, carried=carried
+        grads = {FLAT: out.grads} if flat else out.by_path()
+        new, state = self._update(
+            grads,
+            self._old,
+            self._params,
+            weight=self._weight,
+            lane=self._lane,
+            carried=carried,
+            lane_dtype=self._lane_dtype,
         )
         self.state = apart(state, [out.grads, *self._params.values()])
-        if flat and _is_spare(new[_FLAT], out.grads, self.state):
-            out.grads = new[_FLAT]
+        if new is None:
+            raise ValueError(
+                "the hook returned None in the place of gradients; in a train_step every call must give them"
+            )
+        if flat and self._fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
+            out.grads = new[FLAT]
         else:
-            _put(list(grads.values()), [new[path] for path in grads])
+            put(grads, new)
+        if flat:
+            out.clear_padding()  # of which a hook may have made anything
+        self.done = True
+        self._pause = self._first = self._old = None  # a cycle would keep the old state until Python looks for cycles
 
     def wait(self) -> None:
         return None
@@ -229,18 +213,4 @@ class _OnStream:
         self._side = side
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._side)
-
-
-def _is_spare(new: Tensor, old: Tensor, state: Any) -> bool:
-    """Whether a result can take the place of the gradients as it is: nothing else needs its memory."""
-    return (
-        (new.shape, new.dtype, new.is_contiguous()) == (old.shape, old.dtype, True)
-        and apart(new, (leaf for leaf in optree.tree_leaves(state) if isinstance(leaf, Tensor))) is new
-    )  # fmt: skip
-
-
-def _put(places: list[Tensor], values: list[Tensor]) -> None:
-    """Write what a hook has returned to where the gradients are."""
-    if places and any(place is not value for place, value in zip(places, values, strict=True)):
-        torch._foreach_copy_(places, values)
+        torch.cuda.current_stream(self._side.device).wait_stream(self._side)

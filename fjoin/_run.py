@@ -13,7 +13,8 @@ from torch import Tensor
 from ._apply import changing, keep, run_after, step_bucket
 from ._axis import Work
 from ._guard import Guard, Verdict
-from ._hook import HookRun, HookState
+from ._hook import HookRun
+from ._hook_state import HookState
 from ._join import Turn
 from ._lane import StepLane
 from ._loss import Loss, as_seed, user_sums
@@ -27,7 +28,6 @@ from .transforms._base import Pipeline
 from .transforms._layout import lane_bucket
 from .transforms._plan import make_plan
 from .transforms.axes._env import bind_axes
-from .transforms.axes._primitive import names as axis_names
 from .transforms.sync._lane import lane_dtype
 from .transforms.sync._mean import MeanState
 
@@ -41,14 +41,14 @@ class Run:
 
     def __init__(self, loss: Loss, pipeline: Pipeline, mesh: Mesh, accumulate: int, overlap_step: bool = False) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
-        self._plan = plan = make_plan(pipeline.hook)
+        self._plan = plan = make_plan(pipeline.hook, tuple(mesh.shape))
         self.hook = HookRun(pipeline.hook, plan, mesh)
         self._early = overlap_step and plan.reduce is not None and plan.clip is None and not plan.rest
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
         self._early = self._early and not self.skips
         reduce = self._plan.reduce
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
-        self.axes = axis_names(reduce.spec["axis"]) if reduce else tuple(mesh.shape)
+        self.axes = plan.axes
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
         self.by_weight = reduce is None or reduce.spec.name == "sum_over" or reduce.spec["over"] == "weight"
         # Gradients travel times a power of two near 1 / ranks, which costs no bit; with equal weights on a
@@ -105,7 +105,7 @@ class Run:
     @property
     def _hook_carries(self) -> bool:
         """Whether a hook that is no plain reduction takes the lane along."""
-        return self._plan.reduce is None and self.pipeline.hook.sums is not None
+        return self._plan.reduce is None and self._plan.carries
 
     def _launch(self, index: int, out: Outgoing) -> Work | None:
         if self._plan.reduce is not None:
@@ -228,7 +228,7 @@ class Run:
     def _run_rest(self, body: Body, outgoing: list[Outgoing], first: tuple[MeanState, ...], divisor: Any) -> Any:
         """Run the stages behind the reduction on all gradients."""
         for out in outgoing:
-            out.grads.div_(divisor if isinstance(divisor, Tensor) else divisor or 1.0)
+            out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
         old = body.hook_state()[1:]
         new = self.hook.run(self._plan.rest, old, body.storage, outgoing, first[0].total, None)
         for out in outgoing:
@@ -289,7 +289,7 @@ class Run:
 
     def _reduced_state(self, sums: dict[str, Any], divisor: Any) -> Callable[[], Any]:
         """The state that the pure hook would have after these messages, made when it is asked for."""
-        reduce, _, clip, rest = self._plan
+        reduce, clip, rest = self._plan.reduce, self._plan.clip, self._plan.rest
         assert reduce is not None
         total = sums["total"] if reduce.spec.name == "sum_over" else divisor
 

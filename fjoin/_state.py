@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ._errors import DonatedState, TornState
-from ._hook import HookState
+from ._hook_state import HookState
 from ._storage import Storage
 from .transforms._fuse import PipelineState
 from .transforms._when import SkipState

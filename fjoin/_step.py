@@ -224,12 +224,14 @@ class TrainStep:
     def _raise(self, error: BaseException) -> NoReturn:
         """Let the other ranks know, and raise what really happened."""
         self._turn = None
-        self._run.stop()
         told = error
-        if self._broken is None and self.ranks > 1:
-            told = self._mesh.account(error, self._last_step)
-            self._mesh.failed(told, self._last_step)
-            self._broken = told
+        try:
+            self._run.stop()
+        finally:
+            if self._broken is None and self.ranks > 1:
+                told = self._mesh.account(error, self._last_step)
+                self._mesh.failed(told, self._last_step)
+                self._broken = told
         if told is error:
             raise error
         raise told from error
@@ -296,7 +298,8 @@ def train_step(
         raise ValueError(f"accumulate must be a whole number, at least 1, got {accumulate!r}")
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a whole number, at least 1, got {bucket_bytes!r}")
-    reduce = make_plan(pipeline.hook).reduce
+    mesh = mesh or make_mesh({"data": -1})
+    reduce = make_plan(pipeline.hook, tuple(mesh.shape)).reduce
     if accumulate > 1 and reduce is not None and reduce.spec.name == "mean" and reduce.spec["over"] != "weight":
         raise ValueError(
             f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
@@ -308,7 +311,7 @@ def train_step(
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
         )
-    run = Run(Loss(loss_fn, weight), pipeline, mesh or make_mesh({"data": -1}), accumulate, overlap_step)
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step)
     return TrainStep(run, donate, bucket_bytes, accumulate)
 
 

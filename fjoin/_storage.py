@@ -108,14 +108,33 @@ class Storage:
 
 def apart(state: Any, lent: Iterable[Tensor]) -> Any:
     """A state in memory of its own: what a pure function has kept of the tensors lent to it is copied."""
-    theirs = {tensor.untyped_storage().data_ptr() for tensor in lent}
+    lent = list(lent)
+    return optree.tree_map(lambda leaf: leaf.clone() if shares(leaf, lent) else leaf, state)
 
-    def own(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in theirs:
-            return leaf.clone()
-        return leaf
 
-    return optree.tree_map(own, state)
+def shares(value: Any, others: Iterable[Any]) -> bool:
+    """Whether a tensor lies in the memory of another one."""
+    if not isinstance(value, Tensor):
+        return False
+    here = value.untyped_storage().data_ptr()
+    return any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == here for other in others)
+
+
+def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write values to their places, whatever memory they share.
+
+    Raises:
+        ValueError: a value has another shape than its place.
+    """
+    pairs = [(place, values[path]) for path, place in places.items() if values[path] is not place]
+    for path, place in places.items():
+        if values[path].shape != place.shape:
+            raise ValueError(
+                f"for {path!r} the hook returned a tensor of shape {tuple(values[path].shape)}, expected {tuple(place.shape)}"
+            )
+    if pairs:
+        lie = list(places.values())
+        torch._foreach_copy_([p for p, _ in pairs], [v.clone() if shares(v, lie) else v for _, v in pairs])
 
 
 def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:

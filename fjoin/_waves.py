@@ -1,9 +1,9 @@
 """Functions that run in turns, each until its next message is on its way.
 
 The hook of a bucket may send several messages, one after the other's result. Run in waves, all
-buckets' first messages travel while backward goes on, then all their second ones, and so on. One
-function runs at a time and the turns follow a fixed order, so that all ranks send the same
-messages in the same order.
+buckets' first messages travel while backward goes on; after it the first bucket, for whose result the
+others may ask, is run to its end; then come all others' second messages, and so on. One function runs
+at a time and the turns follow a fixed order, so that all ranks send the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ._axis import GroupAxis
-from .transforms.axes._env import bind_axes
+from .transforms._layout import Bucket
+from .transforms.axes._env import bind_axes, bound
 
 
 class _Abandon(BaseException):
@@ -32,9 +33,7 @@ class Task:
         self._error: BaseException | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
-        self._turn, self._back = threading.Lock(), threading.Lock()
-        self._turn.acquire()
-        self._back.acquire()
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
 
     def go_on(self) -> None:
         """Run until the next message is on its way, or to the end."""
@@ -49,8 +48,13 @@ class Task:
 
     def pause(self) -> None:
         """Let the others have their turn; called by the function itself."""
+        self.check()
         self._back.release()
         self._turn.acquire()
+        self.check()
+
+    def check(self) -> None:
+        """Unwind, if the step has failed elsewhere: nothing more is to be sent."""
         if self._abandoned:
             raise _Abandon
 
@@ -59,7 +63,7 @@ class Task:
         try:
             if not self._abandoned:
                 axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._waves.axes.items()}
-                with torch.no_grad(), bind_axes(axes):
+                with torch.no_grad(), bind_axes({**self._waves.outer, **axes}):
                     self._function(self.pause)
         except _Abandon:
             pass
@@ -67,6 +71,7 @@ class Task:
             self._error = error
         finally:
             self.done = True
+            del self._function  # which knows this task
             self._back.release()
 
     def abandon(self) -> None:
@@ -93,13 +98,19 @@ class _Pausing:
         return self._axis.index()
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        out: Tensor
+        self._task.check()
+        if torch.compiler.is_compiling():  # a compiled hook waits inside
+            out = self._axis.run(op, x, arg)
+            return out
         finish = self._axis.begin(op, x, arg)
         self._task.pause()
-        out: Tensor = finish()
+        out = finish()
         return out
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
+        self._task.check()
         work = self._axis.reduce_(x)
         self._task.pause()
         work.wait()
@@ -121,7 +132,7 @@ class Waves:
     """
 
     def __init__(self, axes: dict[str, Any]) -> None:
-        self.axes = axes
+        self.axes, self.outer = axes, bound()
         self._tasks: list[Task] = []
 
     def start(self, function: Callable[[Callable[[], None]], Any]) -> Task:
@@ -150,9 +161,14 @@ class Waves:
         self._tasks.clear()
 
 
-def can_pause(axes: dict[str, Any], device: torch.device) -> bool:
-    """Whether messages over these axes go on while the function that waits for them is paused.
+# One thread each: with more buckets than this they run one after the other.
+MOST = 128
 
-    Not where there is none, nor in the simulator. On an accelerator waiting does not hold up the host.
+
+def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], device: str) -> bool:
+    """Whether messages of buckets that lie on such a device go on while others are made ready.
+
+    Not where there is no other rank, nor in the simulator, nor with one bucket, which is ready last.
     """
-    return device.type == "cpu" and any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in axes.values())
+    real = any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in axes.values())
+    return real and 1 < len(layout) <= MOST and all(bucket.device.type == device for bucket in layout)

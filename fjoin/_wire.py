@@ -28,6 +28,12 @@ class Outgoing:
         self.wire = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
         self._own = self.grads = self.wire[:numel]
         self.lane = self.wire[numel:]
+        self._padding: Tensor | None = None  # the elements between leaves
+        used = torch.zeros(numel, dtype=torch.bool)
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True):
+            used[at : at + shapes[path].numel()] = True
+        if not used.all():
+            self._padding = (~used).nonzero().view(-1).to(bucket.device)
         self._views = [] if bucket.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
@@ -72,6 +78,10 @@ class Outgoing:
                 self.wire = self.grads = torch.zeros_like(leaf).view(-1)
             else:
                 self._views[i].zero_()
+
+    def clear_padding(self) -> None:
+        if self._padding is not None:
+            self.grads.index_fill_(0, self._padding, 0)
 
     def arrive(self) -> None:
         """Wait for the message; on CUDA only the stream waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -139,10 +140,7 @@ class _Recorder:
     def joint(self, axes: tuple[str, ...]) -> _Recorder | None:
         if axes != tuple(self._whole):
             return None
-        size = 1
-        for n in self._whole.values():
-            size *= n
-        return _Recorder(" x ".join(axes), size, self._notes, self._whole)
+        return _Recorder(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
 
 
 def explain(
@@ -176,13 +174,10 @@ def explain(
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
         fake = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in named_leaves(params).items()}
         layout = make_layout(fake, lambda path: 0, bucket_bytes)
-        ranks = 1
-        for n in sizes.values():
-            ranks *= n
-        lane = dict.fromkeys(step_lane(ranks)[1:], 0.0)
         hook, optimizer, after = _parts(pipeline)
-
-        plan = make_plan(hook)
+        plan = make_plan(hook, tuple(sizes))
+        ranks = math.prod(sizes.get(name, 1) for name in plan.axes)
+        lane = dict.fromkeys(step_lane(ranks)[1:], 0.0)
 
         def explain_stage(part: Transform, when: str, carries: bool, early: bool = False) -> None:
             inner = _alternatives(part)
@@ -194,17 +189,18 @@ def explain(
             if part is plan.reduce:
                 messages = _reduction_messages(part, layout, lane, notes)
             elif early:
-                messages = _bucket_messages(part, layout, fake, lane if carries else None, notes)
+                messages = _bucket_messages(part, layout, fake, lane if carries else None, flat, notes)
             else:
                 messages = _messages(part, fake, lane if carries else None, notes)
             rows.append(Row(repr(part), part.scope, when, messages, _state_bytes(part.init(fake))))
 
         early = stages(plan.early) if plan.early is not None and layout else []
+        flat = plan.early is not None and takes_flat(plan.early)
         for i, part in enumerate(stages(hook)):
-            explain_stage(part, "each step", bool(hook.sums and part.sums), i < len(early))
-        if not hook.sums and optimizer is not None and ranks > 1:
+            explain_stage(part, "each step", plan.carries and part.sums is not None, i < len(early))
+        if not plan.carries and optimizer is not None and ranks > 1:
             del notes[:]
-            psum(encode_lane({"total": 1.0, **lane}, lane_dtype(b.dtype for b in layout), ranks), tuple(sizes))
+            psum(encode_lane({"total": 1.0, **lane}, lane_dtype(b.dtype for b in layout), ranks), plan.axes)
             rows.append(Row("(the step's own counts)", "message", "each step", tuple(notes), 0))
         if optimizer is not None:
             rows += _optimizer_rows(optimizer, fake)
@@ -271,19 +267,20 @@ def _update(part: Transform, params: dict[str, Tensor], state: Any, **extra: Any
 
 
 def _bucket_messages(
-    part: Transform, layout: tuple[Bucket, ...], params: dict[str, Tensor], lane: Any, notes: list[Message]
+    part: Transform, layout: tuple[Bucket, ...], params: dict[str, Tensor], lane: Any, flat: bool, notes: list[Message]
 ) -> tuple[Message, ...]:
     """What a stage sends that runs bucket by bucket: what is common goes with the first."""
     del notes[:]
     full, carried = part.init(params), None
+    dtype = lane_dtype(bucket.dtype for bucket in layout)
     for bucket in layout:
-        if takes_flat(part):
+        if flat:
             some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
             state = part.init(some)
         else:
             some = {path: params[path] for path in bucket.paths}
             state = restrict(full, params, some)
-        _, new = _update(part, some, state, lane=None if carried else lane, carried=carried)
+        _, new = _update(part, some, state, lane=None if carried else lane, carried=carried, lane_dtype=dtype)
         carried = carried or Carried(functools.partial(lambda first: first, new))
     return tuple(notes)
 

@@ -2,39 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ._base import Transform
 from ._combine import chain, stages
+from .axes._primitive import names
 
 
 class Plan(NamedTuple):
     """A hook in four parts, of which the first two exclude each other.
 
-    reduce: `mean` or `sum_over` where that comes first: buckets are summed in place while backward
-        goes on, and its division is left to the optimizer's kernel.
+    reduce: `mean` or `sum_over` where that comes first and no later stage reduces: buckets are summed in
+        place while backward goes on, and its division is left to the optimizer's kernel.
     early: the stages before the first that needs the whole tree, as one transform: run on each bucket
         while backward goes on.
     clip: the norm of a `clip_by_global_norm` that stands alone between `reduce` and the optimizer: it
         too becomes part of the kernel's scale.
     rest: the stages that run on the whole tree after that.
+    axes: the axes that the ranks of a step share: all that the hook may communicate over.
+    carries: whether the step's lane rides with the hook's own messages.
     """
 
     reduce: Transform | None
     early: Transform | None
     clip: float | None
     rest: tuple[Transform, ...]
+    axes: tuple[str, ...]
+    carries: bool
 
 
-def make_plan(hook: Transform) -> Plan:
+def make_plan(hook: Transform, mesh_axes: Collection[str]) -> Plan:
     parts = stages(hook)
-    # Where a later stage reduces too, only the last one knows the sums over all ranks.
-    if parts and parts[0].spec.name in ("mean", "sum_over") and not any(part.sums for part in parts[1:]):
-        if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":
-            return Plan(parts[0], None, parts[1].spec["max_norm"], ())
-        return Plan(parts[0], None, None, tuple(parts[1:]))
+    reach = axes_of(hook, mesh_axes)
+    axes = tuple(name for name in mesh_axes if name in reach) or tuple(mesh_axes)
+    first = parts[0] if parts else None
+    if first is not None and first.spec.name in ("mean", "sum_over"):
+        own = names(first.spec["axis"])
+        # Where a later stage communicates too, only the last one knows the sums over all ranks.
+        if reach <= set(own) and not any(part.sums for part in parts[1:]):
+            if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":
+                return Plan(first, None, parts[1].spec["max_norm"], (), own, True)
+            return Plan(first, None, None, tuple(parts[1:]), own, True)
     whole = next((i for i, part in enumerate(parts) if part.scope == "tree"), len(parts))
-    return Plan(None, chain(*parts[:whole]) if whole else None, None, tuple(parts[whole:]))
+    carries = hook.sums is not None and _summed_over(hook, mesh_axes) >= set(axes)
+    return Plan(None, chain(*parts[:whole]) if whole else None, None, tuple(parts[whole:]), axes, carries)
+
+
+def axes_of(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
+    """The axes that a transform may communicate over: those in its arguments; all, where it has no spec."""
+    if not hook.spec.name:
+        return set(mesh_axes)
+    found = set[str]()
+    for argument, value in hook.spec.args:
+        for name in value if isinstance(value, tuple) else (value,):
+            if isinstance(name, str) and (name in mesh_axes or argument == "axis"):
+                found.add(name)
+    return found.union(*(axes_of(child, mesh_axes) for child in hook.spec.children if isinstance(child, Transform)))
+
+
+def _summed_over(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
+    """The axes over which the sums of a transform are sums."""
+    children = [child for child in hook.spec.children if isinstance(child, Transform)]
+    if hook.sums is None:
+        return set()
+    if hook.spec.name == "chain":
+        return set[str]().union(*(_summed_over(child, mesh_axes) for child in children))
+    if children:
+        return set.intersection(*(_summed_over(child, mesh_axes) for child in children))
+    return axes_of(hook, mesh_axes)
 
 
 def takes_flat(part: Transform) -> bool:

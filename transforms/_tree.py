@@ -52,12 +52,14 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
 def choose_state(fine: Tensor, new: State, old: State) -> State:
     """`new` where `fine`, else `old`; host counters go on, since they say what has been called."""
 
-    def pick(n: Any, o: Any) -> Any:
-        return torch.where(fine.to(n.device), n, o.to(n.device)) if isinstance(n, Tensor) else n
-
-    if optree.tree_structure(new) != optree.tree_structure(old):
-        return new  # the first call may add names to a lane; there is nothing older to keep
-    return optree.tree_map(pick, new, old)
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        return torch.where(fine.to(new.device), new, old.to(new.device))
+    if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
+        return {key: choose_state(fine, part, old[key]) if key in old else part for key, part in new.items()}
+    if isinstance(new, (tuple, list)) and type(new) is type(old) and len(new) == len(old):
+        parts = [choose_state(fine, n, o) for n, o in zip(new, old, strict=True)]
+        return type(new)(*parts) if hasattr(new, "_fields") else type(new)(parts)
+    return new
 
 
 def all_finite(tree: Tree) -> Tensor:

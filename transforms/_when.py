@@ -184,6 +184,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 class SkipState(NamedTuple):
     inner: State
     skipped: Tensor  # calls without effect so far, 0-d int64
+    sums: Any = ()  # what a reduction inside has summed in the last call, with effect or not
 
 
 Skippable = TypeVar("Skippable", Transform, Pipeline)
@@ -203,7 +204,7 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
         part: A `Pipeline` or a `Transform`.
 
     Returns:
-        The same kind of thing, with state `SkipState(inner, skipped)`.
+        The same kind of thing, with state `SkipState(inner, skipped, sums)`.
 
     Raises:
         TypeError: `part` is neither.
@@ -226,22 +227,24 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
 
 
 def _skip_transform(part: Transform) -> Transform:
+    def sums_of(inner: State) -> Any:
+        return part.sums(inner) if part.sums else ()
+
     def init(params: Tree) -> State:
-        return SkipState(part.init(params), torch.zeros((), dtype=torch.int64))
+        inner = part.init(params)
+        return SkipState(inner, torch.zeros((), dtype=torch.int64), sums_of(inner))
 
     def update(
         grads: Tree, state: SkipState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, State]:
         out, inner = part.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
         if out is None:
-            return None, state._replace(inner=inner)
+            return None, state._replace(inner=inner, sums=sums_of(inner))
         fine = all_finite(out)
-        return where(fine, out, zeros_like(out)), SkipState(
-            choose_state(fine, inner, state.inner), state.skipped + ~fine
-        )
+        kept = choose_state(fine, inner, state.inner)
+        return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine, sums_of(inner))
 
-    sums = (lambda state: part.sums(state.inner)) if part.sums else None  # type: ignore[misc]
-    return Transform(init, update, scope="tree", sums=sums)
+    return Transform(init, update, scope="tree", sums=(lambda state: state.sums) if part.sums else None)
 
 
 def _skip_pipeline(part: Pipeline) -> Pipeline:

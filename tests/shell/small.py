@@ -38,3 +38,18 @@ def step_of(loss: Any = product, pipeline: tx.Pipeline = MEAN_SGD, **settings: A
     """A step on float32 parameters w and v, and the state to start from."""
     step = fjoin.train_step(loss, pipeline, **settings)
     return step, step.init({"w": torch.ones(2), "v": torch.ones(2)})
+
+
+def net_params() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (5, 4), "a.bias": (4,), "b.weight": (4, 3), "b.bias": (3,), "none": (0, 2), "scale": ()}
+    return {path: torch.randn(shape, generator=g, dtype=torch.float64) for path, shape in shapes.items()}
+
+
+def net_loss(params: Any, batch: Tensor) -> Tensor:
+    x = torch.tanh(batch @ params["a.weight"] + params["a.bias"]) @ params["b.weight"] + params["b.bias"]
+    return (x * params["scale"]).square().mean() + params["none"].sum()
+
+
+def net_batch(rank: int, step: int) -> Tensor:
+    return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)

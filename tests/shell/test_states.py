@@ -116,3 +116,28 @@ def test_a_parameter_transform_runs_after_the_optimizer() -> None:
 
     a, b = tx.simulate(one_rank, {"data": 2}, [1.0, 2.0])
     assert [torch.equal(x, y) for x, y in zip(a, b, strict=True)] == [False, True, False, True]
+
+
+def use_a_dead_mesh() -> list[str]:
+    """After a failure a mesh has no groups; to torch no group would mean all ranks."""
+    mesh = fjoin.mesh({"x": 2, "y": 1}, timeout_s=20)
+
+    def broken(params: Any, batch: Any) -> Any:
+        raise ValueError("bad batch")
+
+    pipeline = tx.fuse(tx.mean("x"), tx.sgd(1.0))
+    step = fjoin.train_step(broken, pipeline, mesh=mesh)
+    state = step.init({"w": torch.zeros(2)})
+    try:
+        step(state, 1.0)
+    except (ValueError, fjoin.PeerLost):
+        pass
+    texts = []
+    for axis in ("x", "y"):
+        with fjoin.bind(mesh):
+            texts.append(raises_text(fjoin.JoinError, lambda axis=axis: tx.psum(torch.ones(1), axis), "taken down"))
+    return texts
+
+
+def test_a_mesh_that_was_taken_down_does_not_reach_other_ranks(pool: Any) -> None:
+    assert all(len(texts) == 2 for texts in pool.run(2, use_a_dead_mesh))

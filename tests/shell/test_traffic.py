@@ -31,6 +31,7 @@ HOOKS: dict[str, Any] = {
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
     "live": lambda: tx.mean("data", over="live"),
     "sum": lambda: tx.sum_over("data"),
+    "leaf, mean": lambda: tx.chain(tx.stateless(torch.neg), tx.mean("data")),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")),
     "noop": lambda: tx.noop(),
     "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, params_like, same_bits
+from helpers import max_diff, params_like, raises_text, same_bits
 from oracle import optim
 from torch import Tensor
 
@@ -239,3 +239,44 @@ def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
             {"p": torch.ones(64, dtype=dtype)}, {"p": torch.ones(64, dtype=dtype)}, tx.sgd(0.5).init({"p": p.detach()})
         )
         assert torch.equal(own["p"], torch.full((64,), 0.5, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tx.sgd(0.1, momentum=0.9), lambda: tx.adamw(0.1), lambda: tx.adam(0.1, amsgrad=True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_that_lie_otherwise_in_memory(make: Any, dtype: torch.dtype) -> None:
+    """Kernels go through memory: what is transposed, expanded or channels-last must be laid out first."""
+    opt, start = make(), torch.randn(4, 3, 5, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wide = torch.randn(8, 3, 5, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
+    params = {
+        "plain": start, "last": start.to(memory_format=torch.channels_last), "turned": start.transpose(0, 1),
+        "gaps": wide[::2],
+    }  # fmt: skip
+    grads = {
+        "expanded": lambda p: torch.ones((), dtype=dtype).expand(p.shape),
+        "turned": lambda p: (
+            torch.randn(*p.shape[::-1], generator=torch.Generator().manual_seed(2)).to(dtype).permute(3, 2, 1, 0)
+        ),
+        "last": lambda p: (p * 0.5).contiguous(memory_format=torch.channels_last),
+    }
+    for p in params.values():
+        for grad in grads.values():
+            g = grad(p)
+            tree = {"w": p}
+            state = opt.init(tree)
+            want, want_state = {"w": p.contiguous()}, opt.init({"w": p.contiguous()})
+            for _ in range(2):
+                tree, state = opt.step(tree, {"w": g}, state)
+                want, want_state = opt.step(want, {"w": g.contiguous()}, want_state)
+            assert max_diff(tree, want) == 0 and max_diff(state, want_state) == 0
+
+
+def test_an_in_place_step_needs_a_dense_parameter() -> None:
+    opt, p = tx.sgd(0.1), torch.ones(4, 4)[:, :2]
+    raises_text(
+        ValueError, lambda: opt.step_param_(p, torch.ones(4, 2), opt.init_param(p)), "strides (4, 1)", "contiguous()"
+    )
+    turned = torch.ones(2, 3).t()
+    opt.step_param_(turned, torch.arange(6.0).view(3, 2), opt.init_param(turned))
+    assert torch.allclose(turned, 1 - 0.1 * torch.arange(6.0).view(3, 2))

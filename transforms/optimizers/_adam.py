@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._inplace import check_betas, kernel_lr, new_step, not_negative, one_param, unscale
+from ._inplace import check_betas, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -134,6 +134,7 @@ def _adam(
         params: list[Tensor], grads: list[Tensor], states: list[AdamState], *,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
+        grads = laid_out(params, grads)
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)

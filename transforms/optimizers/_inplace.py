@@ -31,6 +31,29 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
     return value
 
 
+def copy_like(param: Tensor, value: Tensor) -> Tensor:
+    """A copy of `value` that lies in memory as the parameter does: kernels go through memory, not through indices."""
+    value = value.detach()
+    return value.clone() if value.stride() == param.stride() else torch.empty_like(param).copy_(value)
+
+
+def laid_out(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """The gradients, lying in memory as the parameters do.
+
+    Raises:
+        ValueError: a parameter has gaps or overlaps in memory.
+    """
+    if all(p.is_contiguous() and g.is_contiguous() for p, g in zip(params, grads, strict=True)):
+        return grads
+    for param in params:
+        if torch.empty_like(param, device="meta").stride() != param.stride():  # it keeps the strides of what is dense
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} has gaps or overlaps in memory, which an "
+                f"in-place step cannot serve; give it param.contiguous()"
+            )
+    return [g if g.stride() == p.stride() else copy_like(p, g) for p, g in zip(params, grads, strict=True)]
+
+
 def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
     """The scale to hand to a fused kernel; float64 is divided here, since kernels take a float32 scale."""
     if grad_scale is None:

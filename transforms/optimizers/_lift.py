@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._tree import State, Tree, check_dense, check_same, path_string, plain
+from ._inplace import copy_like
 
 
 def init(optimizer: Optimizer, params: Tree) -> State:
@@ -71,19 +72,24 @@ def _on_copies(
 ) -> list[tuple[Tensor, Any]]:
     # Leaf by leaf: one large buffer for all would be given back to the system after every step, and
     # fetching its pages anew takes longer than the step itself.
+    # A clone closes gaps in memory, and keeps the strides where there are none.
     new_params = [p.detach().clone() for p in params]
     with torch.no_grad():
         if part.step_params_ is None:
-            new_states = [type(s)(*(None if f is None else f.detach().clone() for f in s)) for s in states]
+            new_states = [
+                type(s)(*(None if f is None else f.detach().clone() if c else copy_like(p, f)
+                          for f, c in zip(s, part.common, strict=True)))
+                for p, s in zip(new_params, states, strict=True)
+            ]  # fmt: skip
             for p, g, s in zip(new_params, grads, new_states, strict=True):
-                part.step_param_(p, g.detach().clone(), s)
+                part.step_param_(p, copy_like(p, g), s)
         else:
             # The 0-d fields stay shared: one kernel counts them once.
             shared = [f.clone() if c else None for f, c in zip(states[0], part.common, strict=True)]
             new_states = [
-                type(s)(*(one if c else None if f is None else f.detach().clone()
+                type(s)(*(one if c else None if f is None else copy_like(p, f)
                           for f, one, c in zip(s, shared, part.common, strict=True)))
-                for s in states
+                for p, s in zip(new_params, states, strict=True)
             ]  # fmt: skip
             part.step_params_(new_params, [g.detach() for g in grads], new_states)
     return list(zip(new_params, new_states, strict=True))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._inplace import kernel_lr, new_step, not_negative, one_param, unscale
+from ._inplace import kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -83,6 +83,7 @@ def sgd(
         params: list[Tensor], grads: list[Tensor], states: list[SGDState], *,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
+        grads = laid_out(params, grads)
         step = states[0].step
         # The velocity starts at 0, so that only dampening tells the first step from the others.
         first = bool(momentum) and bool(dampening) and bool(step == 0)

@@ -20,7 +20,8 @@ from .._spec import factory
 from .._tree import Tree, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
-from ._lane import Lane, decode_lane, encode_lane, lane_dtype
+from ._lane import Lane, decode_lane, encode_lane
+from ._lane import lane_dtype as dtype_of_lane
 
 Over: TypeAlias = Literal["weight", "live", "world"]
 
@@ -62,7 +63,13 @@ def share(weight: Tensor, over: Over) -> Tensor:
 
 
 def _weighted_sum(
-    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, carried: Carried | None
+    grads: Tree,
+    axis: AxisName,
+    weight: Any,
+    lane: Lane | None,
+    over: Over,
+    carried: Carried | None,
+    dtype: torch.dtype | None,
 ) -> tuple[Tree, MeanState]:
     factor = share(check_weight(weight), over)
     n = axis_size(axis)
@@ -81,8 +88,10 @@ def _weighted_sum(
     full = {"total": factor, **(lane or {})}
     if lane and "total" in lane:
         raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
-    dtype = lane_dtype(leaf.dtype for leaf in optree.tree_leaves(grads))
-    summed, words = psum((scaled, encode_lane(full, dtype, n)), axis)
+    leaves = optree.tree_leaves(grads)
+    device = leaves[0].device if leaves else None
+    words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)
+    summed, words = psum((scaled, words), axis)
     sums = decode_lane(words, full, n)
     return summed, MeanState(sums.pop("total"), sums)
 
@@ -137,11 +146,11 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, **extra: Any,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
-        summed, new = _weighted_sum(grads, axis, weight, lane, over, carried)
+        summed, new = _weighted_sum(grads, axis, weight, lane, over, carried, lane_dtype)
         if over == "world" and carried is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
         divisor = torch.where(new.total == 0, torch.ones_like(new.total), new.total)
@@ -170,10 +179,10 @@ def sum_over(axis: AxisName) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, **extra: Any,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
-        return _weighted_sum(optree.tree_map(torch.as_tensor, grads), axis, weight, lane, "weight", carried)
+        return _weighted_sum(optree.tree_map(torch.as_tensor, grads), axis, weight, lane, "weight", carried, lane_dtype)
 
     return Transform(_init, update, scope="element", sums=lambda state: state)
 

@@ -1,0 +1,324 @@
+"""Traps of hooks run per bucket: memory that is shared, padding, threads, axes; each once gave wrong numbers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, raises_text
+from small import net_batch, net_loss, net_params
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def _smooth() -> tx.Transform:
+    """An average over steps, with a memory of each parameter."""
+
+    def init(params: Any) -> Any:
+        return ({path: torch.zeros_like(p) for path, p in params.items()}, {path: 0 for path in params})
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        memory, calls = state
+        new = {path: 0.5 * memory[path] + g for path, g in grads.items()}
+        return new, (new, {path: n + 1 for path, n in calls.items()})
+
+    return tx.Transform(init, update, scope="element")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("order", ["before", "behind"])
+def test_a_first_step_that_is_not_finite_leaves_no_trace(order: str, on_device: bool) -> None:
+    """The first step adds names to the lane in the state; the hook's memory must stay what it was all the same."""
+    parts = [_smooth(), tx.mean("data")]
+    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
+    step = fjoin.train_step(net_loss, pipeline)
+    step._run.guard.on_device = on_device
+    state, params = step.init(net_params()), net_params()
+    pure = pipeline.init(params)
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        for batch in (net_batch(0, 0) * float("nan"), net_batch(0, 1), net_batch(0, 2)):
+            state, _ = step(state, batch)
+            params, pure = pipeline.step(params, torch.func.grad(net_loss)(params, batch), pure)
+    assert state.pipeline.skipped == pure.skipped == 1
+    assert max_diff(state.params, params) < 1e-14 and max_diff(params, net_params()) > 0
+
+
+def test_a_bare_tensor_keeps_its_shape() -> None:
+    def rows(g: Tensor) -> Tensor:
+        return g / g.norm(dim=-1, keepdim=True)
+
+    for start, of in ((torch.ones(2, 3), lambda p: p), ({"w": torch.ones(2, 3)}, lambda p: p["w"])):
+        step = fjoin.train_step(
+            lambda p, b, of=of: (of(p) * b).sum(), tx.fuse(tx.chain(tx.stateless(rows), tx.mean("data")), tx.sgd(1.0))
+        )
+        batch = torch.tensor([[3.0, 4.0, 0.0], [0.0, 6.0, 8.0]])
+        state, _ = step(step.init(start), batch)
+        assert torch.allclose(of(state.params), 1 - batch / batch.norm(dim=-1, keepdim=True))
+
+
+def _unit(g: Tensor) -> Tensor:
+    return g / g.abs()
+
+
+def _grows(g: Tensor) -> Tensor:
+    return 1e30 * (g + 1)
+
+
+@pytest.mark.parametrize("function", [_unit, _grows])
+def test_what_lies_between_leaves_is_not_looked_at(function: Any) -> None:
+    """Leaves begin on 64 bytes; a hook may make NaN of the zeros between them, or more and more."""
+    hook = tx.chain(tx.stateless(function, scope="element"), tx.mean("data"))
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(hook, tx.sgd(1.0)))
+    state = step.init({"w": torch.zeros(3), "v": torch.zeros(5)})
+    for _ in range(3):
+        state, _ = step(state, torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.allclose(state.params["w"], -3 * function(torch.tensor([1.0, 2.0, 3.0])))
+
+
+def _late() -> tx.Transform:
+    """Gives the gradients of the step before: its output is a tensor of its old state."""
+
+    def init(params: Any) -> Any:
+        return ({path: torch.full_like(p, 10.0) for path, p in params.items()},)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return state[0], (grads,)
+
+    return tx.Transform(init, update, scope="element")
+
+
+def test_a_state_that_was_kept_is_not_written_into() -> None:
+    hook = tx.chain(_late(), tx.clip_by_global_norm(1.0))
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)), donate=False)
+    old = step.init({"w": torch.zeros(3)})
+    step(old, torch.ones(3))
+    assert old.pipeline.hook[0][0]["w"].tolist() == [10.0] * 3
+
+
+def test_values_by_path_that_are_no_buffers() -> None:
+    """Of a flat bucket only what has its size is cut up; the rest is every leaf's."""
+    step = fjoin.train_step(net_loss, tx.fuse(tx.chain(_smooth(), tx.mean("data")), tx.sgd(0.1)))
+    state, _ = step(step.init(net_params()), net_batch(0, 0))
+    memory, calls = state.pipeline.hook[0]
+    assert calls == dict.fromkeys(net_params(), 1) and memory["a.weight"].shape == (5, 4)
+
+
+def use_an_outer_axis() -> float:
+    """A hook that also uses an axis bound around the step, in waves."""
+
+    def twice(g: Tensor) -> Tensor:
+        return tx.psum(g, "outer")
+
+    step = fjoin.train_step(
+        lambda p, b: sum((v * b).sum() for v in p.values()),
+        tx.fuse(tx.chain(tx.stateless(twice), tx.mean("data")), tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1,
+    )  # fmt: skip
+    state = step.init({"a": torch.zeros(2), "b": torch.zeros(2)})
+    with fjoin.bind(fjoin.mesh({"outer": -1})):
+        state, _ = step(state, torch.ones(2))
+    return float(state.params["a"][0])
+
+
+def use_a_compiled_hook() -> float:
+    def inner(g: Tensor) -> Tensor:
+        return tx.psum(g, "data") / 2
+
+    compiled = torch.compile(inner, fullgraph=True, backend="eager")
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {path: compiled(g) for path, g in grads.items()}, state
+
+    hook = tx.Transform(lambda params: (), update, scope="leaf")
+    step = fjoin.train_step(
+        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}),
+        bucket_bytes=1,
+    )  # fmt: skip
+    state = step.init({"a": torch.zeros(2), "b": torch.zeros(2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo's own
+        state, _ = step(state, torch.ones(2))
+    return float(state.params["a"][0])
+
+
+def test_hooks_in_waves_see_outer_axes_and_may_be_compiled(pool: Any) -> None:
+    assert pool.run(2, use_an_outer_axis) == [-2.0, -2.0]
+    assert pool.run(2, use_a_compiled_hook) == [-1.0, -1.0]
+
+
+def _over_nodes() -> tx.Transform:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return tx.pmean(grads, "node"), state
+
+    return tx.Transform(lambda params: (), update, scope="element")
+
+
+@pytest.mark.parametrize("first", ["mean", "clip"])
+def test_the_lane_covers_all_axes_that_a_hook_may_use(first: str) -> None:
+    """A stage without a spec may communicate over any axis: nodes of uneven inputs end together."""
+    parts = [tx.mean("local"), _over_nodes()]
+    hook = tx.chain(*parts if first == "mean" else [tx.clip_by_value(1e9), *parts])
+
+    def one_rank(batches: list[float]) -> Any:
+        mesh = fjoin.mesh({"node": 2, "local": 2})
+        step = fjoin.train_step(lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=mesh)
+        state, calls = step.init({"w": torch.tensor(0.0)}), 0
+        for batch in step.join(batches):
+            state, _ = step(state, batch)
+            calls += 1
+        return calls, float(state.params["w"])
+
+    out = tx.simulate(one_rank, {"node": 2, "local": 2}, [[1.0], [3.0], [2.0, 4.0], [2.0]])
+    assert out == [(2, -4.0)] * 4  # (2 + 2) / 2, then (0 + 4) / 2
+
+
+def test_the_lane_stays_within_the_axes_of_a_hook() -> None:
+    hook = tx.chain(tx.clip_by_value(1e9), tx.mean("local"))
+
+    def one_rank(n: int) -> Any:
+        step = fjoin.train_step(
+            lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"node": 2, "local": 2})
+        )
+        state, calls = step.init({"w": torch.tensor(0.0)}), 0
+        for batch in step.join([1.0] * n, throw_on_early_termination=True):
+            state, _ = step(state, batch)
+            calls += 1
+        return step.ranks, calls
+
+    assert tx.simulate(one_rank, {"node": 2, "local": 2}, [2, 2, 3, 3]) == [(2, 2)] * 2 + [(2, 3)] * 2
+
+
+def _anchored() -> tx.Transform:
+    """A parameter transform whose state keeps the very tensors it was given."""
+
+    def init(params: Any) -> Any:
+        return (params, params)
+
+    def update(new: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        anchor, before = state
+        out = {path: 0.5 * new[path] + 0.25 * anchor[path] + 0.25 * before[path] for path in new}
+        return out, (anchor, new)
+
+    return tx.Transform(init, update)
+
+
+def test_a_state_may_keep_what_it_was_lent() -> None:
+    """Parameters in the state of a parameter transform stay what they were, whatever the step overwrites."""
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1), after=_anchored())
+
+    def run() -> Any:
+        step = fjoin.train_step(net_loss, pipeline, mesh=fjoin.mesh({"data": -1}))
+        state, params = step.init(net_params()), net_params()
+        pure = pipeline.init(params)
+        for i in range(3):
+            state, _ = step(state, net_batch(0, i))
+            params, pure = pipeline.step(params, torch.func.grad(net_loss)(params, net_batch(0, i)), pure)
+        return max_diff((state.params, state.pipeline.after), (params, pure.after))
+
+    assert tx.simulate(run, {"data": 1})[0] < 1e-14
+
+
+def _swap(places: Any) -> tuple[Any, tuple[()]]:
+    return {"a": places["b"], "b": places["a"]}, ()
+
+
+@pytest.mark.parametrize("scope", ["leaf", "tree"])
+def test_a_hook_may_give_leaves_each_others_gradients(scope: Any) -> None:
+    swap = tx.Transform(lambda params: (), lambda grads, state, params=None, **extra: _swap(grads), scope=scope)
+    turn = tx.stateless(lambda g: g.t() if g.dim() == 2 else g)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return 3 * params["a"].sum() + params["b"].sum()
+
+    start = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    for pipeline in (tx.fuse(swap, tx.sgd(1.0)), tx.fuse(tx.mean("data"), tx.sgd(1.0), after=swap)):
+        step = fjoin.train_step(loss, pipeline)
+        state, _ = step(step.init(start), None)
+        assert (state.params["a"].tolist(), state.params["b"].tolist()) == ([-1.0] * 2, [-3.0] * 2)
+    square = torch.arange(4.0).view(2, 2)
+    step = fjoin.train_step(lambda p, b: (p["w"] * square).sum(), tx.fuse(turn, tx.sgd(1.0)))
+    state, _ = step(step.init({"w": torch.zeros(2, 2)}), None)
+    assert torch.equal(state.params["w"], -square.t())
+
+
+def test_hooks_that_return_something_else_are_refused() -> None:
+    for hook, texts in (
+        (tx.stateless(lambda g: g.mean()), ["'w'", "shape ()", "expected (2,)"]),
+        (tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), scope="leaf"), ["returned None"]),
+    ):
+        step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
+        state = step.init({"w": torch.zeros(2)})
+        raises_text(ValueError, lambda step=step, state=state: step(state, None), *texts)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+def test_the_weights_are_as_wide_as_the_widest_parameter(bucket_bytes: int) -> None:
+    """In float64 0.1 + 0.3 + 0.7 is not what float32 makes of it, whatever lies in the first bucket."""
+
+    def one_rank(weight: float) -> Any:
+        out = []
+        for hook in (tx.chain(tx.clip_by_value(1e9), tx.mean("data")), tx.masked(tx.mean("data"), "a")):
+            step = fjoin.train_step(
+                lambda p, b: (p["a"] * b).sum() + p["z"].sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: weight,
+                bucket_bytes=bucket_bytes,
+            )  # fmt: skip
+            state = step.init({"a": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2)})
+            state, metrics = step(state, torch.full((2,), weight, dtype=torch.float64))
+            out += [state.params["a"][0].item(), metrics.weight]
+        return out
+
+    weights = [0.1, 0.3, 0.7]
+    mean = sum(w * w for w in weights) / sum(weights)
+    for got in tx.simulate(one_rank, {"data": 3}, weights):
+        assert max(abs(x - y) for x, y in zip(got, [-mean, sum(weights)] * 2, strict=True)) < 1e-15
+
+
+def test_a_reduction_that_is_skipped_tells_its_sums() -> None:
+    """They are this step's, not the last good one's: the loss is not finite, in the first step and in later ones."""
+    hook = tx.skip_if_nonfinite(tx.mean("data"))
+    for good in (0, 1):
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)))
+        state = step.init({"w": torch.zeros(2)})
+        for _ in range(good):
+            state, metrics = step(state, torch.ones(2))
+            assert metrics.weight == 1
+        raises_text(
+            fjoin.NonFinite,
+            lambda step=step, state=state: step(state, torch.full((2,), float("nan"))),
+            "loss of rank 0",
+        )
+
+
+def states_alive() -> list[int]:
+    """How many of a hook's old states live on after each step, without Python's search for cycles."""
+    import gc
+    import weakref
+
+    seen: list[Any] = []
+    inner = _smooth()
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        out, new = inner.update(grads, state, params, **extra)
+        seen.extend(weakref.ref(m) for m in new[0].values())
+        return out, new
+
+    hook = tx.chain(tx.Transform(inner.init, update, scope="element"), tx.mean("data"))
+    step = fjoin.train_step(net_loss, tx.fuse(hook, tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=100)
+    state, counts = step.init(net_params()), []
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(4):
+            state, _ = step(state, net_batch(0, i))
+            counts.append(sum(ref() is not None for ref in seen))
+    finally:
+        gc.enable()
+    return counts
+
+
+def test_old_states_are_freed_at_once(pool: Any) -> None:
+    for counts in pool.run(2, states_alive):
+        assert counts == counts[:1] * 4, counts
