@@ -8,7 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,10 +62,21 @@ class GroupMesh(Mesh):
         if self.rank == members[0]:
             values = []
             for rank in members:
-                self._await(f"{place}/{rank}", rank)
+                try:
+                    self._await(f"{place}/{rank}", rank)
+                except CollectiveTimeout:
+                    self._store.set(f"{place}/absent", json.dumps(rank))
+                    raise
                 values.append(json.loads(self._store.get(f"{place}/{rank}")))
             self._store.set(f"{place}/result", json.dumps(combine(values)))
-        self._await(f"{place}/result", members[0])
+        try:
+            self._await(f"{place}/result", members[0])
+        except CollectiveTimeout:  # of whom the first member, which has waited as long, knows more
+            absent = members[0]
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([f"{place}/absent"], datetime.timedelta(seconds=_ACCOUNT_S))
+                absent = json.loads(self._store.get(f"{place}/absent"))
+            self._absent(absent)
         return json.loads(self._store.get(f"{place}/result"))
 
     def _await(self, key: str, rank: int) -> None:
@@ -81,11 +92,14 @@ class GroupMesh(Mesh):
                     raise
                 self._raise_account()
                 if left <= 0.5:
-                    raise CollectiveTimeout(
-                        f"rank {rank} did not come to the check before the first message within "
-                        f"{self._timeout.total_seconds():g} s; is it running the same program?",
-                        rank=rank,
-                    ) from None
+                    self._absent(rank)
+
+    def _absent(self, rank: int) -> NoReturn:
+        raise CollectiveTimeout(
+            f"rank {rank} did not come to the check before the first message within "
+            f"{self._timeout.total_seconds():g} s; is it running the same program?",
+            rank=rank,
+        ) from None
 
     def failed(self, error: BaseException, step: int | None) -> None:
         if self._down:

@@ -59,7 +59,7 @@ class Guard:
         return {name: float(v) for name, v in sums.items()}
 
     def look(self, out: Outgoing) -> None:
-        """Take from a bucket's summed gradients what the verdict needs: one pass.
+        """Take from a bucket's gradients what the verdict needs, after the hook: one pass.
 
         That is their norm where it is wanted, else their sum, the fastest pass there is: not finite if
         any element is not. Where it overflows, `judge` looks again with care.
@@ -86,7 +86,7 @@ class Guard:
         Args:
             step: Its number, for the error.
             sums: The summed lane.
-            outgoing: The summed gradients, still to be divided.
+            outgoing: The gradients after the hook, still to be divided.
             divisor: What they are to be divided by.
             clip: The largest norm of the result, or None.
         """

@@ -109,7 +109,7 @@ class HookRun:
         if buckets and self._early is not None and self._early.sums is not None:
             sums = self._early.sums(buckets[0])
             weight, lane = sums.total, sums.lane
-        after = self.run(self._stages[old.form.early :], old.rest, storage, outgoing, weight, lane)
+        after = self.run(self._stages[old.form.n_early :], old.rest, storage, outgoing, weight, lane)
         self.stop()
         return HookState(buckets, after, old.form)
 

@@ -24,7 +24,7 @@ class Form:
     layout: tuple[Bucket, ...]
     shapes: Mapping[str, torch.Size]
     flat: bool  # whether buckets are flat tensors
-    early: int  # stages run bucket by bucket
+    n_early: int  # stages run bucket by bucket
     stages: int
 
 
@@ -37,12 +37,12 @@ class HookState(NamedTuple):
         """The state as the pure hook has it: keyed by path."""
         form = self.form
         early: Any = ()
-        if form.early:
+        if form.n_early:
             parts = list(self.buckets)
             if form.flat:
                 parts = [_by_path(p, bucket, form.shapes) for p, bucket in zip(parts, form.layout, strict=True)]
             merged = merge(parts, form.shapes)
-            early = merged if form.early > 1 else (merged,)
+            early = merged if form.n_early > 1 else (merged,)
         whole = (*early, *self.rest)
         return whole if form.stages > 1 else whole[0] if whole else ()
 

@@ -118,7 +118,10 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
 
 @contextlib.contextmanager
 def bind(mesh: Mesh) -> Iterator[None]:
-    """Bind the axes of a mesh for the length of a with block: for loops of one's own.
+    """Bind the axes of a mesh for the length of a with block, in this thread: for loops of one's own.
+
+    Args:
+        mesh: What `fjoin.mesh` made.
 
     >>> from fjoin import transforms as tx
     >>> with fjoin.bind(fjoin.mesh({"data": -1})):

@@ -17,6 +17,17 @@ class Metrics:
         step: The step's number, from 0.
         stepped: Whether this call ended a window, so that messages were sent.
         aux: What this rank's own `loss_fn` returned besides the loss; None without a batch.
+
+    Raises:
+        NonFinite: on a device, when a number is asked for: this step was not finite and changed nothing.
+
+    >>> from fjoin import transforms as tx
+    >>> def loss_fn(params, batch):
+    ...     return (params["w"] * batch).mean(), {"sum": {"samples": len(batch)}}
+    >>> step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.5)), weight=len)
+    >>> state, metrics = step(step.init({"w": torch.tensor(2.0)}), torch.tensor([1.0, 3.0]))
+    >>> metrics.loss, metrics.weight, metrics.sums
+    (4.0, 2.0, {'samples': 2.0})
     """
 
     __slots__ = ("_check", "_sums", "aux", "step", "stepped")

@@ -35,17 +35,17 @@ from .transforms.sync._mean import MeanState
 class Run:
     """Runs the steps of one pipeline on this rank; `TrainStep` is its public face.
 
-    A hook that begins with `mean` or `sum_over` is summed bucket by bucket, in place, while backward goes
-    on; any other is run by `HookRun`.
+    A hook that begins with `mean` or `sum_over`, and reduces no more behind it, is summed bucket by bucket, in
+    place, while backward goes on; any other is run by `HookRun`.
     """
 
     def __init__(self, loss: Loss, pipeline: Pipeline, mesh: Mesh, accumulate: int, overlap_step: bool = False) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
         self._plan = plan = make_plan(pipeline.hook, tuple(mesh.shape))
         self.hook = HookRun(pipeline.hook, plan, mesh)
-        self._early = overlap_step and plan.reduce is not None and plan.clip is None and not plan.rest
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
-        self._early = self._early and not self.skips
+        plain = plan.reduce is not None and plan.clip is None and not plan.rest
+        self._overlaps = overlap_step and plain and not self.skips
         reduce = self._plan.reduce
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.axes
@@ -154,7 +154,7 @@ class Run:
         if loss is not None:
             _backward(loss, seed)
         queue.finish()
-        if self._early and self.guard.on_host(queue.outgoing):
+        if self._overlaps and self.guard.on_host(queue.outgoing):
             sums = self._step_early(body, queue.outgoing, lane, alone, turn)
         else:
             for out in queue.outgoing:

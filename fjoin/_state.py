@@ -57,6 +57,17 @@ class TrainState:
     A step takes the memory of the state it is given, as with JAX's donate_argnums: the old state
     cannot be used afterwards. Tensors taken out of it are views that the next step overwrites;
     `clone` keeps them.
+
+    Raises:
+        DonatedState, TornState: on any use after a step has taken it, or has failed in changing it.
+
+    >>> from fjoin import transforms as tx
+    >>> step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
+    >>> state = step.init({"w": torch.ones(2)})
+    >>> kept = state.clone()
+    >>> state, _ = step(state, torch.tensor([1.0, 2.0]))
+    >>> kept.params["w"], state.params["w"], state.step
+    (tensor([1., 1.]), tensor([0.5000, 0.0000]), 1)
     """
 
     __slots__ = ("_body", "_version")

@@ -188,9 +188,13 @@ class TrainStep:
             throw_on_early_termination: Raise on all ranks after the step in which the first is out of
                 input. Costs a wait for the step's messages in every iteration.
 
+        Returns:
+            An iterator over the batches that the body is to hand to the step.
+
         Raises:
             EarlyTermination: on all ranks, see above.
             JoinError: the body did not call the step exactly once, or was left early.
+            PeerLost: another rank left the loop, or failed.
         """
         return _join.join(self, loader, empty=empty, throw_on_early_termination=throw_on_early_termination)
 

@@ -17,7 +17,8 @@ class Outgoing:
     """The gradients of one bucket in one step.
 
     Attributes:
-        wire: What is sent: the gradients, and behind them the lane if this bucket carries it.
+        wire: The buffer of the gradients, and behind them the lane if this bucket carries it: what a plain
+            reduction sends.
         grads: The gradients' part of it, or what a hook has made of them.
         lane: The lane's part of it, maybe empty.
     """

@@ -60,10 +60,13 @@ class Transform(_Specified):
             `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is
             1), `lane` a dict of named scalars to be summed along with the gradients. It may
             return None for the gradients: nothing to step with in this call (see `accumulate`);
-            then the stages that follow are not run.
-        scope: What `update` may be given: "element" one flat buffer instead of a tree, "leaf" any
-            subset of the leaves, "message" one flat buffer whose layout matters, "tree" only the
-            whole tree.
+            then the stages that follow are not run. `carried`, in a call on one of several buckets,
+            has with `.get()` the same stage's new state in the first bucket's call of this step; a
+            transform that runs others hands them `carried.at(field)`. The state of parameters lies in
+            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts.
+        scope: What `update` may be given: "element" one flat buffer instead of a tree, with zeros
+            between the leaves; "leaf" any subset of the leaves, the empty one included; "message" one
+            flat buffer whose layout matters; "tree" only the whole tree.
         sums: For a transform that reduces and carries the lane: `state -> MeanState`, the sums that
             the last message brought. None if it does not carry the lane.
         vmappable: Whether `update` runs under the simulator's vmap engine.

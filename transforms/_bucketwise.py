@@ -23,7 +23,7 @@ class Carried:
         self.get = get
 
     def at(self, key: str | int) -> Carried:
-        """The same for a part of the state: a field by name, an item by index."""
+        """The same for a part of the state: a field of a NamedTuple by name, an item of a tuple by index."""
         return Carried(lambda: getattr(self.get(), key) if isinstance(key, str) else self.get()[key])
 
 

@@ -67,6 +67,12 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 def clip_by_value(max_value: float) -> Transform:
     """Limit every element to [-max_value, max_value]; a NaN stays a NaN.
 
+    Args:
+        max_value: The largest absolute value; above 0.
+
+    Returns:
+        A `Transform` without state.
+
     Raises:
         ValueError: `max_value` is not above 0.
 

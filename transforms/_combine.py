@@ -130,6 +130,9 @@ def stateless(function: Callable[..., Any], scope: Scope = "leaf") -> Transform:
         function: `grad -> grad`, pure, of the same shape and dtype.
         scope: "leaf", or "element" if each element depends on itself alone.
 
+    Returns:
+        A `Transform` without state.
+
     Raises:
         ValueError: another scope.
 

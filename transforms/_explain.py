@@ -29,9 +29,11 @@ from .sync._mean import MeanState
 
 
 class Message(NamedTuple):
-    collective: str
-    axis: str
-    dtype: torch.dtype
+    """One message of one rank in one step."""
+
+    collective: str  # its name in transforms: "psum", "all_gather", ...
+    axis: str  # several joined by " x "
+    dtype: torch.dtype  # what travels
     payload_bytes: int  # what one rank hands to the collective
     sent_bytes: int  # what one rank sends, by a ring
 
@@ -39,18 +41,18 @@ class Message(NamedTuple):
 class Row(NamedTuple):
     """One stage of a pipeline, as `explain` sees it for one step."""
 
-    stage: str
+    stage: str  # its repr
     scope: str
-    when: str
-    messages: tuple[Message, ...]
-    state_bytes: int
+    when: str  # in which steps, or for how many parameters, it runs
+    messages: tuple[Message, ...]  # of a step in which it runs
+    state_bytes: int  # that one rank keeps between steps
 
 
 class Explanation(NamedTuple):
-    """What `explain` returns; print it, or read its rows."""
+    """What `explain` returns; print it, or read its rows. All figures are of one rank and one step."""
 
-    rows: tuple[Row, ...]
-    axes: dict[str, int]
+    rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in their order
+    axes: dict[str, int]  # name -> ranks
 
     @property
     def messages(self) -> int:
@@ -149,8 +151,8 @@ def explain(
     """What each stage of a pipeline sends and keeps, per rank and step, before anything runs.
 
     The stages are run once on tensors without data, over axes that only note what is asked of them:
-    nothing is declared by hand. Gradients are cut into the buckets of `fjoin.train_step`; a stage
-    that does not need the whole tree is run once per bucket.
+    nothing is declared by hand. Gradients are cut into the buckets of `fjoin.train_step`, and each stage
+    runs on a bucket or on the whole tree as it does there.
 
     Args:
         pipeline: A `Pipeline`, or a `Transform` alone.
@@ -160,6 +162,9 @@ def explain(
 
     Returns:
         An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
+
+    Raises:
+        TypeError: neither pipeline nor transform; a stage that reads a tensor's value.
 
     >>> from fjoin import transforms as tx
     >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
@@ -179,16 +184,18 @@ def explain(
         ranks = math.prod(sizes.get(name, 1) for name in plan.axes)
         lane = dict.fromkeys(step_lane(ranks)[1:], 0.0)
 
-        def explain_stage(part: Transform, when: str, carries: bool, early: bool = False) -> None:
+        def explain_stage(part: Transform, when: str, carries: bool, per_bucket: bool = False) -> None:
             inner = _alternatives(part)
             for child, child_when in inner:
                 for stage in stages(child):
-                    explain_stage(stage, child_when if when == "each step" else f"{when}, {child_when}", carries, early)
+                    explain_stage(
+                        stage, child_when if when == "each step" else f"{when}, {child_when}", carries, per_bucket
+                    )
             if inner:
                 return
             if part is plan.reduce:
                 messages = _reduction_messages(part, layout, lane, notes)
-            elif early:
+            elif per_bucket:
                 messages = _bucket_messages(part, layout, fake, lane if carries else None, flat, notes)
             else:
                 messages = _messages(part, fake, lane if carries else None, notes)

@@ -52,7 +52,7 @@ def make_layout(
     Args:
         params: Path -> tensor, in the order in which the model registered them.
         label: Leaves of one bucket with equal labels lie next to each other, in one span.
-        bucket_bytes: A bucket is closed once it holds this much.
+        bucket_bytes: A bucket is closed once it holds this much; the first of several sooner.
         direct_bytes: A tensor of this size is a bucket of its own.
     """
     done: list[tuple[int, Bucket]] = []  # (when its last gradient is expected, bucket)

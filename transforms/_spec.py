@@ -187,6 +187,9 @@ def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = No
         text: What `to_json` returned.
         functions: Qualified name -> function, for those among the arguments.
 
+    Returns:
+        A transform, optimizer, schedule or pipeline, equal to the one written.
+
     Raises:
         ValueError: an unknown factory or function, named in the message.
 
@@ -227,6 +230,12 @@ def fingerprint(*parts: Any) -> str:
     """A short hash of transforms and plain data, equal on two ranks iff the parts are.
 
     Functions count by qualified name and code, not by what they close over.
+
+    Args:
+        parts: Transforms, optimizers, schedules, pipelines, numbers, strings, tuples and dicts of them.
+
+    Returns:
+        32 hexadecimal digits.
 
     >>> from fjoin import transforms as tx
     >>> tx.fingerprint(tx.identity()) == tx.fingerprint(tx.clip_by_value(1.0))

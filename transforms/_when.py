@@ -43,6 +43,10 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     Returns:
         A `Transform` with state `SwitchState(step, before, after)`.
 
+    Raises:
+        ValueError: `step` is no whole number, or negative.
+        TypeError: `before` or `after` is no transform.
+
     >>> from fjoin import transforms as tx
     >>> late = tx.switch_after(1, tx.identity(), tx.stateless(torch.neg))
     >>> state = late.init(torch.tensor(0.0))
@@ -91,6 +95,10 @@ def every(steps: int, transform: Transform) -> Transform:
         A `Transform` with state `EveryState(step, inner)`. It does not carry the lane, which must
         travel in every step.
 
+    Raises:
+        ValueError: `steps` is no whole number, or below 1.
+        TypeError: `transform` is none.
+
     >>> from fjoin import transforms as tx
     >>> second = tx.every(2, tx.stateless(torch.neg))
     >>> state = second.init(torch.tensor(0.0))
@@ -138,6 +146,10 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 
     Returns:
         A `Transform` with state `AccumulateState(step, weight, grads, lane, inner)`.
+
+    Raises:
+        ValueError: `steps` is no whole number, or below 1.
+        TypeError: `transform` is none.
 
     Same as: optax.MultiSteps.
 

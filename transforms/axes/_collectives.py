@@ -47,6 +47,11 @@ def psum(x: Tree, axis: AxisName) -> Tree:
 def pmean(x: Tree, axis: AxisName) -> Tree:
     """Mean over the ranks of an axis: `psum(x) / axis_size`.
 
+    Args, Raises: as `psum`.
+
+    Returns:
+        The same structure, new tensors, equal on all ranks, floating-point.
+
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda x: tx.pmean(x, "data"), {"data": 2}, [1.0, 2.0])
     [tensor(1.5000), tensor(1.5000)]
@@ -58,6 +63,11 @@ def pmean(x: Tree, axis: AxisName) -> Tree:
 def pmax(x: Tree, axis: AxisName) -> Tree:
     """Elementwise maximum over the ranks of an axis; NaN where any rank has one. No gradient.
 
+    Args, Raises: as `psum`.
+
+    Returns:
+        The same structure, new tensors, equal on all ranks.
+
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda x: tx.pmax(x, "data"), {"data": 2}, [1.0, 2.0])
     [tensor(2.), tensor(2.)]
@@ -67,6 +77,11 @@ def pmax(x: Tree, axis: AxisName) -> Tree:
 
 def pmin(x: Tree, axis: AxisName) -> Tree:
     """Elementwise minimum over the ranks of an axis; NaN where any rank has one. No gradient.
+
+    Args, Raises: as `psum`.
+
+    Returns:
+        The same structure, new tensors, equal on all ranks.
 
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda x: tx.pmin(x, "data"), {"data": 2}, [1.0, 2.0])
@@ -78,7 +93,16 @@ def pmin(x: Tree, axis: AxisName) -> Tree:
 def pbroadcast(x: Tree, axis: str, source: int) -> Tree:
     """Every rank gets what rank `source` of the axis has.
 
+    Args:
+        x: A pytree, of the same structure, shapes and dtypes on every rank.
+        axis: A bound axis name.
+        source: An index in the axis, the same on every rank.
+
+    Returns:
+        The same structure, new tensors, equal on all ranks.
+
     Raises:
+        UnboundAxis: nothing binds the axis.
         ValueError: `source` is no rank of the axis.
 
     >>> from fjoin import transforms as tx
@@ -93,6 +117,12 @@ def pbroadcast(x: Tree, axis: str, source: int) -> Tree:
 
 def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
     """All ranks' values, stacked along a new dimension or, tiled, concatenated along one.
+
+    Args:
+        x: A pytree, of the same structure, shapes and dtypes on every rank.
+        axis: A bound axis name, or a tuple of them.
+        dim: Where the ranks' dimension is put; tiled: the dimension that grows.
+        tiled: Concatenate instead of stacking.
 
     Returns:
         Leaves `(..., n, ...)` with n, the size of the axis, at `dim`; tiled: dimension `dim` is n
@@ -126,6 +156,9 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) 
         dim: The dimension that is divided.
         tiled: Keep the dimension, n times shorter, instead of dropping it.
 
+    Returns:
+        The same structure, new tensors: this rank's pieces of the sums.
+
     Raises:
         ValueError: the dimension does not divide, with the path.
 
@@ -156,6 +189,9 @@ def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, t
         split_dim: The dimension that is divided among the receivers.
         concat_dim: Where the pieces received are put, in the order of the senders.
         tiled: Concatenate the pieces along `concat_dim` instead of stacking them.
+
+    Returns:
+        The same structure, new tensors: the pieces received.
 
     Raises:
         ValueError: the dimension does not divide, with the path.
@@ -198,7 +234,16 @@ def _split_ranks(op: str, tree: Tree, axis: AxisName, dim: int, tiled: bool) -> 
 def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
     """Send each rank's value along `(source, target)` pairs; a rank that is no target gets zeros.
 
+    Args:
+        x: A pytree, of the same structure, shapes and dtypes on every rank.
+        axis: A bound axis name.
+        perm: Pairs of indices in the axis, the same on every rank.
+
+    Returns:
+        The same structure, new tensors.
+
     Raises:
+        UnboundAxis: nothing binds the axis.
         ValueError: a pair names no rank of the axis, or a source or a target stands twice.
 
     >>> from fjoin import transforms as tx
@@ -219,6 +264,9 @@ def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
 def axis_index(axis: AxisName) -> Tensor:
     """This rank's index in an axis, 0-d int64; in a tuple of axes the last one varies fastest.
 
+    Raises:
+        UnboundAxis: nothing binds the axis.
+
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda: tx.axis_index(("node", "local")), {"node": 2, "local": 2})
     [tensor(0), tensor(1), tensor(2), tensor(3)]
@@ -230,7 +278,10 @@ def axis_index(axis: AxisName) -> Tensor:
 
 
 def axis_size(axis: AxisName) -> int:
-    """How many ranks an axis, or a tuple of axes together, has.
+    """How many ranks an axis, or a tuple of axes together, has: a host integer.
+
+    Raises:
+        UnboundAxis: nothing binds the axis.
 
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda: tx.axis_size("data"), {"data": 2})

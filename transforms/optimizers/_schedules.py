@@ -57,6 +57,9 @@ def _steps(name: str, value: int, least: int) -> None:
 def constant(value: float) -> Schedule:
     """The same value in every step.
 
+    Returns:
+        A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
+
     >>> constant(0.1)(7).item()
     0.1
     """
@@ -66,6 +69,15 @@ def constant(value: float) -> Schedule:
 @factory
 def linear(start: float, end: float, total_steps: int) -> Schedule:
     """From `start` in step 0 in a straight line to `end` in step `total_steps`, then constant.
+
+        start + (end - start) min(s / total_steps, 1)
+
+    Args:
+        start, end: Values.
+        total_steps: Steps; at least 1.
+
+    Returns:
+        A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
         ValueError: `total_steps` is below 1.
@@ -82,6 +94,15 @@ def linear(start: float, end: float, total_steps: int) -> Schedule:
 @factory
 def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
     """From `start` in step 0 along half a cosine to `end` in step `total_steps`, then constant.
+
+        end + (start - end) (1 + cos(pi min(s / total_steps, 1))) / 2
+
+    Args:
+        start, end: Values.
+        total_steps: Steps; at least 1.
+
+    Returns:
+        A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
         ValueError: `total_steps` is below 1.
@@ -106,6 +127,14 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 
     Step s has peak (s + 1) / warmup_steps while s < warmup_steps, so that the first step is not
     lost; step `warmup_steps - 1` is the first at `peak`, step `total_steps` has `end`.
+
+    Args:
+        peak, end: Values.
+        warmup_steps: Steps; 0 for none.
+        total_steps: Steps, warm-up included; above `warmup_steps`.
+
+    Returns:
+        A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
         ValueError: `warmup_steps` is negative, or `total_steps` not above it.

@@ -87,7 +87,7 @@ def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
 
     total: the sum of the ranks' factors in the mean; weight, loss: the sums of the weights and of
     weight * loss; has_next: ranks that have another batch; nonfinite0, ...: a bit for each rank
-    whose loss is not finite.
+    whose loss, or whose own gradient, is not finite.
     """
     masks = (f"nonfinite{i}" for i in range(math.ceil(ranks / MASK_BITS)))
     return ("total", "weight", "loss", "has_next", *masks, *(f"sum.{name}" for name in sums))

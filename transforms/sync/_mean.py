@@ -167,7 +167,15 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 def sum_over(axis: AxisName) -> Transform:
     """The weighted sum of all ranks' gradients, sum_r w_r g_r, without a division.
 
-    State: `MeanState(total, lane)`, total being the sum of the weights.
+    Args:
+        axis: The axis, or a tuple of axes, to sum over.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
+        State: `MeanState(total, lane)`, total being the sum of the weights.
+
+    Raises:
+        ValueError, UnboundAxis: at `update`, as `mean`.
 
     >>> from fjoin import transforms as tx
     >>> def one_rank(g):
