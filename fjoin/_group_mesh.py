@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -120,6 +121,7 @@ class GroupMesh(Mesh):
             for other in [*self.axes.values(), self._everyone]:
                 if other.group is group:
                     other.group = None
+            _forget(group)
             with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                 if group.name() == "nccl":
                     group.abort()
@@ -161,6 +163,19 @@ class GroupMesh(Mesh):
 def mesh_over(group: Any, name: str = "data") -> Mesh:
     """A mesh of one axis over a process group of the user's, which it takes down where a rank fails."""
     return GroupMesh({name: group.size()}, {name: group}, group, TIMEOUT_S, ordered=False)
+
+
+def _forget(group: Any) -> None:
+    """Take a group out of torch's own default arguments, which would keep its connections open.
+
+    The functions of torch.distributed.nn have the default group of the moment of their import, and making a
+    DistributedDataParallel imports them.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module else ():
+        defaults = getattr(function, "__defaults__", None)
+        if defaults and any(value is group for value in defaults):
+            function.__defaults__ = tuple(None if value is group else value for value in defaults)
 
 
 def _from_backend(error: RuntimeError) -> bool:

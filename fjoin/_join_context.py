@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ._axis import Work
 from ._errors import DesyncError, EarlyTermination, JoinError
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
-from .transforms.sync._lane import MASK_BITS, ranks_in_masks
+from ._roll import Roll
+from ._torch_joinables import DDPHook, StepHook, is_stepper
 
 WARN_AFTER = 1000
-
-
-class _Roll:
-    """One iteration's message: which ranks have input."""
-
-    def __init__(self, mesh: Mesh, device: torch.device, live: bool) -> None:
-        self._words = torch.zeros(-(-mesh.size // MASK_BITS), device=device)
-        if live:
-            self._words[mesh.rank // MASK_BITS] = float(2 ** (mesh.rank % MASK_BITS))
-        self._work: Work | None = mesh.reduce_(self._words, tuple(mesh.shape))
-
-    def wait(self) -> tuple[int, ...]:
-        """The ranks that have input."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return ranks_in_masks({f"nonfinite{i}": word for i, word in enumerate(self._words.tolist())})
 
 
 class _Config:
@@ -49,16 +36,13 @@ class _Config:
     enable = False
     throw_on_early_termination = False
 
-    def __init__(self, join: Join, first: bool) -> None:
-        self.join, self.first = join, first
+    def __init__(self, notify: Callable[[], Work | None]) -> None:
+        self.notify = notify
 
     @property
     def is_first_joinable(self) -> bool:
         self.notify()
         return False
-
-    def notify(self) -> Work | None:
-        return self.join._notify() if self.first else None
 
 
 class Join:
@@ -67,14 +51,23 @@ class Join:
     A rank that leaves the block runs the joinables' main hooks, in their order, once for each iteration of the
     ranks that are still in it, so that these find somebody to communicate with; when all have left, every
     rank runs the post hooks. Ranks learn of each other by one small message in each iteration, sent by the
-    first joinable's notification.
+    first joinable's notification; with a DistributedDataParallel, by its forward passes under grad mode.
+
+    Pass the optimizers too: `Join([ddp, optimizer])`. Then a rank without input takes every step with the gradients
+    of the others, and parameters and optimizer state stay equal on all ranks. ZeroRedundancyOptimizer is both.
+    Learning-rate schedulers that step in every iteration belong there as well.
 
     Args:
-        joinables: Objects of `Joinable`, torch's or ours; one of each kind in the same order on all ranks.
+        joinables: Objects of `Joinable`, torch's or ours, DistributedDataParallel and
+            ZeroRedundancyOptimizer among them, optimizers and learning-rate schedulers; the same kinds
+            in the same order on all ranks.
         enable: False makes the context do nothing.
         throw_on_early_termination: Raise on all ranks once the first is out of input. Each notification then
             waits for its message.
-        kwargs: Handed to every joinable's `join_hook`.
+        kwargs: Handed to every joinable's `join_hook`. `divide_by_initial_world_size` (default True) says what
+            DistributedDataParallel's gradients are divided by: the number of all ranks, or of those with
+            input. `before_step`, a function, is called before optimizers step on a rank without input:
+            what the loop does there itself, such as clipping.
 
     Attributes:
         last_joiner: After the block: the lowest of the ranks that ended last; None before.
@@ -82,13 +75,14 @@ class Join:
 
     Raises:
         ValueError: no joinable, or joinables of different process groups.
-        JoinError: at the start of the block: a joinable is in another Join already.
+        JoinError: at the start of the block: a joinable is in another Join already. Inside: a rank
+            accumulates under no_sync where others synchronise.
         DesyncError: at the start of the block, on all ranks: other joinables on some rank.
         EarlyTermination: on all ranks, see above; a RuntimeError, as torch's.
-        PeerLost: another rank left the block by an exception.
+        PeerLost: another rank left the block by an exception. Its process group is destroyed.
 
-    Same as: torch.distributed.algorithms.join.Join, which sends two to four messages in each iteration and
-        leaves its configuration on the joinables.
+    Same as: torch.distributed.algorithms.join.Join, which sends two to four messages in each iteration,
+        lets optimizer state drift apart and leaves its configuration on the joinables.
 
     >>> from fjoin import transforms as tx
     >>> weights = fjoin.as_joinable(tx.broadcast_from_last("data"), {"w": torch.ones(2)})
@@ -100,16 +94,15 @@ class Join:
 
     def __init__(
         self,
-        joinables: Sequence[torch_join.Joinable],
+        joinables: Sequence[Any],
         enable: bool = True,
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not joinables:
-            raise ValueError("a Join needs at least one joinable")
-        self._joinables = list(joinables)
-        self._hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
-        self._enable, self._throw = enable, throw_on_early_termination
+        self._all = list(joinables)
+        self._joinables = [joinable for joinable in self._all if hasattr(joinable, "join_process_group")]
+        if not self._joinables:
+            raise ValueError("a Join needs at least one joinable that communicates")
         groups = [joinable.join_process_group for joinable in self._joinables]
         for i, group in enumerate(groups):
             if group != groups[0]:
@@ -117,13 +110,30 @@ class Join:
                     f"joinables of one Join must have the same process group, but joinable {i}, a "
                     f"{type(self._joinables[i]).__name__}, has another one than joinable 0"
                 )
-        first = self._joinables[0]
-        self._mesh: Mesh = getattr(first, "mesh", None) or mesh_over(groups[0])
-        self._device = first.join_device
-        self._roll: _Roll | None = None  # of the last iteration in which this rank had input
+        ddps = [joinable for joinable in self._joinables if isinstance(joinable, DistributedDataParallel)]
+        self._notifier = (ddps or self._joinables)[0]
+        self._hooks = [self._hook_of(joinable, kwargs) for joinable in self._all]
+        # A backward pass communicates before the step that follows it, whatever their order in the list.
+        self._hooks.sort(key=lambda hook: not isinstance(hook, DDPHook))
+        self._enable, self._throw = enable, throw_on_early_termination
+        self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_over(groups[0])
+        self._device = self._notifier.join_device
+        self._roll: Roll | None = None  # of the last iteration
+        self._shadowing = False
         self._kept: list[Any] = []
+        self._watch: Any = None
         self.last_joiner: int | None = None
         self.iterations = 0
+
+    def _hook_of(self, joinable: Any, kwargs: dict[str, Any]) -> Any:
+        if isinstance(joinable, DistributedDataParallel):
+            by_world = kwargs.get("divide_by_initial_world_size", True)
+            return DDPHook(joinable, self, joinable is self._notifier, by_world)
+        if is_stepper(joinable):
+            return StepHook(joinable, self, kwargs.get("before_step"))
+        if joinable not in self._joinables:
+            raise TypeError(f"a Join takes joinables, optimizers and learning-rate schedulers, got {joinable!r}")
+        return joinable.join_hook(**kwargs)
 
     def __enter__(self) -> Join:
         if not self._enable:
@@ -133,8 +143,14 @@ class Join:
                 raise JoinError(f"this {type(joinable).__name__} is inside another Join already; leave that one first")
         self._check_same()
         self._kept = [joinable._join_config for joinable in self._joinables]
-        for i, joinable in enumerate(self._joinables):
-            joinable._join_config = _Config(self, first=i == 0)  # type: ignore[assignment]
+        own = {id(hook._ddp): hook for hook in self._hooks if isinstance(hook, DDPHook)}
+        for joinable in self._joinables:
+            notify = self._notify if joinable is self._notifier else _silent
+            joinable._join_config = _Config(own[id(joinable)].before_forward if id(joinable) in own else notify)
+        for hook in own.values():
+            hook.enter()
+        if own:
+            self._watch = register_optimizer_step_post_hook(self._saw_step)
         return self
 
     def __exit__(
@@ -150,6 +166,11 @@ class Join:
         finally:
             for joinable, config in zip(self._joinables, self._kept, strict=True):
                 joinable._join_config = config
+            for hook in self._hooks:
+                if isinstance(hook, DDPHook):
+                    hook.leave()
+            if self._watch is not None:
+                self._watch.remove()
         return False
 
     @staticmethod
@@ -165,8 +186,11 @@ class Join:
         config = joinable._join_config
         return config.notify() if isinstance(config, _Config) else torch_join.Join.notify_join_context(joinable)
 
-    def _notify(self) -> Work:
-        self._roll = _Roll(self._mesh, self._device, live=True)
+    # -- what hooks ask for ----------------------------------------------------------------------
+
+    def notify(self, syncs: bool) -> None:
+        """Begin an iteration of this rank."""
+        self._roll = Roll(self._mesh, self._device, live=True, syncs=syncs)
         self.iterations += 1
         if self._throw:
             live = self._roll.wait()
@@ -178,21 +202,53 @@ class Join:
                     rank=gone[0],
                     step=self.iterations - 1,
                 )
+
+    def live(self) -> tuple[int, ...]:
+        """The ranks that have input in this iteration."""
+        return self._roll.wait() if self._roll is not None else ()
+
+    def syncing(self) -> tuple[int, ...]:
+        """Those of them that synchronise gradients."""
+        return self._roll.syncing() if self._roll is not None else ()
+
+    def _notify(self) -> Work | None:
+        if self._shadowing:
+            return None
+        self.notify(syncs=True)
         return self._roll
+
+    def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Warn of an optimizer that steps on ranks with input only."""
+        known = [j for j in self._all if is_stepper(j)] + [getattr(j, "optim", None) for j in self._all]
+        if self._shadowing or any(optimizer is one for one in known):
+            return
+        mine = {id(p) for hook in self._hooks if isinstance(hook, DDPHook) for p in hook._params}
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._watch.remove()
+            warnings.warn(
+                f"this {type(optimizer).__name__} steps the parameters of a DistributedDataParallel in a Join that does not know "
+                f"it: on ranks that are out of input its state will fall behind. Pass it too: Join([ddp, optimizer])",
+                stacklevel=4,
+            )
+
+    # -- after this rank's own iterations ----------------------------------------------------------
 
     def _shadow(self) -> None:
         """Take part in the others' iterations until all are out of input, then run the post hooks."""
+        self._shadowing = True
+        last, is_last_joiner, shadowed = self.live(), True, 0
         try:
-            last = self._roll.wait() if self._roll is not None else ()
-            is_last_joiner = True
-            shadowed = 0
-            while live := _Roll(self._mesh, self._device, live=False).wait():
+            while live := (roll := Roll(self._mesh, self._device)).wait():
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
                     )
+                self._roll = roll
                 for hook in self._hooks:
                     hook.main_hook()
+                for hook in self._hooks:
+                    if isinstance(hook, DDPHook):
+                        hook.after_main()
                 last, is_last_joiner = live, False
                 self.iterations += 1
                 shadowed += 1
@@ -210,24 +266,34 @@ class Join:
         except BaseException as error:
             self._fail(error)
             raise
+        finally:
+            self._shadowing = False
 
     def _fail(self, error: BaseException) -> None:
         """Let the other ranks know; raises what really happened, where this error is only its echo."""
         told = self._mesh.account(error, self.iterations)
+        self._roll = None  # a message that nobody has waited for holds connections too
+        for hook in self._hooks:
+            if isinstance(hook, DDPHook):
+                hook.release()
+        for joinable in self._joinables:  # connections close once nobody holds their group
+            for name, value in list(vars(joinable).items()):
+                if isinstance(value, dist.ProcessGroup):
+                    joinable.__dict__[name] = None
         self._mesh.failed(told, self.iterations)
         if told is not error:
             raise told from error
 
     def _check_same(self) -> None:
         """Raise on all ranks unless they enter with the same joinables."""
-        what = [f"{type(j).__module__}.{type(j).__qualname__}" for j in self._joinables]
+        what = [f"{type(j).__module__}.{type(j).__qualname__}" for j in self._all]
         mine = zlib.crc32(repr((what, self._throw)).encode())
         seen = _gather(self._mesh, torch.tensor([mine], dtype=torch.int64, device=self._device))
         odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
         if odd:
             raise DesyncError(
                 f"rank {odd[0]} enters this Join with other joinables, or another throw_on_early_termination, than rank 0; "
-                f"here: {[type(j).__name__ for j in self._joinables]}. All ranks must enter with the same ones in the same order",
+                f"here: {[type(j).__name__ for j in self._all]}. All ranks must enter with the same ones in the same order",
                 rank=odd[0],
             )
 
@@ -238,3 +304,7 @@ def _gather(mesh: Mesh, value: Tensor) -> list[int]:
         value = axis.run("all_gather", value, None)
     out: list[int] = value.flatten().tolist()
     return out
+
+
+def _silent() -> None:
+    """The notification of a joinable that is not the first."""
