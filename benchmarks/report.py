@@ -17,6 +17,7 @@ TITLES = {
     "1m": "1M MLP",
     "10m": "10M transformer",
     "50m": "50M MLP, large tensors",
+    "join": "10M transformer, epochs of 14 against 10 batches",
     "link": "10M transformer at 1 Gbit/s",
 }
 
@@ -48,6 +49,9 @@ ROWS = [
     Row("fjoin in join, even inputs / fjoin without join", "1m", "ours join", "ours", 1.02),
     Row("fjoin in join, 14 against 10 batches / fjoin without join", "tiny", "ours join uneven", "ours"),
     Row("fjoin in join, 14 against 10 batches / DDP in torch's Join", "tiny", "ours join uneven", "ddp join", 0.65),
+    Row("DDP and its optimizer in fjoin's Join / DDP in torch's Join", "tiny", "ddp our join", "ddp join", 0.90),
+    Row("DDP and its optimizer in fjoin's Join / DDP in torch's Join", "join", "ddp our join", "ddp join"),
+    Row("fjoin in join / DDP in torch's Join", "join", "ours join uneven", "ddp join"),
     Row("fused AdamW / DDP's _hook_then_optimizer", "10m", "ours", "ddp fused hook", 0.82),
     Row("pure reference path / DDP", "1m", "pure", "ddp", 1.12),
     Row("pure reference path / DDP", "10m", "pure", "ddp", 1.12),

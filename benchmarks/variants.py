@@ -26,8 +26,8 @@ LR = 1e-3
 Variant = tuple[Callable[[int], None], Callable[[], list[Tensor]] | None]
 
 
-def ddp(name: str, batch: Any, mesh: Any, join: bool = False, fused_hook: bool = False, **options: Any) -> Variant:
-    """torch's DistributedDataParallel with the fused AdamW: as a whole, in its Join, or stepped in its hook."""
+def ddp(name: str, batch: Any, mesh: Any, join: str = "", fused_hook: bool = False, **options: Any) -> Variant:
+    """torch's DistributedDataParallel with the fused AdamW: as a whole, in torch's or our Join, or stepped in its hook."""
     x, y = batch
     model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
@@ -43,7 +43,7 @@ def ddp(name: str, batch: Any, mesh: Any, join: bool = False, fused_hook: bool =
                 optimizer.step()
 
     def run_joined(n: int) -> None:
-        with Join([model]):
+        with Join([model]) if join == "torch" else fjoin.Join([model, optimizer]):
             run(share(n))
 
     return run_joined if join else run, lambda: list(model.parameters())
@@ -147,7 +147,8 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp again": ddp,
     "ddp 5": lambda *a: ddp(*a, bucket_cap_mb=5),
     "ddp 10": lambda *a: ddp(*a, bucket_cap_mb=10),
-    "ddp join": lambda *a: ddp(*a, join=True),
+    "ddp join": lambda *a: ddp(*a, join="torch"),
+    "ddp our join": lambda *a: ddp(*a, join="ours"),
     "ddp fused hook": lambda *a: ddp(*a, fused_hook=True),
     "ours": ours,
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
