@@ -1,6 +1,7 @@
 """Distributed data-parallel training as pure functions, and the small shell that runs them.
 
 train_step  TrainState  Metrics     the step, on uneven inputs
+evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for whatever communicates
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
@@ -19,6 +20,8 @@ from ._errors import NoBatch as NoBatch
 from ._errors import NonFinite as NonFinite
 from ._errors import PeerLost as PeerLost
 from ._errors import TornState as TornState
+from ._evaluate import Evaluation as Evaluation
+from ._evaluate import evaluate as evaluate
 from ._functional import Apply as Apply
 from ._functional import functional as functional
 from ._join import NO_BATCH as NO_BATCH

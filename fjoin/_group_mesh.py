@@ -7,7 +7,6 @@ import datetime
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -42,7 +41,6 @@ class GroupMesh(Mesh):
             f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store()
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._meetings: Counter[str] = Counter()
         self._cuda = "nccl" in dist.get_backend_config(everyone)
         self._down = False
 
@@ -57,8 +55,8 @@ class GroupMesh(Mesh):
     def exchange(self, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()) -> Any:
         members = self._members(axes)
         who = ",".join(map(str, members))
-        self._meetings[who] += 1
-        place = f"meeting/{who}/{self._meetings[who]}"
+        # Counted in the store: another mesh over the same group goes on where this one has ended.
+        place = f"meeting/{who}/{self._store.add(f'meetings/{who}/{self.rank}', 1)}"
         self._store.set(f"{place}/{self.rank}", json.dumps(value))
         if self.rank == members[0]:
             values = []

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 
 from ._group_mesh import mesh_over
-from ._make_mesh import mesh as make_mesh
+from ._make_mesh import everyone
 from ._mesh import Mesh
 from .transforms import _join as pure
-from .transforms.axes._env import bind_axes, bound
+from .transforms.axes._env import bind_axes
 
 
 class JoinHook(torch_join.JoinHook):
@@ -134,8 +134,7 @@ def as_joinable(
     if not isinstance(hook, pure.JoinHook) and not callable(hook):
         raise TypeError(f"as_joinable takes a transforms.JoinHook or a function that makes one, got {hook!r}")
     if mesh is None:
-        started = dist.is_initialized() and not bound()  # in a simulation the ranks are the simulated ones
-        mesh = mesh_over(dist.group.WORLD) if started else make_mesh({"data": -1})
+        mesh = everyone()
     elif not isinstance(mesh, Mesh):
         mesh = mesh_over(mesh)
     return PureJoinable(hook, state, mesh)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._group_mesh import TIMEOUT_S, GroupMesh
+from ._group_mesh import TIMEOUT_S, GroupMesh, mesh_over
 from ._mesh import Mesh, SimulatedMesh
 from .transforms._errors import NotVmappable
 from .transforms.axes._env import One, bind_axes, bound, under_vmap
@@ -114,6 +114,13 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
             sorted(device_mesh.mesh.flatten().tolist()), timeout=timeout, use_local_synchronization=True
         )
     return GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+
+
+def everyone() -> Mesh:
+    """All ranks as the axis "data": over the default group where there is one, without groups of its own."""
+    if dist.is_initialized() and not bound():  # in a simulation the ranks are the simulated ones
+        return mesh_over(dist.group.WORLD)
+    return mesh({"data": -1})
 
 
 @contextlib.contextmanager

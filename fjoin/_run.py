@@ -118,7 +118,8 @@ class Run:
         storage = body.storage
         self._taps.attach(storage)
         self.stop()
-        weight = self._loss.weigh(batch) if turn is None or turn.live else 0.0
+        live = turn is None or turn.live
+        weight = self._loss.weigh(batch) if live else 0.0
         loss, aux, buffers = self._forward(body, batch) if weight else (None, None, body.buffers)
         share = weight if self.by_weight else float(weight > 0)
         if loss is not None and loss.dtype.itemsize < 4 and (self._plan.reduce is not None or self._accumulate > 1):
@@ -133,6 +134,7 @@ class Run:
                 with self._taps.keeping():
                     _backward(loss, seed)
             body.window, body.buffers, body.calls = lane, buffers, body.calls + 1
+            body.batches += live
             return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
 
         if self._queue is None:
@@ -166,6 +168,7 @@ class Run:
             sums = self._step_together(body, queue.outgoing, lane, turn)
         step = body.step
         body.buffers, body.window = buffers, {}
+        body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
 

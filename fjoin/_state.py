@@ -26,6 +26,7 @@ class Body:
     rebuild: Callable[[dict[str, Any]], Any]  # path -> leaf, to the tree that the user gave
     owner: object  # the step that made it, which alone can run it
     step: int = 0  # steps taken
+    batches: int = 0  # consumed on this rank
     calls: int = 0  # calls of the step, more than steps where gradients are accumulated
     window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
     version: int = 0
@@ -115,6 +116,11 @@ class TrainState:
     def step(self) -> int:
         """Steps taken."""
         return self._claim().step
+
+    @property
+    def batches(self) -> int:
+        """Batches that this rank has consumed, in all calls so far: where to go on in its loader."""
+        return self._claim().batches
 
     def clone(self) -> TrainState:
         """A copy in memory of its own, which no step has overwritten."""

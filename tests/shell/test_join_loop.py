@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -140,3 +141,67 @@ def test_a_loader_may_not_call_the_step() -> None:
             pass
 
     raises_text(fjoin.JoinError, run, "loader of step.join called the step")
+
+
+class _Numbers(torch.utils.data.IterableDataset[Tensor]):
+    """A dataset that does not know its length."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Any:
+        return (torch.full((2,), float(i)) for i in range(self.n))
+
+
+class _Rows(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.full((2,), float(i))
+
+
+LOADERS: dict[str, Any] = {
+    "list": lambda n: [torch.full((2,), float(i)) for i in range(n)],
+    "generator": lambda n: (torch.full((2,), float(i)) for i in range(n)),
+    "workers": lambda n: torch.utils.data.DataLoader(_Rows(n), batch_size=None, num_workers=1) if n else [],
+    "iterable": lambda n: torch.utils.data.DataLoader(_Numbers(n), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_any_loader_and_the_position_in_it(kind: str) -> None:
+    """The state counts what this rank has consumed; the loader itself is one batch ahead."""
+
+    def one_rank(n: int) -> Any:
+        step, state = step_of(accumulate=2)
+        seen = []
+        for batch in step.join(LOADERS[kind](n)):
+            state, _ = step(state, batch)
+            seen.append(state.batches)
+        return seen, state.batches, state.step
+
+    out = tx.simulate(one_rank, {"data": 3}, [3, 0, 5])
+    assert [(batches, step) for _, batches, step in out] == [(3, 3), (0, 3), (5, 3)]
+    assert out[0][0] == [1, 2, 3, 3, 3, 3] and out[2][0] == [1, 2, 3, 4, 5, 5]
+
+
+def test_resuming_in_the_middle_of_an_epoch() -> None:
+    """Skipping what was consumed, on each rank its own, goes on as if nothing had happened."""
+
+    def one_rank(n: int) -> Any:
+        step, state = step_of()
+        whole = LOADERS["list"](n)
+        for batch in step.join(whole):
+            state, _ = step(state, batch)
+        again, part = step_of()
+        for batch in again.join(itertools.islice(whole, 2)):
+            part, _ = again(part, batch)
+        for batch in again.join(whole[part.batches :]):
+            part, _ = again(part, batch)
+        return torch.equal(part.params["w"], state.params["w"]), part.batches == state.batches == n
+
+    assert tx.simulate(one_rank, {"data": 3}, [4, 1, 3]) == [(True, True)] * 3
