@@ -43,29 +43,42 @@ class Turn:
     number: int
     live: bool  # whether this rank has a batch
     has_next: bool  # whether it has another one after this
+    replays: bool = False  # whether ranks without weight compute all the same
     called: bool = False
     others: Callable[[], float] | None = None  # how many ranks have another batch, once a window has ended
 
 
 def join(
-    step: Any, loader: Iterable[B], *, empty: Any = NO_BATCH, throw_on_early_termination: bool = False
+    step: Any,
+    loader: Iterable[B],
+    *,
+    empty: Any = NO_BATCH,
+    throw_on_early_termination: bool = False,
+    when_exhausted: str = "shadow",
 ) -> Iterator[B]:
     """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
+    if when_exhausted not in ("shadow", "replay"):
+        raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
     step._begin_join()
-    number, finished = 0, False
+    number, finished, replays = 0, False, when_exhausted == "replay"
     try:
         batches = iter(loader)
         current = _load(step, batches)
         have = step._count(float(current is not _END))
         if throw_on_early_termination and 0 < have < step.ranks:
             _stop_early(step, have)
+        if replays and have > 0 and current is _END and empty is NO_BATCH:
+            raise NoBatch(
+                "when_exhausted='replay' runs the model on every rank, but this rank has no batch at all; pass "
+                "step.join(loader, when_exhausted='replay', empty=a_batch)"
+            )
         given: Any = empty
         more = have > 0
         while more:
             following = _END if current is _END else _load(step, batches)
             if current is not _END:
                 given = current
-            turn = step._turn = Turn(number, current is not _END, following is not _END)
+            turn = step._turn = Turn(number, current is not _END, following is not _END, replays)
             yield given
             if not turn.called:
                 raise JoinError(

@@ -27,7 +27,7 @@ from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline
 from .transforms._layout import lane_bucket
 from .transforms._plan import make_plan
-from .transforms.axes._env import bind_axes
+from .transforms.axes._env import bind_axes, bind_weight
 from .transforms.sync._lane import lane_dtype
 from .transforms.sync._mean import MeanState
 
@@ -120,7 +120,12 @@ class Run:
         self.stop()
         live = turn is None or turn.live
         weight = self._loss.weigh(batch) if live else 0.0
-        loss, aux, buffers = self._forward(body, batch) if weight else (None, None, body.buffers)
+        replayed: Tensor | None = None
+        if weight or turn is None or not turn.replays:
+            loss, aux, buffers = self._forward(body, batch, weight) if weight else (None, None, body.buffers)
+        else:  # with others for whom the model communicates
+            replayed, _, buffers = self._forward(body, batch, 0.0)
+            loss, aux = None, None
         share = weight if self.by_weight else float(weight > 0)
         if loss is not None and loss.dtype.itemsize < 4 and (self._plan.reduce is not None or self._accumulate > 1):
             share = as_seed(share * self._unit, loss.dtype) / self._unit  # the weight that the gradients will have
@@ -133,6 +138,13 @@ class Run:
             if loss is not None:
                 with self._taps.keeping():
                     _backward(loss, seed)
+            elif replayed is not None:
+                kept = {path: leaf.grad for path, leaf in storage.leaves.items()}
+                storage.clear_grads()
+                with self._taps.keeping():
+                    _backward(replayed, 0.0)
+                for path, leaf in storage.leaves.items():
+                    leaf.grad = kept[path]
             body.window, body.buffers, body.calls = lane, buffers, body.calls + 1
             body.batches += live
             return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
@@ -155,6 +167,9 @@ class Run:
             alone = self.mesh.reduce_(self._lane.wire, self.axes) if self._lane_alone else None
         if loss is not None:
             _backward(loss, seed)
+        elif replayed is not None:
+            with queue.muted():
+                _backward(replayed, 0.0)
         queue.finish()
         if self._overlaps and self.guard.on_host(queue.outgoing):
             sums = self._step_early(body, queue.outgoing, lane, alone, turn)
@@ -172,9 +187,9 @@ class Run:
         body.calls, body.step = body.calls + 1, body.step + 1
         return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
 
-    def _forward(self, body: Body, batch: Any) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+    def _forward(self, body: Body, batch: Any, weight: float) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))
-        with torch.enable_grad(), bind_axes(self.mesh.axes):
+        with torch.enable_grad(), bind_axes(self.mesh.axes), bind_weight(weight):
             return self._loss(params, body.buffers, batch)
 
     def _step_together(

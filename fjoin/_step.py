@@ -173,7 +173,12 @@ class TrainStep:
         return TrainState(body), metrics
 
     def join(
-        self, loader: Iterable[B], *, empty: Any = _join.NO_BATCH, throw_on_early_termination: bool = False
+        self,
+        loader: Iterable[B],
+        *,
+        empty: Any = _join.NO_BATCH,
+        throw_on_early_termination: bool = False,
+        when_exhausted: Literal["shadow", "replay"] = "shadow",
     ) -> Iterator[B]:
         """Iterate over this rank's loader until all ranks are out of input.
 
@@ -187,6 +192,10 @@ class TrainStep:
             empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
             throw_on_early_termination: Raise on all ranks after the step in which the first is out of
                 input. Costs a wait for the step's messages in every iteration.
+            when_exhausted: What a rank does without input, or with a batch of weight 0: "shadow" computes
+                nothing; "replay" runs `loss_fn` on its last batch, whose gradients count nothing: for models
+                that communicate in their forward pass. `transforms.current_weight()` is 0 then. A rank that
+                never has a batch needs `empty`.
 
         Returns:
             An iterator over the batches that the body is to hand to the step.
@@ -196,7 +205,13 @@ class TrainStep:
             JoinError: the body did not call the step exactly once, or was left early.
             PeerLost: another rank left the loop, or failed.
         """
-        return _join.join(self, loader, empty=empty, throw_on_early_termination=throw_on_early_termination)
+        return _join.join(
+            self,
+            loader,
+            empty=empty,
+            throw_on_early_termination=throw_on_early_termination,
+            when_exhausted=when_exhausted,
+        )
 
     # -- what the loop of join asks for --------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -123,11 +124,28 @@ class Queue:
         self.outgoing, self._launch = outgoing, launch
         self._next = len(outgoing)
         self._open = False
+        self._kept: list[list[Tensor | None]] | None = None  # while a backward pass counts nothing
 
     def start(self, by_bucket: list[list[Tensor]]) -> None:
         self._next, self._open = 0, True
         for out, leaves in zip(self.outgoing, by_bucket, strict=True):
             out.start(leaves)
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Let what arrives meanwhile count nothing, whatever it is; 0 * inf would be nan."""
+        self._kept = [[leaf.grad for leaf in out.leaves] for out in self.outgoing]
+        for out in self.outgoing:
+            for leaf in out.leaves:
+                leaf.grad = None
+        try:
+            yield
+        finally:
+            for out, grads in zip(self.outgoing, self._kept, strict=True):
+                for leaf, grad, taken in zip(out.leaves, grads, out.taken, strict=True):
+                    if not taken:
+                        leaf.grad = grad
+            self._kept = None
 
     def stop(self) -> None:
         """Take no more gradients, until the next start."""
@@ -138,6 +156,9 @@ class Queue:
         if not self._open:
             return  # somebody else's backward pass over these leaves
         out = self.outgoing[index]
+        if self._kept is not None:
+            kept = self._kept[index][leaf]
+            out.leaves[leaf].grad = torch.zeros_like(out.leaves[leaf]) if kept is None else kept
         out.take(leaf)
         if out.missing == 0:
             out.filled = True

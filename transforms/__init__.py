@@ -5,7 +5,8 @@ combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop
-join         JoinHook  broadcast_from_last  last_joiner
+join         JoinHook  broadcast_from_last  last_joiner  current_weight
+layers       sync_batch_norm
 optimizers   sgd  adam  adamw  frozen
 schedules    constant  linear  cosine  warmup_cosine
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
@@ -63,6 +64,7 @@ from .axes._collectives import pmin as pmin
 from .axes._collectives import ppermute as ppermute
 from .axes._collectives import psum as psum
 from .axes._collectives import psum_scatter as psum_scatter
+from .axes._env import current_weight as current_weight
 from .axes._simulate import simulate as simulate
 from .optimizers._adam import AdamState as AdamState
 from .optimizers._adam import adam as adam
@@ -76,6 +78,8 @@ from .optimizers._schedules import linear as linear
 from .optimizers._schedules import warmup_cosine as warmup_cosine
 from .optimizers._sgd import SGDState as SGDState
 from .optimizers._sgd import sgd as sgd
+from .sync._batch_norm import BatchNormState as BatchNormState
+from .sync._batch_norm import sync_batch_norm as sync_batch_norm
 from .sync._mean import MeanState as MeanState
 from .sync._mean import mean as mean
 from .sync._mean import noop as noop

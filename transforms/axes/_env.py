@@ -37,6 +37,7 @@ class Axis(Protocol):
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.axes: dict[str, Axis] = {}
+        self.weight: float = 1.0
 
 
 _THREADS = _Threads()
@@ -61,6 +62,28 @@ def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
         yield
     finally:
         _THREADS.axes = before
+
+
+def current_weight() -> float:
+    """This rank's weight in the step that is running: 0 where its batch is replayed only to keep others company.
+
+    A train_step binds it around `loss_fn`; elsewhere it is 1.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.current_weight()
+    1.0
+    """
+    return _THREADS.weight
+
+
+@contextlib.contextmanager
+def bind_weight(weight: float) -> Iterator[None]:
+    """Let `current_weight` give this in this thread for the length of a with block."""
+    before, _THREADS.weight = _THREADS.weight, weight
+    try:
+        yield
+    finally:
+        _THREADS.weight = before
 
 
 def lookup(name: str) -> Axis:

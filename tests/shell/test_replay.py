@@ -1,0 +1,173 @@
+"""Models that communicate in their forward pass, on uneven inputs: batch normalization over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import max_diff, raises_text, same_bits
+from small import step_of
+from torch import Tensor, nn
+
+import fjoin
+from fjoin import transforms as tx
+
+SHAPES = {"rows": (4,), "pictures": (4, 3, 2)}
+
+
+def inputs(sizes: list[int], shape: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, *shape, generator=g, dtype=torch.float64) * 3 + 100 for n in sizes]
+
+
+def normalize(x: Tensor, weight: float | None = None) -> Any:
+    """Output, new statistics, and the gradients of a loss of this rank's own."""
+    f64 = torch.float64
+    scale, bias = torch.linspace(1, 2, 4, dtype=f64), torch.linspace(-1, 1, 4, dtype=f64)
+    state = tx.BatchNormState(torch.zeros(4, dtype=f64), torch.ones(4, dtype=f64))
+
+    def loss(x: Tensor, scale: Tensor, bias: Tensor) -> Any:
+        y, new = tx.sync_batch_norm(x, state, scale, bias, axis="data", weight=weight)
+        factor = 1.0 if weight is None else weight
+        return factor * (y**3).sum(), (y, new)
+
+    (*grads,), (y, new) = torch.func.grad(loss, argnums=(0, 1, 2), has_aux=True)(x, scale, bias)
+    return y, new, grads
+
+
+def one_process(xs: list[Tensor]) -> Any:
+    whole = torch.cat(xs).requires_grad_()
+    norm = nn.BatchNorm1d(4) if whole.dim() == 2 else nn.BatchNorm2d(4)
+    norm = norm.double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(1, 2, 4, dtype=torch.float64))
+        norm.bias.copy_(torch.linspace(-1, 1, 4, dtype=torch.float64))
+    y = norm(whole)
+    (y**3).sum().backward()
+    return y.detach(), (norm.running_mean, norm.running_var), (whole.grad, norm.weight.grad, norm.bias.grad)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [3, 1, 5]], ids=str)
+def test_batch_norm_over_all_ranks_is_that_of_one_process(sizes: list[int], shape: str, engine: Any) -> None:
+    if engine == "vmap" and len(set(sizes)) > 1:
+        pytest.skip("vmap needs ranks of the same shape")
+    xs = inputs(sizes, SHAPES[shape])
+    y, (mean, var), (grad, scale_grad, bias_grad) = one_process(xs)
+    out = tx.simulate(normalize, {"data": len(sizes)}, xs, engine=engine)
+    assert max_diff(torch.cat([o[0] for o in out]), y) < 1e-11
+    for _, new, _ in out:
+        assert max_diff(tuple(new), (mean, var)) < 1e-11 and same_bits(new, out[0][1])
+    assert max_diff(torch.cat([grads[0] for _, _, grads in out]), grad) < 1e-9
+    assert max_diff(sum(grads[1] for _, _, grads in out), scale_grad) < 1e-9
+    assert max_diff(sum(grads[2] for _, _, grads in out), bias_grad) < 1e-9
+
+
+def test_a_rank_of_weight_zero_is_not_counted() -> None:
+    """Not even where its batch holds NaN; with no weight at all the statistics stay."""
+    xs = inputs([3, 2], (4,))
+    y, (mean, var), (grad, *_) = one_process(xs)
+    bad = torch.full((2, 4), float("nan"), dtype=torch.float64)
+    out = tx.simulate(normalize, {"data": 3}, [xs[0], bad, xs[1]], [1.0, 0.0, 1.0])
+    assert max_diff(torch.cat([out[0][0], out[2][0]]), y) < 1e-11
+    assert all(max_diff(tuple(o[1]), (mean, var)) < 1e-11 for o in out)
+    assert max_diff(torch.cat([out[0][2][0], out[2][2][0]]), grad) < 1e-9
+    for _, new, _ in tx.simulate(normalize, {"data": 2}, xs, [0.0, 0.0]):
+        assert new.mean.tolist() == [0.0] * 4 and new.var.tolist() == [1.0] * 4
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        raises_text(ValueError, lambda: normalize(torch.ones(3)), "(samples, channels, ...)", "(3,)")
+
+
+# -- in a step ---------------------------------------------------------------------------------------
+
+
+def make_params() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    shapes = {"w": (4, 4), "scale": (4,), "bias": (4,), "v": (4,)}
+    return {path: torch.randn(s, generator=g, dtype=torch.float64) for path, s in shapes.items()}
+
+
+def make_buffers() -> dict[str, Tensor]:
+    return {"mean": torch.zeros(4, dtype=torch.float64), "var": torch.ones(4, dtype=torch.float64)}
+
+
+def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+    state = tx.BatchNormState(buffers["mean"], buffers["var"])
+    y, new = tx.sync_batch_norm(batch @ params["w"], state, params["scale"], params["bias"], axis="data")
+    return (torch.tanh(y) @ params["v"]).square().mean(), None, {"mean": new.mean, "var": new.var}
+
+
+def train(batches: list[Tensor], window: int = 1, empty: Any = None) -> Any:
+    step = fjoin.train_step(
+        loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.05)), weight=len, mesh=fjoin.mesh({"data": -1}), accumulate=window,
+        bucket_bytes=100,
+    )  # fmt: skip
+    state = step.init(make_params(), make_buffers())
+    for batch in step.join(batches, when_exhausted="replay", empty=torch.ones(2, 4, dtype=torch.float64)):
+        state, metrics = step(state, batch)
+    return {k: p.clone() for k, p in state.params.items()}, dict(state.buffers or {}), metrics.loss
+
+
+def shards(sizes: list[list[int]]) -> list[list[Tensor]]:
+    return [inputs(own, (4,), seed=7 + rank) for rank, own in enumerate(sizes)]
+
+
+def train_real(sizes: list[list[int]], window: int) -> Any:
+    return train(shards(sizes)[dist.get_rank()], window)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("sizes", [[[3, 2, 4], [5]], [[], [2, 3], [4, 1]]], ids=str)
+def test_training_with_batch_norm_on_uneven_inputs(pool: Any, sizes: list[list[int]], window: int) -> None:
+    """One process on the ranks' batches together computes the same, running statistics included."""
+    given = shards(sizes)
+    most = max(map(len, sizes))
+    whole = [torch.cat([own[i] for own in given if i < len(own)]) for i in range(most)]
+    ((params, buffers, loss),) = tx.simulate(lambda b: train(b, window), {"data": 1}, [whole])
+    simulated = tx.simulate(lambda b: train(b, window), {"data": len(sizes)}, given)
+    real = pool.run(len(sizes), train_real, sizes, window)
+    for own, stats, own_loss in simulated + real:
+        assert max_diff(own, params) < 1e-12 and max_diff(stats, buffers) < 1e-11
+        assert abs(own_loss - loss) < 1e-12 or own_loss != own_loss
+    assert all(same_bits(one[:2], simulated[0][:2]) for one in simulated)
+    assert all(same_bits(one[:2], real[0][:2]) for one in real)
+
+
+def test_what_is_replayed_counts_nothing() -> None:
+    """Not its loss, its gradients, its sums; and NaN in them changes nothing."""
+
+    def one_rank(batches: list[float]) -> Any:
+        weights = []
+
+        def loss(params: Any, batch: float) -> Any:
+            weights.append(tx.current_weight())
+            total = tx.psum(torch.tensor(1.0), "data")  # every rank is here
+            return (params["w"] * batch).sum() * total / total, {"sum": {"calls": 1}}
+
+        step, state = step_of(loss)
+        seen = []
+        for batch in step.join(batches, when_exhausted="replay", empty=float("nan")):
+            state, metrics = step(state, batch)
+            seen.append((metrics.sums["calls"], metrics.weight, metrics.aux is None))
+        return seen, weights, state.params["w"].tolist()
+
+    (a, wa, pa), (b, wb, pb), (c, wc, pc) = tx.simulate(one_rank, {"data": 3}, [[1.0, 2.0], [3.0], []])
+    assert pa == pb == pc and abs(pa[0] - (1 - 0.1 * (2 + 2))) < 1e-6
+    assert [s[:2] for s in a] == [(2, 2), (1, 1)] and [s[2] for s in b] == [False, True]
+    assert (wa, wb, wc) == ([1.0, 1.0], [1.0, 0.0], [0.0, 0.0])
+
+
+def test_what_replay_needs() -> None:
+    step, state = step_of()
+    raises_text(ValueError, lambda: next(iter(step.join([1.0], when_exhausted="repeat"))), "'shadow' or 'replay'")
+
+    raises_text(fjoin.NoBatch, lambda: tx.simulate(one_rank_raises, {"data": 2}, [1, 0]), "empty=a_batch")
+
+
+def one_rank_raises(n: int) -> None:
+    step, state = step_of()
+    for batch in step.join([torch.ones(2)] * n, when_exhausted="replay"):
+        state, _ = step(state, batch)
