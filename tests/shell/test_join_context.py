@@ -229,6 +229,40 @@ def test_pure_hooks_simulated_and_real(pool: Any, inputs: list[list[float]], las
     assert pool.run(len(inputs), on_processes, inputs) == want
 
 
+def test_a_barrier() -> None:
+    """A Join whose joinable does nothing: its end waits for all ranks."""
+    order: list[str] = []
+
+    def one_rank(name: str) -> None:
+        with fjoin.Join([fjoin.as_joinable(tx.JoinHook())]):
+            order.append(f"{name} before")
+        order.append(f"{name} after")
+
+    tx.simulate(one_rank, {"data": 3}, ["a", "b", "c"])
+    assert sorted(order[:3]) == ["a before", "b before", "c before"] and len(order) == 6
+
+
+def test_work_once_after_all_have_ended() -> None:
+    """A post hook runs once on each rank, after the last iteration of any rank."""
+    log: list[str] = []
+
+    def one_rank(n: int) -> None:
+        def post(state: Any, is_last_joiner: bool) -> Any:
+            log.append("post")
+            return state
+
+        one = fjoin.as_joinable(tx.JoinHook(post=post))
+        for _ in range(2):  # epochs
+            with fjoin.Join([one]):
+                for _ in range(n):
+                    fjoin.Join.notify_join_context(one)
+                    log.append("step")
+
+    tx.simulate(one_rank, {"data": 3}, [1, 3, 0])
+    epoch = ["step"] * 4 + ["post"] * 3
+    assert log == epoch * 2
+
+
 def test_other_joinables_on_one_rank() -> None:
     def one_rank(n: int) -> str:
         mesh = fjoin.mesh({"data": -1})

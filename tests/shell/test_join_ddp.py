@@ -246,6 +246,33 @@ def test_buffers_come_from_a_rank_that_has_input(pool: Any, counts: list[int]) -
         assert states["1.num_batches_tracked"] == max(counts) and last == counts.index(max(counts))
 
 
+def with_a_buffer_hook(counts: list[int]) -> Any:
+    """Buffers averaged by a hook after each forward pass, which torch's Join does not shadow."""
+
+    def average(group: Any, buffers: dict[str, torch.Tensor]) -> None:
+        for buffer in buffers.values():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer, group=group)
+                buffer /= group.size()
+
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    ddp._register_buffer_comm_hook(ddp.process_group, average)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    g = torch.Generator().manual_seed(dist.get_rank())
+    with fjoin.Join([ddp, optimizer]):
+        for _ in range(counts[dist.get_rank()]):
+            loss(ddp, torch.randn(5, 4, generator=g)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {k: v.clone() for k, v in ddp.module.state_dict().items()}
+
+
+def test_a_buffer_hook_is_shadowed(pool: Any) -> None:
+    a, b = pool.run(2, with_a_buffer_hook, [1, 3])
+    assert same_bits(a, b) and a["1.running_mean"].abs().max() > 0
+
+
 def evaluate_inside() -> Any:
     """Forward passes without gradients, in eval mode and not, on one rank only."""
     torch.manual_seed(0)
