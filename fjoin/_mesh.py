@@ -20,6 +20,10 @@ class Mesh:
         axes: Axis name -> what runs collectives over it.
         rank: This rank among all of the mesh, the last axis varying fastest.
         size: The number of ranks.
+
+    >>> mesh = fjoin.mesh({"node": 1, "local": -1})
+    >>> mesh.shape, mesh.rank, mesh.size
+    ({'node': 1, 'local': 1}, 0, 1)
     """
 
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:

@@ -174,7 +174,14 @@ class Optimizer(_Specified):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Pipeline(_Specified):
-    """Gradient transform, then optimizer, then parameter transform; made by `fuse`."""
+    """Gradient transform, then optimizer, then parameter transform; made by `fuse`.
+
+    Args:
+        init: `params -> state`, the state being `PipelineState(hook, optimizer, after)`.
+        step: `(params, grads, state, *, weight=None, lane=None) -> (params, state)`, pure.
+        hook, optimizer, after: What it is made of; `after` may be None.
+        spec: The pipeline as data.
+    """
 
     init: Callable[[Tree], State]
     step: Callable[..., tuple[Tree, State]]
