@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -83,28 +84,50 @@ def _go_through(metric_fn: Callable[[Any], dict[str, Any]], loader: Iterable[Any
             w, out = weigh.weigh(batch), metric_fn(batch)
             if not isinstance(out, dict):
                 raise TypeError(f"metric_fn must return a dict name -> mean over the batch, got {out!r}")
-            own = {name: value for name, value in out.items() if name != "sum"}
-            for into, values, factor in ((means, own, w), (sums, out.get("sum", {}), 1.0)):
+            own, summed = {name: value for name, value in out.items() if name != "sum"}, out.get("sum", {})
+            if not isinstance(summed, dict):
+                raise TypeError(f"what metric_fn returns under 'sum' must be a dict name -> number, got {summed!r}")
+            for into, values, factor in ((means, own, w), (sums, summed, 1.0)):
                 if batches and values.keys() != into.keys():
                     raise ValueError(f"metric_fn returned the names {sorted(values)}, before that {sorted(into)}")
                 for name, value in values.items():
-                    wide = torch.as_tensor(value).to("cpu", torch.float64)
+                    wide = _number(name, value)
+                    if name in into and into[name].shape != wide.shape:
+                        raise ValueError(
+                            f"the metric {name!r} has shape {tuple(wide.shape)}, before that {tuple(into[name].shape)}"
+                        )
                     # A batch of weight 0 adds nothing, whatever its mean is: 0 * nan would be nan.
                     into[name] = into.get(name, torch.zeros_like(wide)) + (wide * factor if factor else 0.0)
             total, batches = total + w, batches + 1
-    kept = {"means": {k: v.tolist() for k, v in means.items()}, "sums": {k: v.tolist() for k, v in sums.items()}}
-    return {**kept, "weight": total, "batches": batches}
+    return {"means": _sent(means), "sums": _sent(sums), "weight": total, "batches": batches}
+
+
+def _number(name: Any, value: Any) -> Tensor:
+    """A metric as a float64 tensor.
+
+    Raises:
+        TypeError: its name is no string, or it is no real number or tensor.
+    """
+    if isinstance(name, str) and isinstance(value, Tensor) and not value.is_complex():
+        return value.detach().to("cpu", torch.float64)
+    if not (isinstance(name, str) and isinstance(value, numbers.Real)):
+        raise TypeError(f"a metric is a string with a real number or a tensor of them, got {name!r}: {value!r}")
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The sums over all ranks, in rank order."""
     known = [(rank, one) for rank, one in enumerate(ranks) if one["batches"]]
-    names = [(sorted(one["means"]), sorted(one["sums"])) for _, one in known]
+    names = [
+        [sorted((name, shape) for name, (shape, _) in one[kind].items()) for kind in ("means", "sums")]
+        for _, one in known
+    ]
     for (rank, _), own in zip(known, names, strict=True):
         if own != names[0]:
             return {
                 "rank": rank,
-                "problem": f"metric_fn returned {own} on rank {rank}, but {names[0]} on rank {known[0][0]}; names must be the same",
+                "problem": f"metric_fn returned the names and shapes {own} on rank {rank}, but {names[0]} on rank "
+                f"{known[0][0]}; they must be the same",
             }
     out: dict[str, Any] = {
         "weight": sum(one["weight"] for one in ranks),
@@ -115,12 +138,16 @@ def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         for _, one in known:
             for name, value in _tensors(one[kind]).items():
                 added[name] = added[name] + value if name in added else value
-        out[kind] = {name: value.tolist() for name, value in added.items()}
+        out[kind] = _sent(added)
     return out
 
 
+def _sent(values: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: [list(value.shape), value.flatten().tolist()] for name, value in values.items()}
+
+
 def _tensors(values: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    return {name: torch.tensor(flat, dtype=torch.float64).view(shape) for name, (shape, flat) in values.items()}
 
 
 def _plain(values: dict[str, Tensor]) -> dict[str, Any]:

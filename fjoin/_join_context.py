@@ -55,7 +55,9 @@ class Join:
 
     Pass the optimizers too: `Join([ddp, optimizer])`. Then a rank without input takes every step with the gradients
     of the others, and parameters and optimizer state stay equal on all ranks. ZeroRedundancyOptimizer is both.
-    Learning-rate schedulers that step in every iteration belong there as well.
+    Learning-rate schedulers that step in every iteration belong there as well. The loop must then step once in each
+    iteration that synchronises gradients, and run one forward pass for each backward pass; to accumulate, use
+    `ddp.no_sync()`. A torch.amp.GradScaler is not known here: its scale would be taken for gradient.
 
     Args:
         joinables: Objects of `Joinable`, torch's or ours, DistributedDataParallel and
@@ -110,11 +112,12 @@ class Join:
                     f"joinables of one Join must have the same process group, but joinable {i}, a "
                     f"{type(self._joinables[i]).__name__}, has another one than joinable 0"
                 )
-        ddps = [joinable for joinable in self._joinables if isinstance(joinable, DistributedDataParallel)]
-        self._notifier = (ddps or self._joinables)[0]
+        self._ddps = [joinable for joinable in self._joinables if isinstance(joinable, DistributedDataParallel)]
+        self._notifier = ([j for j in self._joinables if not is_stepper(j)] or self._joinables)[0]
+        self._before_step = kwargs.get("before_step")
         self._hooks = [self._hook_of(joinable, kwargs) for joinable in self._all]
-        # A backward pass communicates before the step that follows it, whatever their order in the list.
-        self._hooks.sort(key=lambda hook: not isinstance(hook, DDPHook))
+        # A step follows the backward pass, and a schedule the step, whatever their order in the list.
+        self._hooks.sort(key=lambda hook: hook.turn if isinstance(hook, StepHook) else 0)
         self._enable, self._throw = enable, throw_on_early_termination
         self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_over(groups[0])
         self._device = self._notifier.join_device
@@ -130,7 +133,7 @@ class Join:
             by_world = kwargs.get("divide_by_initial_world_size", True)
             return DDPHook(joinable, self, joinable is self._notifier, by_world)
         if is_stepper(joinable):
-            return StepHook(joinable, self, kwargs.get("before_step"))
+            return StepHook(joinable, self)
         if joinable not in self._joinables:
             raise TypeError(f"a Join takes joinables, optimizers and learning-rate schedulers, got {joinable!r}")
         return joinable.join_hook(**kwargs)
@@ -214,7 +217,7 @@ class Join:
     def _notify(self) -> Work | None:
         if self._shadowing:
             return None
-        self.notify(syncs=True)
+        self.notify(syncs=all(ddp.require_backward_grad_sync for ddp in self._ddps[:1]))
         return self._roll
 
     def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -243,8 +246,11 @@ class Join:
                     raise EarlyTermination(
                         f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
                     )
-                self._roll = roll
+                self._roll, steps = roll, False
                 for hook in self._hooks:
+                    if isinstance(hook, StepHook) and not steps and roll.syncing() and self._before_step is not None:
+                        self._before_step()
+                    steps = steps or isinstance(hook, StepHook)
                     hook.main_hook()
                 for hook in self._hooks:
                     if isinstance(hook, DDPHook):

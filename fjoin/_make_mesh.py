@@ -101,24 +101,24 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
     timeout = datetime.timedelta(seconds=timeout_s)
     # Groups of our own with the same members: taking them down must not take the user's.
-    groups = {
-        name: dist.new_group(
-            dist.get_process_group_ranks(device_mesh.get_group(name)), timeout=timeout, use_local_synchronization=True
-        )
-        for name in names
-    }
+    groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
     if len(groups) == 1:
         everyone = next(iter(groups.values()))
     else:
-        everyone = dist.new_group(
-            sorted(device_mesh.mesh.flatten().tolist()), timeout=timeout, use_local_synchronization=True
-        )
+        everyone = _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)
     return GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+
+
+def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A new group; where it has all ranks under a name of its own, since a name made from the ranks can be used once only."""
+    everyone = len(ranks) == dist.get_world_size()
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)  # type: ignore[return-value]
 
 
 def everyone() -> Mesh:
     """All ranks as the axis "data": over the default group where there is one, without groups of its own."""
-    if dist.is_initialized() and not bound():  # in a simulation the ranks are the simulated ones
+    simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
+    if dist.is_initialized() and not simulated:
         return mesh_over(dist.group.WORLD)
     return mesh({"data": -1})
 

@@ -6,7 +6,7 @@ the optimizer takes the same step on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,8 @@ class DDPHook(JoinHook):
 
     def __init__(self, ddp: DistributedDataParallel, join: Iteration, notifies: bool, by_world: bool) -> None:
         self._ddp, self._join, self._notifies, self._by_world = ddp, join, notifies, by_world
-        self._params = [p for p in ddp.module.parameters() if p.requires_grad]
+        ignored = ddp.parameters_to_ignore
+        self._params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         self._handles: list[Any] = []
         self._in_window = False  # whether gradients of no_sync passes are waiting at the parameters
         self._kept_flag: bool | None = None
@@ -60,6 +61,7 @@ class DDPHook(JoinHook):
     def leave(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         self._ddp.__dict__.pop("_sync_buffers", None)
 
     # -- on a rank with input ------------------------------------------------------------------
@@ -141,9 +143,18 @@ class DDPHook(JoinHook):
             buffer.copy_(value if isinstance(value, Tensor) else value[0])
             for p, g in zip(params, grads, strict=True):
                 p.grad = g
-        if ddp.find_unused_parameters:
-            ddp._match_unused_params_allreduce()
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            self._leave_out_unused()
         reducer._push_all_rebuilt_params()
+
+    def _leave_out_unused(self) -> None:
+        """What no rank has used has no gradient on ranks with input either."""
+        used = self._ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass counts no more
+        self._ddp.process_group.allreduce([used]).wait()
+        for p, count in zip(self._params, used.tolist(), strict=True):
+            if not count:
+                p.grad = None
+        used.zero_()
 
     def _fill(self, bucket: Any, factor: float) -> None:
         ddp = self._ddp
@@ -170,7 +181,7 @@ class DDPHook(JoinHook):
 
     def release(self) -> None:
         """Let go of the process group, so that its connections close; the module cannot be used after that."""
-        self._handles.clear()
+        self.leave()
         for name in ("reducer", "logger", "process_group"):
             self._ddp.__dict__[name] = None
 
@@ -181,16 +192,24 @@ class StepHook(JoinHook):
     Args:
         stepper: What has a `step`.
         join: Its Join.
-        before_step: What the loop does between backward and step, such as clipping.
+
+    Raises:
+        TypeError: its step needs arguments, which a rank without input does not have.
     """
 
-    def __init__(self, stepper: Any, join: Iteration, before_step: Callable[[], Any] | None = None) -> None:
-        self._stepper, self._join, self._before_step = stepper, join, before_step
+    def __init__(self, stepper: Any, join: Iteration) -> None:
+        _, *arguments = inspect.signature(type(stepper).step).parameters.values()
+        needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if needs:
+            raise TypeError(
+                f"a {type(stepper).__name__} cannot be in a Join: its step needs {', '.join(needs)}, which a rank that is out of input "
+                f"does not have"
+            )
+        self._stepper, self._join = stepper, join
+        self.turn = 2 if isinstance(stepper, LRScheduler) else 1
 
     def main_hook(self) -> None:
         if self._join.syncing():
-            if self._before_step is not None:
-                self._before_step()
             self._stepper.step()
 
 

@@ -157,6 +157,7 @@ def refuse(join: str) -> list[str]:
         raises_text(ValueError, lambda: CLASSES[join].Join([]), "at least one joinable"),
         raises_text(ValueError, lambda: CLASSES[join].Join([make([]), make([], group=other)]), "process group"),
     ]
+    dist.barrier()  # the other rank may still be making the group
     return texts
 
 

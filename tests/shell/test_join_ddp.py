@@ -366,6 +366,98 @@ def test_one_message_where_torch_sends_two(pool: Any) -> None:
     assert [t - o for t, o in zip(theirs, ours, strict=True)] == [1.0, 1.0], (ours, theirs)
 
 
+class _Unused(nn.Module):
+    """One parameter is never used, one in the first iteration only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 2)
+        self.idle, self.once = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        return self.a(x) * (self.once if i == 0 else 1)
+
+
+def unused_parameters() -> Any:
+    ddp = DistributedDataParallel(_Unused(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5)
+    with fjoin.Join([ddp, optimizer]):
+        for i in range([1, 4][dist.get_rank()]):
+            optimizer.zero_grad()
+            ddp(torch.ones(3, 4), i).square().mean().backward()
+            optimizer.step()
+    stepped = {name: p for name, p in ddp.module.named_parameters() if p in optimizer.state}
+    return {name: float(optimizer.state[p]["step"]) for name, p in stepped.items()}, state_of(
+        optimizer, list(stepped.values())
+    )
+
+
+def test_what_no_rank_uses_is_not_stepped(pool: Any) -> None:
+    (steps, a), (steps_1, b) = pool.run(2, unused_parameters)
+    assert steps == steps_1 == {"once": 1, "a.weight": 4, "a.bias": 4} and same_bits(a, b)
+
+
+def in_any_order(order: list[int]) -> Any:
+    """DDP, two optimizers and a schedule, and clipping that must happen once in an iteration."""
+    ddp = DistributedDataParallel(make_model())
+    params = list(ddp.parameters())
+    optimizers = [torch.optim.SGD(part, 0.1, momentum=0.9) for part in (params[:2], params[2:])]
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.5)
+    calls = 0
+
+    def halve() -> None:
+        nonlocal calls
+        calls += 1
+        for p in params:
+            p.grad.mul_(0.5)
+
+    joinables = [ddp, *optimizers, schedule]
+    with fjoin.Join([joinables[i] for i in order], before_step=halve):
+        for batch in batches_of([1, 4])[dist.get_rank()]:
+            loss(ddp, batch).backward()
+            halve()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+    return calls, [p.detach().clone() for p in params], [state_of(o, o.param_groups[0]["params"]) for o in optimizers]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 2, 1], [1, 3, 2, 0]], ids=str)
+def test_steps_follow_backward_and_schedules_follow_steps(pool: Any, order: list[int]) -> None:
+    a, b = pool.run(2, in_any_order, order)
+    assert a[0] == b[0] == 4 and same_bits(a[1:], b[1:])
+
+
+def failed_join() -> tuple[int, bool]:
+    ddp = DistributedDataParallel(make_model())
+    module = ddp.module
+    with contextlib.suppress(KeyError), fjoin.Join([ddp], divide_by_initial_world_size=False):
+        raise KeyError
+    module(torch.ones(2, 4).double()).sum().backward()
+    return len(ddp._forward_hooks), "_sync_buffers" in vars(ddp)
+
+
+def test_a_failed_join_leaves_the_module_as_it_was(pool: Any) -> None:
+    assert pool.run(1, failed_join) == [(0, False)]
+
+
+def inside_bind() -> bool:
+    ddp = DistributedDataParallel(make_model())
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        before = len(dist.distributed_c10d._world.pg_map)
+        for _ in range(3):
+            fjoin.evaluate(lambda x: {"m": x}, [1.0])
+        with fjoin.Join([ddp, fjoin.as_joinable(fjoin.transforms.JoinHook())]):
+            pass
+        return len(dist.distributed_c10d._world.pg_map) == before
+
+
+def test_the_default_group_is_used_inside_bind_too(pool: Any) -> None:
+    assert pool.run(2, inside_bind) == [True, True]
+
+
 def unknown_optimizer() -> list[str]:
     ddp = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(ddp.parameters(), 0.1)
@@ -391,3 +483,8 @@ def test_what_cannot_be_joined() -> None:
     joinable = fjoin.as_joinable(fjoin.transforms.JoinHook())
     with pytest.raises(TypeError, match="Linear"):
         fjoin.Join([joinable, copy.copy(model)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau.*metrics"):
+        fjoin.Join([joinable, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)])
+    with pytest.raises(TypeError, match="LBFGS.*closure"):
+        fjoin.Join([joinable, torch.optim.LBFGS(model.parameters())])

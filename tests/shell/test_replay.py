@@ -79,6 +79,43 @@ def test_a_rank_of_weight_zero_is_not_counted() -> None:
         assert new.mean.tolist() == [0.0] * 4 and new.var.tolist() == [1.0] * 4
     with fjoin.bind(fjoin.mesh({"data": -1})):
         raises_text(ValueError, lambda: normalize(torch.ones(3)), "(samples, channels, ...)", "(3,)")
+        state = tx.BatchNormState(torch.zeros(4), torch.ones(4))
+        whole = torch.ones(3, 4, dtype=torch.int64)
+        raises_text(ValueError, lambda: tx.sync_batch_norm(whole, state, axis="data"), "floating-point", "int64")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_batch_norm_of_16_bits_is_computed_in_32(dtype: torch.dtype) -> None:
+    x = (torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) + 100.2).to(dtype)
+    want = nn.functional.batch_norm(x.double(), None, None, training=True)
+    state = tx.BatchNormState(torch.zeros(4), torch.ones(4))
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        y, new = tx.sync_batch_norm(x, state, torch.ones(4), torch.zeros(4), axis="data")
+    assert y.dtype == dtype and new.mean.dtype == torch.float32
+    assert (y.double() - want).abs().max() < 8 * torch.finfo(dtype).eps
+
+
+def test_a_loss_that_is_nan_where_it_does_not_count() -> None:
+    """0 / 0 under an empty mask, on a rank of weight 0: not even through the statistics does it reach the others."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        x, mask = batch
+        state = tx.BatchNormState(torch.zeros(1), torch.ones(1))
+        y, _ = tx.sync_batch_norm(x[:, None] * params["w"][0] + params["v"][0], state, axis="data")
+        return ((y[:, 0] * mask).square() * x).sum() / mask.sum()
+
+    x = torch.tensor([1.0, 2.0, 4.0])
+
+    def one_rank(mask: Tensor) -> Any:
+        step, state = step_of(loss, weight=lambda b: float(b[1].sum()))
+        for batch in step.join([(x, mask)], when_exhausted="replay"):
+            state, metrics = step(state, batch)
+        return state.params["w"].tolist(), metrics.loss
+
+    (a, loss_a), (b, _) = tx.simulate(one_rank, {"data": 2}, [torch.ones(3), torch.zeros(3)])
+    ((alone, loss_alone),) = tx.simulate(one_rank, {"data": 1}, [torch.ones(3)])
+    assert a == b and abs(loss_a - loss_alone) < 1e-6
+    assert all(abs(p - q) < 1e-6 for p, q in zip(a, alone, strict=True))
 
 
 # -- in a step ---------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def sync_batch_norm(
         y, like x, and the new state. One message forward and one backward.
 
     Raises:
-        ValueError: x has fewer than two dimensions.
+        ValueError: x has fewer than two dimensions, or is not floating-point.
         UnboundAxis: nothing binds the axis.
 
     Same as: torch.nn.SyncBatchNorm, which refuses uneven inputs.
@@ -64,12 +64,12 @@ def sync_batch_norm(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([[1.0]]), torch.tensor([[2.0], [6.0]])])
     [tensor([0.3000]), tensor([0.3000])]
     """
-    if x.dim() < 2:
-        raise ValueError(f"x must be (samples, channels, ...), got shape {tuple(x.shape)}")
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ValueError(f"x must be floating-point (samples, channels, ...), got {x.dtype} of shape {tuple(x.shape)}")
     over = [d for d in range(x.dim()) if d != 1]
     form = [1, -1] + [1] * (x.dim() - 2)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         counts = torch.as_tensor(current_weight() if weight is None else weight) != 0
         here = counts.to(wide) * (x.numel() / max(x.shape[1], 1))
         own_mean = wide.mean(over) if x.numel() else wide.new_zeros(x.shape[1])
@@ -83,6 +83,8 @@ def sync_batch_norm(
         square = squares.sum(0) + (n * (means - mean).square()).sum(0)
         var = square / safe
         unbiased = (square / torch.where(total > 1, total - 1, torch.ones_like(total))).detach()
+        # What a rank of weight 0 makes of them has no say in the others' gradients, NaN included.
+        mean, var = torch.where(counts, mean, mean.detach()), torch.where(counts, var, var.detach())
         share = (total > 0).to(state.mean) * momentum
         state = BatchNormState(
             torch.lerp(state.mean, mean.detach().to(state.mean), share),
@@ -90,9 +92,9 @@ def sync_batch_norm(
         )
     else:
         mean, var = state.mean, state.var
-    y = (x - mean.view(form).to(x.dtype)) * torch.rsqrt(var + eps).view(form).to(x.dtype)
+    y = (wide - mean.view(form)) * torch.rsqrt(var + eps).view(form)
     if scale is not None:
         y = y * scale.view(form)
     if bias is not None:
         y = y + bias.view(form)
-    return y, state
+    return y.to(x.dtype), state
