@@ -29,10 +29,11 @@ class GroupMesh(Mesh):
         self, shape: dict[str, int], groups: dict[str, Any], everyone: Any, timeout_s: float, ordered: bool
     ) -> None:
         self._everyone = GroupAxis(everyone, ordered)
-        names = tuple(shape)
+        # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
+        names, whole = tuple(shape), self._everyone
 
         def joint(axes: tuple[str, ...]) -> GroupAxis | None:
-            return self._everyone if axes == names else None
+            return whole if axes == names else None
 
         axes = {name: GroupAxis(group, ordered, joint) for name, group in groups.items()}
         super().__init__(shape, axes, self._everyone.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,7 +101,14 @@ class Run:
             self._lane.wire = torch.zeros(words, dtype=dtype, device=device)
         self._lane_alone = carrier is None and self._plan.reduce is not None
         self._carrier = None if carrier is None else outgoing[carrier]
-        return Queue(outgoing, self._launch)
+        me = weakref.ref(self)  # no cycle: what this step holds must go with it, process groups included
+
+        def launch(index: int, out: Outgoing) -> Work | None:
+            run = me()
+            assert run is not None
+            return run._launch(index, out)
+
+        return Queue(outgoing, launch)
 
     @property
     def _hook_carries(self) -> bool:

@@ -141,3 +141,27 @@ def use_a_dead_mesh() -> list[str]:
 
 def test_a_mesh_that_was_taken_down_does_not_reach_other_ranks(pool: Any) -> None:
     assert all(len(texts) == 2 for texts in pool.run(2, use_a_dead_mesh))
+
+
+def freed_without_looking_for_cycles() -> list[bool]:
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        mesh = fjoin.mesh({"x": 2, "y": 1})
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("x"), tx.sgd(1.0)), mesh=mesh)
+        state = step.init({"w": torch.zeros(2)})
+        for batch in step.join([torch.ones(2)] * 2):
+            state, metrics = step(state, batch)
+        refs = [weakref.ref(mesh), weakref.ref(step), weakref.ref(step._run)]
+        del mesh, step, state, metrics, batch
+        return [ref() is None for ref in refs]
+    finally:
+        gc.enable()
+
+
+def test_process_groups_go_with_the_step(pool: Any) -> None:
+    """Left to the end of the interpreter, gloo's threads may abort the process."""
+    assert pool.run(2, freed_without_looking_for_cycles) == [[True] * 3] * 2
