@@ -20,6 +20,8 @@ from ._mesh import Mesh
 TIMEOUT_S = 600.0
 # How long a rank whose connection broke waits for the failed rank's own account of it.
 _ACCOUNT_S = 1.0
+# Stores of meshes that were taken down: the rank that hosts one must keep it, since others still look up what happened.
+_KEPT: list[Any] = []
 
 
 class GroupMesh(Mesh):
@@ -104,6 +106,7 @@ class GroupMesh(Mesh):
     def failed(self, error: BaseException, step: int | None) -> None:
         if self._down:
             return
+        _KEPT.append(self._store)
         if not isinstance(error, (PeerLost, CollectiveTimeout)):
             with contextlib.suppress(RuntimeError):  # the store's own host may be gone
                 account = {"rank": self.rank, "step": step, "error": f"{type(error).__name__}: {error}"}

