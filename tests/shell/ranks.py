@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
-import queue as queues
 import socket
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 
-def _start(function: Callable[..., Any], rank: int, n: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+def _start(
+    function: Callable[..., Any], rank: int, n: int, port: int, test: Connection[Any, Any], args: tuple[Any, ...]
+) -> None:
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
@@ -22,18 +24,18 @@ def _start(function: Callable[..., Any], rank: int, n: int, port: int, results: 
     torch.set_num_threads(1)
 
     def report(value: Any) -> None:
-        results.put((rank, time.monotonic(), value))
+        test.send((rank, time.monotonic(), value))
 
     function(rank, report, *args)
-    results.close()
-    results.join_thread()
-    os._exit(0)
+    with contextlib.suppress(EOFError):  # until the test kills this process, or is gone itself
+        test.recv()
 
 
 class Ranks:
-    """n fresh processes that run `function(rank, report, *args)`; `report(value)` sends to the test.
+    """n fresh processes that run `function(rank, report, *args)`; `report(value)` has sent when it returns.
 
-    The times of the reports are of one clock, so that they can be compared.
+    A process stays alive after its function has returned, until the end of the block. The times of the reports
+    are of one clock, so that they can be compared.
     """
 
     def __init__(self, n: int, function: Callable[..., Any], *args: Any) -> None:
@@ -41,23 +43,31 @@ class Ranks:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        self._results = context.Queue()
-        self.processes = [
-            context.Process(target=_start, args=(function, rank, n, port, self._results, args), daemon=True)
-            for rank in range(n)
-        ]
-        for process in self.processes:
+        self.processes, self._reports = [], []
+        for rank in range(n):
+            here, there = context.Pipe()
+            process = context.Process(target=_start, args=(function, rank, n, port, there, args), daemon=True)
             process.start()
+            there.close()
+            self.processes.append(process)
+            self._reports.append(here)
 
     def next(self, timeout_s: float = 60.0) -> tuple[int, float, Any]:
         """The next report: (rank, seconds of the monotonic clock, value)."""
-        try:
-            out: tuple[int, float, Any] = self._results.get(timeout=timeout_s)
-            return out
-        except queues.Empty:
-            raise AssertionError(
-                f"no report within {timeout_s} s; alive: {[p.is_alive() for p in self.processes]}"
-            ) from None
+        end = time.monotonic() + timeout_s
+        while ready := wait(self._reports, end - time.monotonic()) if self._reports else []:
+            try:
+                out: tuple[int, float, Any] = ready[0].recv()
+                return out
+            except EOFError:  # its process has ended
+                self._reports.remove(ready[0])
+        raise AssertionError(f"no report within {timeout_s} s; alive: {[p.is_alive() for p in self.processes]}")
+
+    def after(self, moment: str, reports: int) -> list[tuple[int, float, Any]]:
+        """So many reports (rank, seconds since one rank reported `moment`, value), by rank."""
+        seen = sorted((self.next() for _ in range(reports + 1)), key=lambda report: report[:2])
+        (start,) = (at for _, at, value in seen if value == moment)
+        return [(rank, at - start, value) for rank, at, value in seen if value != moment]
 
     def __enter__(self) -> Ranks:
         return self
@@ -66,7 +76,5 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
-        self._results.close()
-
-
-sys.path.insert(0, os.path.dirname(__file__))
+        for connection in self._reports:
+            connection.close()

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._axis import GroupAxis
 
 
 def _negate(g: Tensor) -> Tensor:
@@ -113,71 +112,6 @@ def test_per_bucket_on_processes_equals_the_whole_tree(pool: Any, hook: str, buc
         assert max_diff(params, want_params) < 1e-14
         assert max_diff(_without_lane(state), _without_lane(want_state)) < 1e-14
         assert same_bits((params, state), (sim_params, sim_state)) and loss == sim_loss
-
-
-def order_of_launches(delay_s: float) -> tuple[list[str], float]:
-    """Gradients and messages in the order in which they came, and the time of the step."""
-    order: list[str] = []
-
-    class Slow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, name: str) -> Any:
-            ctx.name = name
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            time.sleep(delay_s)
-            order.append(f"gradient of {ctx.name}")
-            return grad, None
-
-    names = [f"p{i}" for i in range(4)]
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        x = batch
-        for name in names:
-            x = Slow.apply(x * params[name], name)
-        return x.sum()
-
-    mesh = fjoin.mesh({"data": -1})
-    step = fjoin.train_step(loss_fn, tx.fuse(_momentum("data"), tx.sgd(0.1)), mesh=mesh, bucket_bytes=1)
-    state = step.init({name: torch.ones(8) for name in names})
-    kept = GroupAxis.begin
-
-    def slow_begin(axis: Any, op: str, x: Any, arg: Any) -> Any:
-        """A message that takes a while from its launch; messages of one rank travel side by side."""
-        order.append(op)
-        finish, end = kept(axis, op, x, arg), time.perf_counter() + delay_s
-
-        def wait() -> Any:
-            time.sleep(max(0.0, end - time.perf_counter()))
-            return finish()
-
-        return wait
-
-    GroupAxis.begin = slow_begin  # type: ignore[method-assign]
-    try:
-        state, _ = step(state, torch.ones(8))
-        order.clear()
-        mesh.axes["data"].run("psum", torch.zeros(1), None)
-        order.clear()
-        start = time.perf_counter()
-        step(state, torch.ones(8))
-        took = time.perf_counter() - start
-    finally:
-        GroupAxis.begin = kept  # type: ignore[method-assign]
-        step.close()
-    return order, took
-
-
-def test_messages_travel_in_waves_while_backward_goes_on(pool: Any) -> None:
-    """Four buckets, two messages each, 0.1 s a layer and a message: first messages hide behind backward, second behind each other."""
-    for order, took in pool.run(2, order_of_launches, 0.1):
-        messages = [what for what in order if what in ("psum", "pmax")]
-        assert order.index("psum") < order.index("gradient of p0"), order
-        assert messages[:4] == ["psum"] * 4 and messages[4:8] == ["pmax"] * 4, order
-        # One after the other these are 0.4 s of backward and 0.8 s of messages.
-        assert took < 1.0, took
 
 
 def _fails_in(wave: int) -> tx.Transform:

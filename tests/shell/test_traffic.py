@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._axis import GroupAxis
 
 MODELS = {
     "small": lambda: {"a": torch.ones(10), "b": torch.ones(3, 4)},
@@ -104,77 +102,3 @@ def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> Non
             of_step = sent[1 + i * what.messages : 1 + (i + 1) * what.messages]
             assert sorted((size, dtype) for _, size, dtype in of_step) == announced
     assert results[0][0] == results[1][0], "both ranks send the same in the same order"
-
-
-def launched_early(delay_s: float) -> tuple[list[str], float, float, float]:
-    """The order of gradients and launches, and times: computation, communication, step."""
-    import torch.distributed as dist
-
-    order: list[str] = []
-
-    class Slow(torch.autograd.Function):
-        """A layer whose backward takes a while."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Any, name: str) -> Any:
-            ctx.name = name
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            _busy(delay_s)
-            order.append(f"gradient of {ctx.name}")
-            return grad, None
-
-    class LateWork:
-        """A message that takes a while, from its launch."""
-
-        def __init__(self, work: Any) -> None:
-            self.work, self.end = work, time.perf_counter() + delay_s
-
-        def wait(self) -> None:
-            self.work.wait()
-            _busy(max(0.0, self.end - time.perf_counter()))
-
-    names = [f"p{i}" for i in range(4)]
-
-    def loss_fn(params: Any, batch: Any) -> Any:
-        x = batch
-        for name in names:
-            x = Slow.apply(x * params[name], name)
-        return x.sum()
-
-    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
-    step = fjoin.train_step(loss_fn, pipeline, mesh=fjoin.mesh({"data": -1}), bucket_bytes=1)
-    state = step.init({name: torch.ones(8) for name in names})
-    kept = GroupAxis.reduce_
-
-    def slow_reduce(*args: Any) -> Any:
-        order.append("launch")
-        return LateWork(kept(*args))
-
-    GroupAxis.reduce_ = slow_reduce  # type: ignore[method-assign]
-    try:
-        state, _ = step(state, torch.ones(8))
-        order.clear()
-        dist.barrier()
-        start = time.perf_counter()
-        step(state, torch.ones(8))
-        took = time.perf_counter() - start
-    finally:
-        GroupAxis.reduce_ = kept  # type: ignore[method-assign]
-    return order, 4 * delay_s, 4 * delay_s, took
-
-
-def _busy(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        time.sleep(min(0.001, seconds))
-
-
-def test_messages_travel_while_backward_goes_on(pool: Any) -> None:
-    """With 0.1 s a layer and 0.1 s a message the step takes less than both together, and launches come early."""
-    for order, compute, communicate, took in pool.run(2, launched_early, 0.1):
-        assert order.index("launch") < order.index("gradient of p0"), order
-        assert order.count("launch") == 4
-        assert took < 0.85 * (compute + communicate), took

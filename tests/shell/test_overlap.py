@@ -1,0 +1,115 @@
+"""Messages travel while backward goes on: shown with delays injected into layers and messages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fjoin
+from fjoin import transforms as tx
+
+DELAY_S = 0.1
+LAYERS = [f"p{i}" for i in range(4)]
+
+
+class Slow(torch.autograd.Function):
+    """A layer whose backward takes a while, and is written down."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, name: str, order: list[str]) -> Any:
+        ctx.name, ctx.order = name, order
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        time.sleep(DELAY_S)
+        ctx.order.append(f"gradient of {ctx.name}")
+        return grad, None, None
+
+
+class Late:
+    """A message that takes a while, from its launch: those of one rank travel side by side."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._end = work, time.perf_counter() + DELAY_S
+
+    def wait(self) -> Any:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+        return self._work.wait()
+
+
+@contextlib.contextmanager
+def slow_messages(order: list[str]) -> Iterator[None]:
+    """Write down what is given to torch.distributed, and delay it; two ranks sum by swapping."""
+    reduce, swap = dist.all_reduce, dist.all_to_all_single
+
+    def slow_reduce(x: Any, *args: Any, **kwargs: Any) -> Any:
+        order.append("max" if dist.ReduceOp.MAX in args else "sum")
+        return Late(reduce(x, *args, **kwargs))
+
+    def slow_swap(*args: Any, **kwargs: Any) -> Any:
+        order.append("sum")
+        return Late(swap(*args, **kwargs))
+
+    dist.all_reduce, dist.all_to_all_single = slow_reduce, slow_swap
+    try:
+        yield
+    finally:
+        dist.all_reduce, dist.all_to_all_single = reduce, swap
+
+
+def two_messages(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    """The second message needs what the first brought."""
+    summed = tx.psum(grads, "data")
+    largest = tx.pmax({path: g.abs() for path, g in summed.items()}, "data")
+    return {path: g / (1 + largest[path]) for path, g in summed.items()}, state
+
+
+HOOKS: dict[str, Any] = {
+    "mean": lambda: tx.mean("data"),
+    "two messages": lambda: tx.Transform(lambda params: (), two_messages, scope="element"),
+}
+
+
+def a_step(hook: str) -> tuple[list[str], float]:
+    """Gradients and messages in the order in which they came, and the time of the step."""
+    order: list[str] = []
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = batch
+        for name in LAYERS:
+            x = Slow.apply(x * params[name], name, order)
+        return x.sum()
+
+    step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook](), tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1)
+    state = step.init({name: torch.ones(8) for name in LAYERS})
+    with slow_messages(order):
+        state, _ = step(state, torch.ones(8))
+        dist.barrier()
+        order.clear()
+        start = time.perf_counter()
+        step(state, torch.ones(8))
+        took = time.perf_counter() - start
+    step.close()
+    return order, took
+
+
+@pytest.mark.parametrize(
+    ("hook", "messages", "limit_s"),
+    [
+        ("mean", ["sum"] * 4, 0.68),  # one after the other: 0.4 s of backward, 0.4 s of messages
+        ("two messages", ["sum"] * 4 + ["max"] * 4, 1.0),  # 0.4 s and 0.8 s
+    ],
+)
+def test_messages_travel_while_backward_goes_on(pool: Any, hook: str, messages: list[str], limit_s: float) -> None:
+    """First messages hide behind backward, second ones behind each other."""
+    for order, took in pool.run(2, a_step, hook):
+        assert order.index("sum") < order.index("gradient of p0"), order
+        assert [what for what in order if what in ("sum", "max")][: len(messages)] == messages, order
+        assert took < limit_s, took
