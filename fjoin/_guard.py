@@ -15,7 +15,7 @@ from torch import Tensor
 from ._errors import NonFinite
 from ._wire import Outgoing
 from .transforms._clip import clip_factor
-from .transforms.sync._lane import decode_lane, host_lane, ranks_in_masks
+from .transforms.sync._lane import decode_lane, host_lane, ranks_in
 
 
 class Verdict(NamedTuple):
@@ -167,7 +167,7 @@ def _nonfinite_paths(outgoing: list[Outgoing]) -> tuple[str, ...]:
 
 
 def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:
-    ranks = ranks_in_masks(sums)
+    ranks = ranks_in(v for name, v in sums.items() if name.startswith("nonfinite"))
     parts = []
     if ranks:
         what = "a gradient" if math.isfinite(sums["loss"]) else "the loss"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._axis import Work
+from ._guard import Guard
 from ._hook_state import FLAT, Form, HookState
+from ._lane import StepLane
 from ._mesh import Mesh
+from ._stages import run_stages
 from ._storage import Storage, apart, put
 from ._waves import Waves, travel
 from ._wire import Outgoing
@@ -19,32 +22,42 @@ from .transforms._bucketwise import Carried, restrict
 from .transforms._combine import stages
 from .transforms._plan import Plan, takes_flat
 from .transforms.axes._env import bind_axes, bound
-from .transforms.sync._lane import lane_dtype
 
 
 class HookRun:
-    """Runs a hook that is no plain reduction, in one step after the other."""
+    """Runs a hook that is no plain reduction, in one step after the other.
 
-    def __init__(self, hook: Transform, plan: Plan, mesh: Mesh) -> None:
-        self._hook, self._early, self._mesh = hook, plan.early, mesh
+    Attributes:
+        unit, by_weight, direct: As in `PlainHook`: here the hook itself weighs what it is given.
+        flat: Whether it is given a bucket as one flat tensor.
+        fresh: Whether what it returns is nobody else's, and can take the gradients' place as it is.
+        given: The weight that the gradients of this step have already.
+    """
+
+    unit, by_weight, direct = 1.0, True, False
+
+    def __init__(
+        self, hook: Transform, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard, accumulates: bool
+    ) -> None:
+        self._early, self._mesh, self._lane, self._guard = plan.early, mesh, lane, guard
+        self._axes, self._carries, self._accumulates = plan.axes, plan.carries, accumulates
         self._stages = stages(hook)
-        self._flat = plan.early is not None and takes_flat(plan.early)
-        # What a reduction returns is nobody else's, so it can take the gradients' place as it is.
+        self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
-        self._fresh = any(part.spec.name in ("mean", "sum_over") for part in last)
+        self.fresh = any(part.spec.name in ("mean", "sum_over") for part in last)
+        self.given = 1.0
         self._waves: Waves | None = None
         self._calls: list[_Call] = []
         self._bound: dict[str, Any] = {}
-        self._lane_dtype = torch.float32
+        self._in_waves = False
         self._side: Any = None  # on CUDA, the stream that buckets' hooks run in
-        self._stream: Any = None  # it, between steps
 
     def init(self, storage: Storage) -> Any:
         """The state to start from; `HookState.whole` of it is `hook.init(params)`."""
         by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         layout, early = storage.layout, self._early
         buckets: tuple[Any, ...] = ()
-        if early is not None and self._flat:
+        if early is not None and self.flat:
             buckets = tuple(early.init({FLAT: flat}) for flat in storage.flats)
         elif early is not None:
             full = early.init(by_path)
@@ -52,36 +65,49 @@ class HookRun:
         count = len(stages(early)) if early is not None and buckets else 0
         rest = tuple(part.init(by_path) for part in self._stages[count:])
         buckets, rest = apart((buckets, rest), storage.flats)
-        return HookState(buckets, rest, Form(layout, storage.shapes, self._flat, count, len(self._stages)))
+        return HookState(buckets, rest, Form(layout, storage.shapes, self.flat, count, len(self._stages)))
+
+    def seed(self, share: float) -> float:
+        """What the loss is multiplied with: its share only where micro-batches are to be added."""
+        return share if self._accumulates else 1.0
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
-    def start(self, state: HookState, storage: Storage, weight: float, lane: Any, given: float) -> None:
-        """Make ready for the buckets of a step.
-
-        Args:
-            weight: This rank's.
-            lane: What rides along with the first bucket, or None.
-            given: The weight that the gradients have already.
-        """
-        self.stop()
+    def prepare(self, storage: Storage) -> list[Outgoing]:
+        """The buffers of the buckets."""
         axes, layout = self._mesh.axes, storage.layout
-        self._waves = Waves(axes) if travel(axes, layout, "cpu") else None
-        self._side = None
-        if travel(axes, layout, "cuda"):
-            self._stream = self._side = self._stream or torch.cuda.Stream(layout[0].device)
-        self._lane_dtype = lane_dtype(bucket.dtype for bucket in layout)
+        words = self._lane.fit(layout)
+        if not self._carries:
+            self._lane.travel_alone(words)
+        self._in_waves = travel(axes, layout, "cpu")
+        self._side = torch.cuda.Stream(layout[0].device) if travel(axes, layout, "cuda") else None
+        return [Outgoing(bucket, storage.shapes, 0) for bucket in layout]
+
+    def start(self, state: HookState, storage: Storage, lane: dict[str, Any]) -> None:
+        """Make ready for the buckets of a step."""
+        self.stop()
+        axes = self._mesh.axes
+        self._waves = Waves(axes) if self._in_waves else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where nothing is bound
-        self._calls = []
+        self.given = lane["total"] if self._accumulates and lane["total"] else 1.0
+        carried = self._carried(lane)
         for i, bucket_state in enumerate(state.buckets):
-            params = {FLAT: storage.flats[i]} if self._flat else None
-            if params is None:
+            if self.flat:
+                params = {FLAT: storage.flats[i]}
+            else:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(_Call(self, bucket_state, params, weight, lane, given, first))
+            self._calls.append(_Call(self, bucket_state, params, lane["weight"], carried, first))
 
-    def launch(self, index: int, out: Outgoing) -> Work:
+    def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
+        """Call the stages that run bucket by bucket."""
+        assert self._early is not None
+        return self._early.update(*args, lane_dtype=self._lane.dtype, **extra)
+
+    def launch(self, index: int, out: Outgoing) -> Work | None:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
+        if self._early is None:
+            return None
         call = self._calls[index]
         call.out = out
         if self._waves is not None:
@@ -101,45 +127,44 @@ class HookRun:
             self._waves.clear()
         self._calls = []
 
-    # -- on the whole tree ----------------------------------------------------------------------
-
-    def finish(self, old: HookState, storage: Storage, outgoing: list[Outgoing], weight: Any, lane: Any) -> HookState:
-        """After all buckets: run the other stages; the new state."""
-        buckets = tuple(call.state for call in self._calls)
-        if buckets and self._early is not None and self._early.sums is not None:
-            sums = self._early.sums(buckets[0])
-            weight, lane = sums.total, sums.lane
-        after = self.run(self._stages[old.form.n_early :], old.rest, storage, outgoing, weight, lane)
+    def close(self) -> None:
+        """Free the buffers."""
         self.stop()
-        return HookState(buckets, after, old.form)
 
-    def run(
-        self,
-        parts: Sequence[Transform],
-        states: Any,
-        storage: Storage,
-        outgoing: list[Outgoing],
-        weight: Any,
-        lane: Any,
-    ) -> tuple[Any, ...]:
-        """Run stages on all gradients, one after the other; their new states."""
-        if not parts:
-            return ()
-        params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-        of = {path: grad for out in outgoing for path, grad in out.by_path().items()}
-        held = {path: of[path] for path in params}
-        grads, new = dict(held), []
-        with torch.no_grad(), bind_axes(self._mesh.axes):
-            for part, state in zip(parts, states, strict=True):
-                grads, after = part.update(grads, state, params, weight=weight, lane=lane, lane_dtype=self._lane_dtype)
-                new.append(apart(after, [*(out.grads for out in outgoing), *storage.flats]))
-                if part.sums is not None:
-                    sums = part.sums(after)
-                    weight, lane = sums.total, sums.lane
-            put(held, grads)
-        return tuple(new)
+    # -- after backward -------------------------------------------------------------------------
 
-    def sums(self, state: HookState) -> Any:
+    def finish(
+        self, old: HookState, storage: Storage, outgoing: list[Outgoing], lane: dict[str, Any]
+    ) -> tuple[HookState, dict[str, Any], float]:
+        """Run the other stages, on all gradients; the new state, the summed lane, and 1, the divisor."""
+        for out in outgoing:
+            out.arrive()
+        weight, carried = lane["weight"], self._carried(lane)
+        buckets = tuple(call.state for call in self._calls)
+        self.stop()
+        summed = self._early.sums(buckets[0]) if buckets and self._early is not None and self._early.sums else None
+        if summed is not None:
+            weight, carried = summed.total, summed.lane
+        after = run_stages(
+            self._stages[old.form.n_early :], old.rest, storage, outgoing, self._mesh,
+            weight=weight, lane=carried, lane_dtype=self._lane.dtype,
+        )  # fmt: skip
+        state = HookState(buckets, after, old.form)
+        for out in outgoing:
+            self._guard.look(out)
+        if self._carries:
+            last = self._last_sums(state)
+            return state, self._guard.from_tensors({**last.lane, "total": last.total}), 1.0
+        # The ranks' gradients differ, so each says whether its own are finite.
+        self._lane.write(self._lane.mark(lane, self._guard.bad(outgoing)))
+        self._mesh.reduce_(self._lane.sent, self._axes).wait()
+        return state, self._guard.read_lane(self._lane.sent, self._lane.names), 1.0
+
+    def _carried(self, lane: dict[str, Any]) -> dict[str, Any] | None:
+        """What the hook takes along with its own messages."""
+        return {name: v for name, v in lane.items() if name != "total"} if self._carries else None
+
+    def _last_sums(self, state: HookState) -> Any:
         """What the hook's last reduction has summed besides the gradients."""
         for part, inner in zip(self._stages[: -len(state.rest) - 1 : -1], state.rest[::-1], strict=True):
             if part.sums is not None:
@@ -150,17 +175,8 @@ class HookRun:
 class _Call:
     """One bucket's call of the hook in one step."""
 
-    def __init__(
-        self, run: HookRun, old: Any, params: dict[str, Tensor], weight: float, lane: Any, given: float, first: Any
-    ) -> None:
-        assert run._early is not None
-        self._update, self._flat, self._fresh, self._lane_dtype = (
-            run._early.update,
-            run._flat,
-            run._fresh,
-            run._lane_dtype,
-        )
-        self._old, self._params, self._weight, self._given = old, params, weight, given
+    def __init__(self, run: HookRun, old: Any, params: dict[str, Tensor], weight: float, lane: Any, first: Any) -> None:
+        self._run, self._old, self._params, self._weight = run, old, params, weight
         self._lane = lane if first is None else None
         self._first, self.done = first, False
         self.state: Any = None
@@ -173,31 +189,22 @@ class _Call:
         return self._first.state
 
     def __call__(self, pause: Callable[[], None] | None = None) -> None:
-        out, self._pause = self.out, pause
+        out, self._pause, run = self.out, pause, self._run
         carried = None if self._first is None else Carried(self._state_of_first)
-        flat = self._flat
-        if self._given != 1.0:
-            out.grads.div_(self._given)
-        grads = {FLAT: out.grads} if flat else out.by_path()
-        new, state = self._update(
-            grads,
-            self._old,
-            self._params,
-            weight=self._weight,
-            lane=self._lane,
-            carried=carried,
-            lane_dtype=self._lane_dtype,
-        )
+        if run.given != 1.0:
+            out.grads.div_(run.given)
+        grads = {FLAT: out.grads} if run.flat else out.by_path()
+        new, state = run.update(grads, self._old, self._params, weight=self._weight, lane=self._lane, carried=carried)
         self.state = apart(state, [out.grads, *self._params.values()])
         if new is None:
             raise ValueError(
                 "the hook returned None in the place of gradients; in a train_step every call must give them"
             )
-        if flat and self._fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
+        if run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
             out.grads = new[FLAT]
         else:
             put(grads, new)
-        if flat:
+        if run.flat:
             out.clear_padding()  # of which a hook may have made anything
         self.done = True
         self._pause = self._first = self._old = None  # a cycle would keep the old state until Python looks for cycles

@@ -11,7 +11,8 @@ from torch import Tensor
 from ._agree import sum_names
 from ._loss import host_number
 from ._mesh import Mesh
-from .transforms.sync._lane import MASK_BITS, encode_lane, host_words, step_lane, words_per_scalar
+from .transforms._layout import Bucket
+from .transforms.sync._lane import encode_lane, host_words, lane_dtype, rank_bit, step_lane, words_per_scalar
 
 
 class StepLane:
@@ -21,12 +22,15 @@ class StepLane:
         names: The scalars in the order in which they travel, once the ranks have agreed on them.
         wire: Where they are written to be sent: behind the gradients of a bucket, or a buffer of its
             own; None where the hook takes them along by itself.
+        dtype: Of what is sent.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], ranks: int, rank: int) -> None:
         self._mesh, self._axes, self._ranks, self._rank = mesh, axes, ranks, rank
         self.names: tuple[str, ...] = ()
         self.wire: Tensor | None = None
+        self.dtype = torch.float32
+        self._device: torch.device | None = None
 
     def agree(self, values: dict[str, Any]) -> bool:
         """Settle the names in the first step: only ranks with a batch know those of aux["sum"].
@@ -39,8 +43,20 @@ class StepLane:
         self.names = step_lane(self._ranks, found or ())
         return found is not None
 
-    def words(self, dtype: torch.dtype) -> int:
-        return len(self.names) * words_per_scalar(dtype)
+    def fit(self, layout: tuple[Bucket, ...]) -> int:
+        """Take the dtype that goes with these buckets; the number of words to be sent."""
+        self.dtype, self._device = lane_dtype(bucket.dtype for bucket in layout), layout[0].device if layout else None
+        return len(self.names) * words_per_scalar(self.dtype)
+
+    def travel_alone(self, words: int) -> None:
+        """Be sent in a message of its own."""
+        self.wire = torch.zeros(words, dtype=self.dtype, device=self._device)
+
+    @property
+    def sent(self) -> Tensor:
+        """What is written and summed."""
+        assert self.wire is not None
+        return self.wire
 
     def values(
         self, share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
@@ -68,7 +84,8 @@ class StepLane:
         return {**values, mask: max(float(values[mask]), bad * bit)}
 
     def _bit(self) -> tuple[str, float]:
-        return f"nonfinite{self._rank // MASK_BITS}", float(2 ** (self._rank % MASK_BITS))
+        word, bit = rank_bit(self._rank)
+        return f"nonfinite{word}", bit
 
     def complete(self, values: dict[str, Any], has_next: bool) -> dict[str, Any]:
         """All names, in their order.
@@ -86,8 +103,7 @@ class StepLane:
         return {name: values.get(name, 0.0) for name in self.names}
 
     def write(self, values: dict[str, Any]) -> None:
-        wire = self.wire
-        assert wire is not None
+        wire = self.sent
         if wire.device.type == "cpu" and not any(isinstance(value, Tensor) for value in values.values()):
             wire.copy_(torch.tensor(host_words(values, wire.dtype, self._ranks), dtype=wire.dtype))
         else:

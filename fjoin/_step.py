@@ -105,7 +105,7 @@ class TrainStep:
         by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         after = self.pipeline.after
         hook_state, after_state = (
-            self._run.init_hook(storage),
+            self._run.hook.init(storage),
             apart(after.init(by_path), storage.flats) if after else (),
         )
         self._device = layout[0].device if layout else None

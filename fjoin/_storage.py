@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import optree
@@ -76,6 +77,17 @@ class Storage:
     def clear_grads(self) -> None:
         for leaf in self.leaves.values():
             leaf.grad = None
+
+    @contextlib.contextmanager
+    def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
+        """Without the leaves' gradients; at the end those that are still in what is yielded are put back."""
+        kept = {leaf: leaf.grad for leaf in self.leaves.values()}
+        self.clear_grads()
+        try:
+            yield kept
+        finally:
+            for leaf, grad in kept.items():
+                leaf.grad = grad
 
     def optimizer_states(self) -> dict[str, Any]:
         """Path -> the parameter's own optimizer state, views of the slots in its shape."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._axis import Work
-from ._storage import views
+from ._storage import Storage, views
 from .transforms._layout import Bucket
 from .transforms._tree import check_dense
 
@@ -124,7 +124,7 @@ class Queue:
         self.outgoing, self._launch = outgoing, launch
         self._next = len(outgoing)
         self._open = False
-        self._kept: list[list[Tensor | None]] | None = None  # while a backward pass counts nothing
+        self._kept: dict[Tensor, Tensor | None] | None = None  # while a backward pass counts nothing
 
     def start(self, by_bucket: list[list[Tensor]]) -> None:
         self._next, self._open = 0, True
@@ -132,19 +132,12 @@ class Queue:
             out.start(leaves)
 
     @contextlib.contextmanager
-    def muted(self) -> Iterator[None]:
+    def muted(self, storage: Storage) -> Iterator[None]:
         """Let what arrives meanwhile count nothing, whatever it is; 0 * inf would be nan."""
-        self._kept = [[leaf.grad for leaf in out.leaves] for out in self.outgoing]
-        for out in self.outgoing:
-            for leaf in out.leaves:
-                leaf.grad = None
         try:
-            yield
+            with storage.grads_aside() as self._kept:
+                yield
         finally:
-            for out, grads in zip(self.outgoing, self._kept, strict=True):
-                for leaf, grad, taken in zip(out.leaves, grads, out.taken, strict=True):
-                    if not taken:
-                        leaf.grad = grad
             self._kept = None
 
     def stop(self) -> None:
@@ -157,8 +150,9 @@ class Queue:
             return  # somebody else's backward pass over these leaves
         out = self.outgoing[index]
         if self._kept is not None:
-            kept = self._kept[index][leaf]
-            out.leaves[leaf].grad = torch.zeros_like(out.leaves[leaf]) if kept is None else kept
+            tensor = out.leaves[leaf]
+            kept = self._kept.pop(tensor, None)
+            tensor.grad = torch.zeros_like(tensor) if kept is None else kept
         out.take(leaf)
         if out.missing == 0:
             out.filled = True

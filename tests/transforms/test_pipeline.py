@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms._layout import make_layout
-from fjoin.transforms.sync._lane import decode_lane, encode_lane, host_lane, host_words, ranks_in_masks
+from fjoin.transforms.sync._lane import decode_lane, encode_lane, host_lane, host_words, rank_bit, ranks_in
 
 FULL = tx.fuse(
     tx.chain(tx.clip_by_value(9.0), tx.mean(("node", "local"), over="live"), tx.clip_by_global_norm(1.0)),
@@ -221,7 +221,7 @@ def test_a_lane_passes_on_what_is_not_finite(value: float) -> None:
 
 
 def test_masks_name_ranks() -> None:
-    assert ranks_in_masks({"nonfinite0": 5.0, "nonfinite1": 2.0, "loss": 3.0}) == (0, 2, 25)
+    assert ranks_in([5.0, 2.0]) == (0, 2, 25) and rank_bit(25) == (1, 2.0)
 
 
 # -- when --------------------------------------------------------------------------------------------

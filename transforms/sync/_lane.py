@@ -78,8 +78,32 @@ def decode_lane(words: Tensor, names: Iterable[str], ranks: int) -> dict[str, Te
     return dict(zip(names, wide.unbind(0), strict=True))
 
 
-# One scalar of the lane holds a bit for each of so many ranks, exactly.
-MASK_BITS = 24
+# One scalar holds a bit for each of so many ranks, exactly in float32.
+_MASK_BITS = 24
+
+
+def mask_words(ranks: int) -> int:
+    """How many scalars hold a bit for each of these ranks."""
+    return math.ceil(ranks / _MASK_BITS)
+
+
+def rank_bit(rank: int) -> tuple[int, float]:
+    """A rank's bit: the index of its scalar, and the value there."""
+    return rank // _MASK_BITS, float(2 ** (rank % _MASK_BITS))
+
+
+def ranks_in(masks: Iterable[float]) -> tuple[int, ...]:
+    """The ranks whose bit is set.
+
+    >>> ranks_in([5.0, 1.0])
+    (0, 2, 24)
+    """
+    return tuple(
+        i * _MASK_BITS + bit
+        for i, mask in enumerate(masks)
+        for bit in range(_MASK_BITS)
+        if math.isfinite(mask) and int(mask) >> bit & 1
+    )
 
 
 def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
@@ -89,15 +113,5 @@ def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
     weight * loss; has_next: ranks that have another batch; nonfinite0, ...: a bit for each rank
     whose loss, or whose own gradient, is not finite.
     """
-    masks = (f"nonfinite{i}" for i in range(math.ceil(ranks / MASK_BITS)))
+    masks = (f"nonfinite{i}" for i in range(mask_words(ranks)))
     return ("total", "weight", "loss", "has_next", *masks, *(f"sum.{name}" for name in sums))
-
-
-def ranks_in_masks(lane: Mapping[str, float]) -> tuple[int, ...]:
-    """The ranks whose bit is set in the nonfinite words of a summed lane."""
-    ranks: list[int] = []
-    for name, value in lane.items():
-        if name.startswith("nonfinite") and value == value:
-            first = int(name.removeprefix("nonfinite")) * MASK_BITS
-            ranks += [first + bit for bit in range(MASK_BITS) if int(value) >> bit & 1]
-    return tuple(ranks)

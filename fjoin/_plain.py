@@ -1,0 +1,135 @@
+"""The plain reduction: buckets are summed in place while backward goes on, the lane behind one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._axis import Work
+from ._guard import Guard
+from ._lane import StepLane
+from ._mesh import Mesh
+from ._stages import run_stages
+from ._storage import Storage, apart
+from ._wire import Outgoing
+from .transforms._base import Transform
+from .transforms._layout import lane_bucket
+from .transforms._plan import Plan
+from .transforms.sync._mean import MeanState
+
+
+class PlainHook:
+    """Runs a hook that begins with `mean` or `sum_over`, and reduces no more behind it.
+
+    Attributes:
+        unit: Gradients travel times a power of two near 1 / ranks, which costs no bit; with equal weights on a
+            power of two of ranks their sum then is the mean already, and no kernel has to divide.
+        by_weight: Whether ranks count by their weights, else by having a batch.
+        direct: Whether a bucket can be stepped as soon as its message and the lane's are here.
+    """
+
+    def __init__(self, hook: Transform, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard) -> None:
+        assert plan.reduce is not None
+        self._hook, self._plan, self._mesh, self._lane, self._guard = hook, plan, mesh, lane, guard
+        self._over = None if plan.reduce.spec.name == "sum_over" else plan.reduce.spec["over"]
+        self.by_weight = self._over in (None, "weight")
+        self.unit = 2.0 ** -math.floor(math.log2(guard.ranks))
+        self.direct = plan.clip is None and not plan.rest
+        self._carrier: Outgoing | None = None  # whose message carries the lane
+        self._alone: Work | None = None  # the message of a lane that none carries
+
+    def init(self, storage: Storage) -> Any:
+        """The state to start from."""
+        params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+        return apart(self._hook.init(params), storage.flats)
+
+    def seed(self, share: float) -> float:
+        """What the loss is multiplied with: seeding backward with the share makes the weighting free."""
+        return share * self.unit
+
+    def prepare(self, storage: Storage) -> list[Outgoing]:
+        """The buffers of the messages."""
+        layout, words = storage.layout, self._lane.fit(storage.layout)
+        carrier = lane_bucket(layout)
+        outgoing = [Outgoing(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)]
+        if carrier is None:
+            self._carrier = None
+            self._lane.travel_alone(words)
+        else:
+            self._carrier = outgoing[carrier]
+            self._lane.wire = self._carrier.lane
+        return outgoing
+
+    def start(self, state: Any, storage: Storage, lane: dict[str, Any]) -> None:
+        """Make ready for the buckets of a step."""
+        self._lane.write(lane)
+        self._alone = self._mesh.reduce_(self._lane.sent, self._plan.axes) if self._carrier is None else None
+
+    def launch(self, index: int, out: Outgoing) -> Work:
+        return self._mesh.reduce_(out.wire, self._plan.axes)
+
+    def stop(self) -> None:
+        """Forget a step that has failed."""
+        self._alone = None
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._carrier = None
+
+    def sums(self) -> dict[str, Any]:
+        """The summed lane, once its message is here."""
+        if self._alone is not None:
+            self._alone.wait()
+            self._alone = None
+        if self._carrier is not None:
+            self._carrier.arrive()
+        return self._guard.read_lane(self._lane.sent, self._lane.names)
+
+    def divisor(self, sums: dict[str, Any]) -> Any:
+        """What the summed gradients are still to be divided by."""
+        return self._total(sums) * self.unit
+
+    def finish(
+        self, old: Any, storage: Storage, outgoing: list[Outgoing], lane: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """After backward: the new state, or a function that makes it; the summed lane; the divisor."""
+        rest = self._plan.rest
+        for out in outgoing:
+            out.arrive()
+            if not rest:
+                self._guard.look(out)  # while the messages behind it are still under way
+        sums = self.sums()
+        state, divisor = self.state(sums), self.divisor(sums)
+        if not rest:
+            return state, sums, divisor
+        for out in outgoing:
+            out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
+        first = state()
+        new = run_stages(
+            rest, old[1:], storage, outgoing, self._mesh, weight=first.total, lane=None, lane_dtype=self._lane.dtype
+        )
+        for out in outgoing:
+            self._guard.look(out)
+        return (first, *new), sums, 1.0
+
+    def state(self, sums: dict[str, Any]) -> Callable[[], Any]:
+        """The state that the pure hook would have after these messages, made when it is asked for."""
+        clips, total = self._plan.clip is not None, sums["total"] if self._over is None else self._total(sums)
+
+        def wide(value: Any) -> Tensor:
+            return torch.as_tensor(value, dtype=torch.float64)
+
+        def make() -> Any:  # holds nothing of this object, which a state must not keep alive
+            state = MeanState(wide(total), {n: wide(v) for n, v in sums.items() if n != "total"})
+            return (state, ()) if clips else state
+
+        return make
+
+    def _total(self, sums: dict[str, Any]) -> Any:
+        if self._over is None:
+            return 1.0
+        return float(self._guard.ranks) if self._over == "world" else sums["total"]
