@@ -7,6 +7,7 @@ import datetime
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -39,7 +40,7 @@ class GroupMesh(Mesh):
 
         axes = {name: GroupAxis(group, ordered, joint) for name, group in groups.items()}
         super().__init__(shape, axes, self._everyone.rank)
-        # The group is this mesh's own, and its name the same on all ranks: no two meshes share keys.
+        # The group's name is the same on all ranks.
         self._store: Any = dist.distributed_c10d.PrefixStore(
             f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store()
         )
@@ -136,6 +137,8 @@ class GroupMesh(Mesh):
     def account(self, error: BaseException, step: int | None) -> BaseException:
         if isinstance(error, FjoinError) or not isinstance(error, RuntimeError) or not _from_backend(error):
             return error
+        # A message's handle that is left in a frame of the failed call would keep connections open.
+        traceback.clear_frames(error.__traceback__)
         if "imed out" in str(error):
             lost: FjoinError = CollectiveTimeout(
                 f"step {step}: a collective of rank {self.rank} timed out: a peer is stopped, or not in this step. {error}",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ._axis import Work
@@ -20,7 +21,7 @@ from ._errors import DesyncError, EarlyTermination, JoinError
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
 from ._roll import Roll
-from ._torch_joinables import DDPHook, StepHook, is_stepper
+from ._torch_joinables import DDPHook, check_steps_alone, is_stepper
 
 WARN_AFTER = 1000
 
@@ -112,12 +113,14 @@ class Join:
                     f"joinables of one Join must have the same process group, but joinable {i}, a "
                     f"{type(self._joinables[i]).__name__}, has another one than joinable 0"
                 )
-        self._ddps = [joinable for joinable in self._joinables if isinstance(joinable, DistributedDataParallel)]
         self._notifier = ([j for j in self._joinables if not is_stepper(j)] or self._joinables)[0]
         self._before_step = kwargs.get("before_step")
-        self._hooks = [self._hook_of(joinable, kwargs) for joinable in self._all]
+        self._ddps: list[DDPHook] = []
+        self._hooks = [self._hook_of(joinable, kwargs) for joinable in self._all if not is_stepper(joinable)]
         # A step follows the backward pass, and a schedule the step, whatever their order in the list.
-        self._hooks.sort(key=lambda hook: hook.turn if isinstance(hook, StepHook) else 0)
+        self._steppers = sorted(filter(is_stepper, self._all), key=lambda one: isinstance(one, LRScheduler))
+        for stepper in self._steppers:
+            check_steps_alone(stepper)
         self._enable, self._throw = enable, throw_on_early_termination
         self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_over(groups[0])
         self._device = self._notifier.join_device
@@ -131,9 +134,9 @@ class Join:
     def _hook_of(self, joinable: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(joinable, DistributedDataParallel):
             by_world = kwargs.get("divide_by_initial_world_size", True)
-            return DDPHook(joinable, self, joinable is self._notifier, by_world)
-        if is_stepper(joinable):
-            return StepHook(joinable, self)
+            hook = DDPHook(joinable, self, joinable is self._notifier, by_world)
+            self._ddps.append(hook)
+            return hook
         if joinable not in self._joinables:
             raise TypeError(f"a Join takes joinables, optimizers and learning-rate schedulers, got {joinable!r}")
         return joinable.join_hook(**kwargs)
@@ -146,13 +149,12 @@ class Join:
                 raise JoinError(f"this {type(joinable).__name__} is inside another Join already; leave that one first")
         self._check_same()
         self._kept = [joinable._join_config for joinable in self._joinables]
-        own = {id(hook._ddp): hook for hook in self._hooks if isinstance(hook, DDPHook)}
         for joinable in self._joinables:
-            notify = self._notify if joinable is self._notifier else _silent
-            joinable._join_config = _Config(own[id(joinable)].before_forward if id(joinable) in own else notify)
-        for hook in own.values():
+            joinable._join_config = _Config(self._notify if joinable is self._notifier else _silent)
+        for hook in self._ddps:
+            hook.ddp._join_config = _Config(hook.before_forward)
             hook.enter()
-        if own:
+        if self._ddps:
             self._watch = register_optimizer_step_post_hook(self._saw_step)
         return self
 
@@ -169,9 +171,8 @@ class Join:
         finally:
             for joinable, config in zip(self._joinables, self._kept, strict=True):
                 joinable._join_config = config
-            for hook in self._hooks:
-                if isinstance(hook, DDPHook):
-                    hook.leave()
+            for hook in self._ddps:
+                hook.leave()
             if self._watch is not None:
                 self._watch.remove()
         return False
@@ -217,15 +218,15 @@ class Join:
     def _notify(self) -> Work | None:
         if self._shadowing:
             return None
-        self.notify(syncs=all(ddp.require_backward_grad_sync for ddp in self._ddps[:1]))
+        self.notify(syncs=all(hook.ddp.require_backward_grad_sync for hook in self._ddps[:1]))
         return self._roll
 
     def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Warn of an optimizer that steps on ranks with input only."""
-        known = [j for j in self._all if is_stepper(j)] + [getattr(j, "optim", None) for j in self._all]
+        known = [*self._steppers, *(getattr(stepper, "optim", None) for stepper in self._steppers)]  # in ZeRO
         if self._shadowing or any(optimizer is one for one in known):
             return
-        mine = {id(p) for hook in self._hooks if isinstance(hook, DDPHook) for p in hook._params}
+        mine = {id(p) for hook in self._ddps for p in hook.params}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             self._watch.remove()
             warnings.warn(
@@ -246,15 +247,13 @@ class Join:
                     raise EarlyTermination(
                         f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
                     )
-                self._roll, steps = roll, False
+                self._roll = roll
                 for hook in self._hooks:
-                    if isinstance(hook, StepHook) and not steps and roll.syncing() and self._before_step is not None:
-                        self._before_step()
-                    steps = steps or isinstance(hook, StepHook)
                     hook.main_hook()
-                for hook in self._hooks:
-                    if isinstance(hook, DDPHook):
-                        hook.after_main()
+                if roll.syncing():
+                    self._step()
+                for hook in self._ddps:
+                    hook.after_main()
                 last, is_last_joiner = live, False
                 self.iterations += 1
                 shadowed += 1
@@ -275,13 +274,19 @@ class Join:
         finally:
             self._shadowing = False
 
+    def _step(self) -> None:
+        """What the loop's own code does on ranks with input."""
+        if self._steppers and self._before_step is not None:
+            self._before_step()
+        for stepper in self._steppers:
+            stepper.step()
+
     def _fail(self, error: BaseException) -> None:
         """Let the other ranks know; raises what really happened, where this error is only its echo."""
         told = self._mesh.account(error, self.iterations)
         self._roll = None  # a message that nobody has waited for holds connections too
-        for hook in self._hooks:
-            if isinstance(hook, DDPHook):
-                hook.release()
+        for hook in self._ddps:
+            hook.release()
         for joinable in self._joinables:  # connections close once nobody holds their group
             for name, value in list(vars(joinable).items()):
                 if isinstance(value, dist.ProcessGroup):

@@ -42,33 +42,32 @@ class DDPHook(JoinHook):
     """
 
     def __init__(self, ddp: DistributedDataParallel, join: Iteration, notifies: bool, by_world: bool) -> None:
-        self._ddp, self._join, self._notifies, self._by_world = ddp, join, notifies, by_world
+        self.ddp, self._join, self._notifies, self._by_world = ddp, join, notifies, by_world
         ignored = ddp.parameters_to_ignore
-        self._params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        self.params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         self._handles: list[Any] = []
         self._in_window = False  # whether gradients of no_sync passes are waiting at the parameters
         self._kept_flag: bool | None = None
-        self._scaled_for: object = None
         self._kept: list[Tensor | None] = []
 
     def enter(self) -> None:
-        ddp = self._ddp
+        ddp = self.ddp
         ddp._sync_buffers = self._sync_buffers  # type: ignore[method-assign]
         self._handles = [ddp.register_forward_hook(self._after_forward)]
         if not self._by_world:
-            self._handles += [p.register_hook(self._scale) for p in self._params]
+            self._handles += [p.register_hook(self._scale) for p in self.params]
 
     def leave(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._ddp.__dict__.pop("_sync_buffers", None)
+        self.ddp.__dict__.pop("_sync_buffers", None)
 
     # -- on a rank with input ------------------------------------------------------------------
 
     def before_forward(self) -> None:
         """Called where torch's module would notify its own Join."""
-        ddp = self._ddp
+        ddp = self.ddp
         if not torch.is_grad_enabled():  # nobody else need take part in an evaluation
             self._kept_flag, ddp.require_forward_param_sync = ddp.require_forward_param_sync, False
             return
@@ -93,7 +92,7 @@ class DDPHook(JoinHook):
 
     def _sync_buffers(self) -> None:
         """In the place of torch's, which takes them from rank 0, or sends a message to find a rank."""
-        ddp = self._ddp
+        ddp = self.ddp
         with torch.no_grad():
             ddp._assign_modules_buffers()
             with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):  # type: ignore[attr-defined]
@@ -101,11 +100,11 @@ class DDPHook(JoinHook):
 
     def _scale(self, grad: Tensor) -> Tensor | None:
         """Undo the division by all ranks as far as it is not wanted, before any hook sees the gradient."""
-        if not self._ddp.require_backward_grad_sync:
+        if not self.ddp.require_backward_grad_sync:
             return None
-        factor = self._ddp.process_group.size() / len(self._join.live())
+        factor = self.ddp.process_group.size() / len(self._join.live())
         if self._in_window:  # what the no_sync passes left is sent along
-            for p in self._params:
+            for p in self.params:
                 if p.grad is not None:
                     p.grad.mul_(factor)
             self._in_window = False
@@ -115,7 +114,7 @@ class DDPHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one iteration: with zeros, or with what an open accumulation window holds."""
-        ddp, live, syncs = self._ddp, self._join.live(), bool(self._join.syncing())
+        ddp, live, syncs = self.ddp, self._join.live(), bool(self._join.syncing())
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
                 "with static_graph=True every rank must have at least one batch before it can be out of input: this rank has never "
@@ -136,7 +135,7 @@ class DDPHook(JoinHook):
                 self._fill(bucket, 1.0 if self._by_world else ddp.process_group.size() / len(live))
             into = bucket.buffer(), bucket.parameters(), bucket.gradients()  # a hook may put another buffer there
             works.append((*into, reducer._run_comm_hook(bucket)))
-        self._kept = [None if self._in_window else p.grad for p in self._params]
+        self._kept = [None if self._in_window else p.grad for p in self.params]
         self._in_window = False
         for buffer, params, grads, work in works:
             value = work.wait()
@@ -149,15 +148,15 @@ class DDPHook(JoinHook):
 
     def _leave_out_unused(self) -> None:
         """What no rank has used has no gradient on ranks with input either."""
-        used = self._ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass counts no more
-        self._ddp.process_group.allreduce([used]).wait()
-        for p, count in zip(self._params, used.tolist(), strict=True):
+        used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass counts no more
+        self.ddp.process_group.allreduce([used]).wait()
+        for p, count in zip(self.params, used.tolist(), strict=True):
             if not count:
                 p.grad = None
         used.zero_()
 
     def _fill(self, bucket: Any, factor: float) -> None:
-        ddp = self._ddp
+        ddp = self.ddp
         # Without a hook the reducer divides while it fills a bucket; hooks divide by themselves.
         hooked = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
         for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -166,12 +165,12 @@ class DDPHook(JoinHook):
 
     def after_main(self) -> None:
         """After all hooks of the iteration: give the parameters back what they had."""
-        for p, grad in zip(self._params, self._kept, strict=False):
+        for p, grad in zip(self.params, self._kept, strict=False):
             p.grad = grad
         self._kept = []
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        ddp = self._ddp
+        ddp = self.ddp
         assert self._join.last_joiner is not None
         _sync_module_states(
             module=ddp.module, process_group=ddp.process_group, broadcast_bucket_size=ddp.broadcast_bucket_size,
@@ -183,35 +182,20 @@ class DDPHook(JoinHook):
         """Let go of the process group, so that its connections close; the module cannot be used after that."""
         self.leave()
         for name in ("reducer", "logger", "process_group"):
-            self._ddp.__dict__[name] = None
+            self.ddp.__dict__[name] = None
 
 
-class StepHook(JoinHook):
-    """An optimizer or a learning-rate scheduler in a Join: it steps on all ranks alike.
-
-    Args:
-        stepper: What has a `step`.
-        join: Its Join.
-
-    Raises:
-        TypeError: its step needs arguments, which a rank without input does not have.
-    """
-
-    def __init__(self, stepper: Any, join: Iteration) -> None:
-        _, *arguments = inspect.signature(type(stepper).step).parameters.values()
-        needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-        if needs:
-            raise TypeError(
-                f"a {type(stepper).__name__} cannot be in a Join: its step needs {', '.join(needs)}, which a rank that is out of input "
-                f"does not have"
-            )
-        self._stepper, self._join = stepper, join
-        self.turn = 2 if isinstance(stepper, LRScheduler) else 1
-
-    def main_hook(self) -> None:
-        if self._join.syncing():
-            self._stepper.step()
+def check_steps_alone(stepper: Any) -> None:
+    """Raise TypeError for what cannot step on a rank without input: its step needs arguments."""
+    _, *arguments = inspect.signature(type(stepper).step).parameters.values()
+    needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needs:
+        raise TypeError(
+            f"a {type(stepper).__name__} cannot be in a Join: its step needs {', '.join(needs)}, which a rank that is out of input "
+            f"does not have"
+        )
 
 
 def is_stepper(value: Any) -> bool:
+    """An optimizer or a learning-rate scheduler: it steps on all ranks alike."""
     return isinstance(value, (torch.optim.Optimizer, LRScheduler))

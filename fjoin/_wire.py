@@ -143,6 +143,8 @@ class Queue:
     def stop(self) -> None:
         """Take no more gradients, until the next start."""
         self._open = False
+        for out in self.outgoing:
+            out.work = None
 
     def arrived(self, index: int, leaf: int) -> None:
         """A leaf of this bucket has its gradient."""

@@ -1,6 +1,6 @@
-"""What every transform and optimizer must obey; `test_laws.py` runs it over all public ones.
+"""What every transform must obey; `test_laws.py` runs it over all public ones.
 
-Each law is a function of a transform (or optimizer) that raises AssertionError where it is broken.
+Each law is a function of a transform that raises AssertionError where it is broken.
 """
 
 from __future__ import annotations
@@ -278,78 +278,3 @@ TRANSFORM_LAWS = [
     is_pure, keeps_its_scope, goes_bucket_by_bucket, chains, ignores_weight_zero, is_itself_alone,
     forgets_the_order_of_ranks, resumes, maps, is_data,
 ]  # fmt: skip
-
-
-# -- optimizers ----------------------------------------------------------------------------------
-
-
-def _optimizer_grads(seed: int) -> list[Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(5)]
-
-
-def step_param_is_pure(make: Callable[[], tx.Optimizer]) -> None:
-    """The same call gives the same answer twice, and its arguments stay as they were."""
-    part, param = make().at("layer.weight"), params_like()["layer.weight"]
-    state = part.init_param(param)
-    for grad in _optimizer_grads(1):
-        before = snapshot((param, grad, state))
-        first, second = part.step_param(param, grad, state), part.step_param(param, grad, state)
-        assert_untouched((param, grad, state), before)
-        assert same_bits(first, second)
-        param, state = first
-
-
-def in_place_agrees(make: Callable[[], tx.Optimizer]) -> None:
-    """step_param_ does in place what step_param returns, with and without grad_scale."""
-    for scale in (None, torch.tensor(4.0, dtype=torch.float64)):
-        part, start = make().at("layer.weight"), params_like()["layer.weight"]
-        param, state = start, part.init_param(start)
-        own, slots = start.clone(), part.init_param(start)
-        for grad in _optimizer_grads(2):
-            param, state = part.step_param(param, grad, state)
-            given = grad.clone() if scale is None else grad * scale
-            part.step_param_(own, given, slots, grad_scale=scale)
-        assert max_diff((own, slots), (param, state)) < 1e-14
-
-
-def found_inf_stops_it(make: Callable[[], tx.Optimizer]) -> None:
-    """With found_inf 1 nothing changes, with 0 all as without."""
-    part, start = make().at("layer.weight"), params_like()["layer.weight"]
-    own, slots = start.clone(), part.init_param(start)
-    for found, grad in zip((0.0, 1.0, 0.0), _optimizer_grads(3), strict=False):
-        before = snapshot((own, slots))[0]
-        part.step_param_(own, grad.clone(), slots, found_inf=torch.tensor(found))
-        assert same_bits((own, slots), before) == (found == 1.0) or part.spec.name == "frozen"
-
-
-def tree_step_agrees(make: Callable[[], tx.Optimizer]) -> None:
-    """The step of a tree is the step of each leaf, arguments untouched."""
-    opt, params = make(), params_like()
-    state = opt.init(params)
-    own = {path: (p, opt.at(path).init_param(p)) for path, p in params.items()}
-    for step in range(3):
-        grads = _grads(step)
-        before = snapshot((params, grads, state))
-        new = opt.step(params, grads, state)
-        assert_untouched((params, grads, state), before)
-        own = {path: opt.at(path).step_param(p, grads[path], s) for path, (p, s) in own.items()}
-        params, state = new
-        assert max_diff(params, {path: p for path, (p, _) in own.items()}) < 1e-14
-        assert max_diff(state, {path: s for path, (_, s) in own.items()}) < 1e-14
-
-
-def flat_is_leaves(make: Callable[[], tx.Optimizer]) -> None:
-    """elementwise: a flat buffer of several parameters steps as they do."""
-    part = make().at("layer.weight")
-    if not part.elementwise:
-        return
-    start = params_like()["layer.weight"]
-    whole, rows = (start, part.init_param(start)), [(row, part.init_param(row)) for row in start]
-    for grad in _optimizer_grads(4):
-        whole = part.step_param(whole[0], grad, whole[1])
-        rows = [part.step_param(p, g, s) for (p, s), g in zip(rows, grad, strict=True)]
-    assert max_diff(whole[0], torch.stack([p for p, _ in rows])) == 0
-
-
-OPTIMIZER_LAWS = [step_param_is_pure, in_place_agrees, found_inf_stops_it, tree_step_agrees, flat_is_leaves, is_data]

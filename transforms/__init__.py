@@ -24,12 +24,12 @@ if __name__ != "fjoin.transforms":
 from ._base import Optimizer as Optimizer
 from ._base import Pipeline as Pipeline
 from ._base import Transform as Transform
+from ._by_path import masked as masked
+from ._by_path import partition as partition
 from ._clip import clip_by_global_norm as clip_by_global_norm
 from ._clip import clip_by_value as clip_by_value
 from ._combine import chain as chain
 from ._combine import identity as identity
-from ._combine import masked as masked
-from ._combine import partition as partition
 from ._combine import stateless as stateless
 from ._errors import CollectiveMismatch as CollectiveMismatch
 from ._errors import NotVmappable as NotVmappable

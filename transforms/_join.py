@@ -32,7 +32,7 @@ class JoinHook(NamedTuple):
         post: `(state, is_last_joiner) -> state`, run once by every rank after all are out of input.
             `is_last_joiner` says that this rank was among those that ended last.
 
-    Same as: torch.distributed.algorithms.join.JoinHook, without its object.
+    Same as: the join hook of torch's generic Join, without its object.
 
     >>> from fjoin import transforms as tx
     >>> hook = tx.JoinHook(main=lambda n: n + tx.psum(0, "data"))

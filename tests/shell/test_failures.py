@@ -14,9 +14,14 @@ Report = Callable[[Any], None]
 
 
 def _train(
-    rank: int, report: Report, act: Callable[[int, int], None], timeout_s: float = 300.0, steps: int = 6
+    rank: int,
+    report: Report,
+    act: Callable[[int, int], None],
+    timeout_s: float = 300.0,
+    steps: int = 6,
+    in_backward: bool = False,
 ) -> None:
-    """Train; `act(rank, step)` runs inside the loss and may misbehave. Reports how it ended."""
+    """Train; `act(rank, step)` runs inside the loss, or amid backward, and may misbehave. Reports how it ended."""
     import torch
 
     import fjoin
@@ -24,14 +29,30 @@ def _train(
 
     seen = 0
 
+    class Acting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            act(rank, seen)
+            return grad
+
     def loss_fn(params: Any, batch: Any) -> Any:
-        act(rank, seen)
-        return (params["w"] * batch).sum()
+        if not in_backward:
+            act(rank, seen)
+        first = params["w"] * batch
+        first = Acting.apply(first) if in_backward else first
+        return (first * params["u"] * params["v"]).sum()
 
     step = fjoin.train_step(
-        loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.1)), mesh=fjoin.mesh({"data": -1}, timeout_s=timeout_s)
+        loss_fn,
+        tx.fuse(tx.mean("data"), tx.adamw(0.1)),
+        mesh=fjoin.mesh({"data": -1}, timeout_s=timeout_s),
+        bucket_bytes=1,
     )
-    state = step.init({"w": torch.ones(1000)})
+    state = step.init({name: torch.ones(1000) for name in "wuv"})
     try:
         for batch in step.join([torch.ones(1000)] * steps):
             state, _ = step(state, batch)
@@ -44,19 +65,21 @@ def _train(
     report(("fine", "", None, None, state.step))
 
 
-def raise_in_loss(rank: int, report: Report, who: int, when: int) -> None:
+def raise_in_step(rank: int, report: Report, who: int, when: int, in_backward: bool) -> None:
     def act(rank: int, step: int) -> None:
         if (rank, step) == (who, when):
             report("raising")
             raise ValueError("bad batch")
 
-    _train(rank, report, act)
+    _train(rank, report, act, in_backward=in_backward)
 
 
-@pytest.mark.parametrize(("who", "when", "ranks"), [(1, 0, 2), (0, 2, 3), (2, 3, 3)])
-def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("who", "when", "ranks", "in_backward"), [(1, 0, 2, False), (0, 2, 3, False), (2, 3, 3, False), (0, 1, 3, True)]
+)
+def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, ranks: int, in_backward: bool) -> None:
     """The failed process stays alive, and the groups' time-out is 300 s: only the shell's word gets around."""
-    with Ranks(ranks, raise_in_loss, who, when) as run:
+    with Ranks(ranks, raise_in_step, who, when, in_backward) as run:
         for rank, seconds, (kind, text, failed, step, steps) in run.after("raising", ranks):
             assert steps == when, "the state is that of the last completed step"
             if rank == who:

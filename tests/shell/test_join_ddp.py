@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model, state_of
 from helpers import max_diff, same_bits
 from oracle import uneven_ddp
-from ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own, of torch.jit
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-
-def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
-def batches_of(counts: list[int]) -> list[list[torch.Tensor]]:
-    g = torch.Generator().manual_seed(1)
-    return [[torch.randn(3, 4, generator=g, dtype=torch.float64) for _ in range(n)] for n in counts]
-
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -49,12 +29,6 @@ HOOKS: dict[str, Any] = {
     "allreduce": default_hooks.allreduce_hook,
     "wrapped": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
 }
-
-
-def state_of(optimizer: Any, params: list[Any]) -> list[Any]:
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return []  # each rank has a part of it
-    return [{k: torch.as_tensor(v).clone() for k, v in optimizer.state[p].items() if v is not None} for p in params]
 
 
 def train(
@@ -150,143 +124,6 @@ def test_what_the_loop_does_before_a_step(pool: Any) -> None:
     results = pool.run(2, run, [3, 1], "momentum", {"clip": True})
     clip = lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
     check(results, [3, 1], "momentum", before_step=clip)
-
-
-def shadow_a_static_graph() -> tuple[str, str]:
-    ddp = DistributedDataParallel(make_model(), static_graph=True)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    try:
-        with fjoin.Join([ddp, optimizer]):
-            for batch in batches_of([2, 0])[dist.get_rank()]:
-                loss(ddp, batch).backward()
-                optimizer.step()
-    except fjoin.FjoinError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def test_a_static_graph_that_a_rank_has_never_run(pool: Any) -> None:
-    """torch's own Join aborts the process here."""
-    (kind, text), (kind_1, text_1) = pool.run(2, shadow_a_static_graph)
-    assert (kind, kind_1) == ("PeerLost", "JoinError") and "static_graph" in text and "at least one batch" in text_1
-
-
-def raise_in_loop(rank: int, report: Any, where: str) -> None:
-    """Rank 1 fails before or within a backward pass, and stays alive; the time-out is 300 s."""
-    import datetime
-
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            raise ValueError("bad batch")
-
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), bucket_cap_mb=1e-5)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    try:
-        with fjoin.Join([ddp, optimizer]):
-            for i in range([2, 4, 4][rank]):
-                out = ddp(torch.ones(2, 4))
-                if rank == 1 and i == 2:
-                    report("raising")
-                    if where == "forward":
-                        raise ValueError("bad batch")
-                    out = Broken.apply(out)
-                out.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    except Exception as error:
-        report((type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None)))
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
-    """Also those that wait in the messages of the module itself."""
-    with Ranks(3, raise_in_loop, where) as run:
-        for rank, seconds, (kind, text, failed, step) in run.after("raising", 3):
-            if rank == 1:
-                assert (kind, text) == ("ValueError", "bad batch")
-            else:
-                assert kind == "PeerLost" and failed == 1 and step == 3 and "ValueError: bad batch" in text
-                assert seconds < 2.0
-
-
-def with_buffers(counts: list[int]) -> Any:
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
-    g = torch.Generator().manual_seed(dist.get_rank())
-    with fjoin.Join([ddp, optimizer]) as join:
-        for _ in range(counts[dist.get_rank()]):
-            loss(ddp, torch.randn(5, 4, generator=g)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    states = {k: v.clone() for k, v in ddp.module.state_dict().items()}
-    return states, state_of(optimizer, list(ddp.module.parameters())), join.last_joiner
-
-
-@pytest.mark.parametrize("counts", [[1, 4], [3, 0, 2]], ids=str)
-def test_buffers_come_from_a_rank_that_has_input(pool: Any, counts: list[int]) -> None:
-    """Statistics of BatchNorm are counted on as long as any rank trains, and end equal on all."""
-    results = pool.run(len(counts), with_buffers, counts)
-    for states, optimizer, last in results:
-        assert same_bits((states, optimizer), results[0][:2])
-        assert states["1.num_batches_tracked"] == max(counts) and last == counts.index(max(counts))
-
-
-def with_a_buffer_hook(counts: list[int]) -> Any:
-    """Buffers averaged by a hook after each forward pass, which torch's Join does not shadow."""
-
-    def average(group: Any, buffers: dict[str, torch.Tensor]) -> None:
-        for buffer in buffers.values():
-            if buffer.is_floating_point():
-                dist.all_reduce(buffer, group=group)
-                buffer /= group.size()
-
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    ddp._register_buffer_comm_hook(ddp.process_group, average)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    g = torch.Generator().manual_seed(dist.get_rank())
-    with fjoin.Join([ddp, optimizer]):
-        for _ in range(counts[dist.get_rank()]):
-            loss(ddp, torch.randn(5, 4, generator=g)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return {k: v.clone() for k, v in ddp.module.state_dict().items()}
-
-
-def test_a_buffer_hook_is_shadowed(pool: Any) -> None:
-    a, b = pool.run(2, with_a_buffer_hook, [1, 3])
-    assert same_bits(a, b) and a["1.running_mean"].abs().max() > 0
-
-
-def evaluate_inside() -> Any:
-    """Forward passes without gradients, in eval mode and not, on one rank only."""
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    rank = dist.get_rank()
-    with fjoin.Join([ddp, optimizer]) as join:
-        for _ in range([2, 4][rank]):
-            loss(ddp, torch.ones(5, 4) * rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if rank == 1:
-                with torch.no_grad():
-                    ddp.eval()
-                    ddp(torch.ones(2, 4))
-                    ddp.train()
-    return join.iterations, [p.detach().clone() for p in ddp.parameters()]
-
-
-def test_an_evaluation_inside_is_harmless(pool: Any) -> None:
-    (n, a), (m, b) = pool.run(2, evaluate_inside)
-    assert n == m == 4 and same_bits(a, b)
 
 
 def two_ddps(counts: list[int]) -> Any:
@@ -422,19 +259,6 @@ def test_steps_follow_backward_and_schedules_follow_steps(pool: Any, order: list
     assert a[0] == b[0] == 4 and same_bits(a[1:], b[1:])
 
 
-def failed_join() -> tuple[int, bool]:
-    ddp = DistributedDataParallel(make_model())
-    module = ddp.module
-    with contextlib.suppress(KeyError), fjoin.Join([ddp], divide_by_initial_world_size=False):
-        raise KeyError
-    module(torch.ones(2, 4).double()).sum().backward()
-    return len(ddp._forward_hooks), "_sync_buffers" in vars(ddp)
-
-
-def test_a_failed_join_leaves_the_module_as_it_was(pool: Any) -> None:
-    assert pool.run(1, failed_join) == [(0, False)]
-
-
 def inside_bind() -> bool:
     ddp = DistributedDataParallel(make_model())
     with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -448,35 +272,3 @@ def inside_bind() -> bool:
 
 def test_the_default_group_is_used_inside_bind_too(pool: Any) -> None:
     assert pool.run(2, inside_bind) == [True, True]
-
-
-def unknown_optimizer() -> list[str]:
-    ddp = DistributedDataParallel(make_model())
-    optimizer = torch.optim.Adam(ddp.parameters(), 0.1)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        with fjoin.Join([ddp]):
-            for _ in range(2):
-                loss(ddp, torch.ones(2, 4, dtype=torch.float64)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return [str(w.message) for w in seen if "fall behind" in str(w.message)]
-
-
-def test_an_optimizer_that_the_join_does_not_know(pool: Any) -> None:
-    for texts in pool.run(2, unknown_optimizer):
-        assert len(texts) == 1 and "Adam" in texts[0] and "Join([ddp, optimizer])" in texts[0]
-
-
-def test_what_cannot_be_joined() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="communicates"):
-        fjoin.Join([torch.optim.SGD(model.parameters(), 0.1)])
-    joinable = fjoin.as_joinable(fjoin.transforms.JoinHook())
-    with pytest.raises(TypeError, match="Linear"):
-        fjoin.Join([joinable, copy.copy(model)])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(TypeError, match="ReduceLROnPlateau.*metrics"):
-        fjoin.Join([joinable, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)])
-    with pytest.raises(TypeError, match="LBFGS.*closure"):
-        fjoin.Join([joinable, torch.optim.LBFGS(model.parameters())])

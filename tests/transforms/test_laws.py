@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import laws
+import optimizer_laws
 import pytest
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ def test_transform(make: Any, law: Any) -> None:
     law(make)
 
 
-@pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, laws.OPTIMIZER_LAWS))
+@pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, optimizer_laws.OPTIMIZER_LAWS))
 def test_optimizer(make: Any, law: Any) -> None:
     law(make)
 
@@ -234,7 +235,7 @@ BROKEN_OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("law", laws.OPTIMIZER_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", optimizer_laws.OPTIMIZER_LAWS, ids=lambda law: law.__name__)
 def test_each_optimizer_law_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN_OPTIMIZERS[law.__name__])

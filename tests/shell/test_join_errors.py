@@ -1,0 +1,126 @@
+"""torch's own joinables in our Join where something is wrong: errors on all ranks, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_problem import batches_of, loss, make_model
+from ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+
+
+def shadow_a_static_graph() -> tuple[str, str]:
+    ddp = DistributedDataParallel(make_model(), static_graph=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    try:
+        with fjoin.Join([ddp, optimizer]):
+            for batch in batches_of([2, 0])[dist.get_rank()]:
+                loss(ddp, batch).backward()
+                optimizer.step()
+    except fjoin.FjoinError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_static_graph_that_a_rank_has_never_run(pool: Any) -> None:
+    """torch's own Join aborts the process here."""
+    (kind, text), (kind_1, text_1) = pool.run(2, shadow_a_static_graph)
+    assert (kind, kind_1) == ("PeerLost", "JoinError") and "static_graph" in text and "at least one batch" in text_1
+
+
+def raise_in_loop(rank: int, report: Any, where: str) -> None:
+    """Rank 1 fails before or within a backward pass, and stays alive; the time-out is 300 s."""
+    import datetime
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            raise ValueError("bad batch")
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    try:
+        with fjoin.Join([ddp, optimizer]):
+            for i in range([2, 4, 4][rank]):
+                out = ddp(torch.ones(2, 4))
+                if rank == 1 and i == 2:
+                    report("raising")
+                    if where == "forward":
+                        raise ValueError("bad batch")
+                    out = Broken.apply(out)
+                out.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except Exception as error:
+        report((type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "step", None)))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
+    """Also those that wait in the messages of the module itself."""
+    with Ranks(3, raise_in_loop, where) as run:
+        for rank, seconds, (kind, text, failed, step) in run.after("raising", 3):
+            if rank == 1:
+                assert (kind, text) == ("ValueError", "bad batch")
+            else:
+                assert kind == "PeerLost" and failed == 1 and step == 3 and "ValueError: bad batch" in text
+                assert seconds < 2.0
+
+
+def failed_join() -> tuple[int, bool]:
+    ddp = DistributedDataParallel(make_model())
+    module = ddp.module
+    with contextlib.suppress(KeyError), fjoin.Join([ddp], divide_by_initial_world_size=False):
+        raise KeyError
+    module(torch.ones(2, 4).double()).sum().backward()
+    return len(ddp._forward_hooks), "_sync_buffers" in vars(ddp)
+
+
+def test_a_failed_join_leaves_the_module_as_it_was(pool: Any) -> None:
+    assert pool.run(1, failed_join) == [(0, False)]
+
+
+def unknown_optimizer() -> list[str]:
+    ddp = DistributedDataParallel(make_model())
+    optimizer = torch.optim.Adam(ddp.parameters(), 0.1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with fjoin.Join([ddp]):
+            for _ in range(2):
+                loss(ddp, torch.ones(2, 4, dtype=torch.float64)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(w.message) for w in seen if "fall behind" in str(w.message)]
+
+
+def test_an_optimizer_that_the_join_does_not_know(pool: Any) -> None:
+    for texts in pool.run(2, unknown_optimizer):
+        assert len(texts) == 1 and "Adam" in texts[0] and "Join([ddp, optimizer])" in texts[0]
+
+
+def test_what_cannot_be_joined() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="communicates"):
+        fjoin.Join([torch.optim.SGD(model.parameters(), 0.1)])
+    joinable = fjoin.as_joinable(fjoin.transforms.JoinHook())
+    with pytest.raises(TypeError, match="Linear"):
+        fjoin.Join([joinable, copy.copy(model)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau.*metrics"):
+        fjoin.Join([joinable, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)])
+    with pytest.raises(TypeError, match="LBFGS.*closure"):
+        fjoin.Join([joinable, torch.optim.LBFGS(model.parameters())])
