@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 import sys
 import time
 import traceback
@@ -21,6 +22,9 @@ from ._mesh import Mesh
 TIMEOUT_S = 600.0
 # How long a rank whose connection broke waits for the failed rank's own account of it.
 _ACCOUNT_S = 1.0
+# What gloo, NCCL and the store say: of a peer that is gone, and of one that does not come.
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
+_LATE = re.compile(r"timed out waiting|(application|collective operation|wait|socket) timeout", re.IGNORECASE)
 # Stores of meshes that were taken down: the rank that hosts one must keep it, since others still look up what happened.
 _KEPT: list[Any] = []
 
@@ -139,7 +143,7 @@ class GroupMesh(Mesh):
             return error
         # A message's handle that is left in a frame of the failed call would keep connections open.
         traceback.clear_frames(error.__traceback__)
-        if "imed out" in str(error):
+        if _LATE.search(str(error)):
             lost: FjoinError = CollectiveTimeout(
                 f"step {step}: a collective of rank {self.rank} timed out: a peer is stopped, or not in this step. {error}",
                 step=step,
@@ -184,7 +188,5 @@ def _forget(group: Any) -> None:
 
 
 def _from_backend(error: RuntimeError) -> bool:
-    """Whether a RuntimeError comes from the transport, not from somebody's tensor code."""
-    text = str(error)
-    known = ("gloo", "NCCL", "Connection closed", "Connection reset", "imed out", "Broken pipe", "Socket", "connection")
-    return isinstance(error, dist.DistError) or any(word in text for word in known)
+    """Whether a RuntimeError comes from the transport, not from somebody's tensor code or loader."""
+    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)) or _LATE.search(str(error)))

@@ -223,3 +223,24 @@ def test_a_rank_that_fails_while_setting_up_is_told() -> None:
             rank, _, (kind, text) = run.next(30)
             assert "no pattern of partition matches 'u'" in text
             assert kind == ("PeerLost" if rank == 0 else "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1", "PeerLost"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation", "CollectiveTimeout"),
+        ("Application timeout caused pair closure", "CollectiveTimeout"),  # the messages behind the one that waited
+        ("DataLoader timed out after 5 seconds", "RuntimeError"),
+        ("the connection pool of my loader is empty", "RuntimeError"),
+    ],
+)
+def test_what_is_taken_for_a_lost_peer(pool: Any, text: str, kind: str) -> None:
+    """Not an error of the user's own code, which only sounds like one."""
+    assert pool.run(1, account_of, text) == [kind]
+
+
+def account_of(text: str) -> str:
+    import fjoin
+
+    return type(fjoin.mesh({"data": -1}).account(RuntimeError(text), 0)).__name__
