@@ -1,6 +1,7 @@
 """Distributed data-parallel training as pure functions, and the small shell that runs them.
 
 train_step  TrainState  Metrics     the step, on uneven inputs
+join  Loop                          uneven inputs in a loop of one's own
 evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for whatever communicates
 as_joinable                         a pure join hook for either Join
@@ -30,6 +31,8 @@ from ._joinable import Joinable as Joinable
 from ._joinable import JoinHook as JoinHook
 from ._joinable import PureJoinable as PureJoinable
 from ._joinable import as_joinable as as_joinable
+from ._loop import Loop as Loop
+from ._loop import join as join
 from ._make_mesh import bind as bind
 from ._make_mesh import mesh as mesh
 from ._mesh import Mesh as Mesh

@@ -33,7 +33,7 @@ class EarlyTermination(FjoinError):
 
 
 class JoinError(FjoinError):
-    """The body of a loop over `step.join` did not call the step exactly once."""
+    """A loop or a Join was used in a way that would leave other ranks waiting for ever."""
 
 
 class NoBatch(FjoinError):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._errors import DesyncError
-from ._loss import Loss
+from ._loss import weigh
 from ._make_mesh import everyone
 from ._mesh import Mesh
 
@@ -59,14 +59,10 @@ def evaluate(
     """
     mesh = mesh or everyone()
     try:
-        mine = _go_through(metric_fn, loader, Loss(metric_fn, weight))
+        mine = _go_through(metric_fn, loader, weight)
         found = mesh.exchange(mine, _combine)
     except BaseException as error:
-        told = mesh.account(error, None)
-        mesh.failed(told, None)
-        if told is not error:
-            raise told from error
-        raise
+        mesh.end(error, None)
     if "problem" in found:
         raise DesyncError(found["problem"], rank=found["rank"])
     weighted, sums = _tensors(found["means"]), _tensors(found["sums"])
@@ -75,13 +71,15 @@ def evaluate(
     return Evaluation(_plain(means), _plain(sums), total, found["batches"])
 
 
-def _go_through(metric_fn: Callable[[Any], dict[str, Any]], loader: Iterable[Any], weigh: Loss) -> dict[str, Any]:
+def _go_through(
+    metric_fn: Callable[[Any], dict[str, Any]], loader: Iterable[Any], weight: Callable[[Any], float] | None
+) -> dict[str, Any]:
     means: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
     total, batches = 0.0, 0
     with torch.no_grad():
         for batch in loader:
-            w, out = weigh.weigh(batch), metric_fn(batch)
+            w, out = weigh(weight, batch), metric_fn(batch)
             if not isinstance(out, dict):
                 raise TypeError(f"metric_fn must return a dict name -> mean over the batch, got {out!r}")
             own, summed = {name: value for name, value in out.items() if name != "sum"}, out.get("sum", {})

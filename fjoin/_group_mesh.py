@@ -138,8 +138,13 @@ class GroupMesh(Mesh):
                 else:
                     dist.destroy_process_group(group)
 
+    def is_echo(self, error: BaseException) -> bool:
+        if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
+            return False  # of somebody's tensor code or loader
+        return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)) or _LATE.search(str(error)))
+
     def account(self, error: BaseException, step: int | None) -> BaseException:
-        if isinstance(error, FjoinError) or not isinstance(error, RuntimeError) or not _from_backend(error):
+        if not self.is_echo(error):
             return error
         # A message's handle that is left in a frame of the failed call would keep connections open.
         traceback.clear_frames(error.__traceback__)
@@ -185,8 +190,3 @@ def _forget(group: Any) -> None:
         defaults = getattr(function, "__defaults__", None)
         if defaults and any(value is group for value in defaults):
             function.__defaults__ = tuple(None if value is group else value for value in defaults)
-
-
-def _from_backend(error: RuntimeError) -> bool:
-    """Whether a RuntimeError comes from the transport, not from somebody's tensor code or loader."""
-    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)) or _LATE.search(str(error)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -48,8 +49,8 @@ class Turn:
     others: Callable[[], float] | None = None  # how many ranks have another batch, once a window has ended
 
 
-def join(
-    step: Any,
+def join_steps(
+    steps: Sequence[Any],
     loader: Iterable[B],
     *,
     empty: Any = NO_BATCH,
@@ -59,14 +60,16 @@ def join(
     """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
     if when_exhausted not in ("shadow", "replay"):
         raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
-    step._begin_join()
+    for step in steps:
+        step._begin_join()
+    first = steps[0]
     number, finished, replays = 0, False, when_exhausted == "replay"
     try:
         batches = iter(loader)
-        current = _load(step, batches)
-        have = step._count(float(current is not _END))
-        if throw_on_early_termination and 0 < have < step.ranks:
-            _stop_early(step, have)
+        current = _load(steps, batches)
+        have = first._count(float(current is not _END))
+        if throw_on_early_termination and 0 < have < first.ranks:
+            _stop_early(first, have)
         if replays and have > 0 and current is _END and empty is NO_BATCH:
             raise NoBatch(
                 "when_exhausted='replay' runs the model on every rank, but this rank has no batch at all; pass "
@@ -75,23 +78,28 @@ def join(
         given: Any = empty
         more = have > 0
         while more:
-            following = _END if current is _END else _load(step, batches)
+            following = _END if current is _END else _load(steps, batches)
             if current is not _END:
                 given = current
-            turn = step._turn = Turn(number, current is not _END, following is not _END, replays)
+            turns = [Turn(number, current is not _END, following is not _END, replays) for _ in steps]
+            for step, turn in zip(steps, turns, strict=True):
+                step._turn = turn
             yield given
-            if not turn.called:
-                raise JoinError(
-                    f"the loop body did not call the step in iteration {number}; call it exactly once in each iteration "
-                    f"(to leave a batch out, give it weight 0)",
-                    step=step._last_step,
-                )
-            step._turn = None
-            # Only a rank that is out of input has to wait for the others' answer.
-            if turn.others is not None and (throw_on_early_termination or not turn.has_next):
-                left = turn.others()
-                if throw_on_early_termination and 0 < left < step.ranks:
-                    _stop_early(step, left)
+            for i, (step, turn) in enumerate(zip(steps, turns, strict=True)):
+                if not turn.called:
+                    which = "the step" if len(steps) == 1 else f"step {i} of steps=[...]"
+                    raise JoinError(
+                        f"the loop body did not call {which} in iteration {number}; call it exactly once in each iteration "
+                        f"(to leave a batch out, give it weight 0)",
+                        step=step._last_step,
+                    )
+                step._turn = None
+            # Only a rank that is out of input has to wait for the others' answer, which any step that has ended a window knows.
+            others = next((turn.others for turn in turns if turn.others is not None), None)
+            if others is not None and (throw_on_early_termination or following is _END):
+                left = others()
+                if throw_on_early_termination and 0 < left < first.ranks:
+                    _stop_early(first, left)
                 more = left > 0
             current, number = following, number + 1
         finished = True
@@ -100,27 +108,40 @@ def join(
     except BaseException as error:
         finished = True
         if not isinstance(error, EarlyTermination):  # which all ranks raise at the same place
-            step._raise(error)
+            _tell(steps, error)
         raise
     finally:
-        step._turn = None
+        for step in steps:
+            step._turn = None
         if not finished:
-            step._leave(
-                JoinError(
-                    f"rank {step.rank} left the loop over step.join in iteration {number}, by break, return or an "
-                    f"exception; to stop all ranks after n batches, loop over step.join(itertools.islice(loader, n))",
-                    rank=step.rank,
-                    step=step._last_step,
+            for step in steps:
+                step._leave(
+                    JoinError(
+                        f"rank {step.rank} left the loop over step.join in iteration {number}, by break, return or an "
+                        f"exception; to stop all ranks after n batches, loop over step.join(itertools.islice(loader, n))",
+                        rank=step.rank,
+                        step=step._last_step,
+                    )
                 )
-            )
 
 
-def _load(step: Any, batches: Iterator[Any]) -> Any:
-    step._turn = Turn(-1, False, False)  # a loader that calls the step would take a step that no other rank takes
+def _tell(steps: Sequence[Any], error: BaseException) -> NoReturn:
+    """Let the ranks of all steps know, and raise what really happened."""
+    for step in steps[1:]:
+        with contextlib.suppress(BaseException):
+            step._raise(error)
+    steps[0]._raise(error)
+    raise error
+
+
+def _load(steps: Sequence[Any], batches: Iterator[Any]) -> Any:
+    for step in steps:
+        step._turn = Turn(-1, False, False)  # a loader that calls the step would take a step that no other rank takes
     try:
         return next(batches, _END)
     finally:
-        step._turn = None
+        for step in steps:
+            step._turn = None
 
 
 def _stop_early(step: Any, have: float) -> NoReturn:

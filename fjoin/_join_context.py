@@ -6,7 +6,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -270,7 +270,6 @@ class Join:
             raise
         except BaseException as error:
             self._fail(error)
-            raise
         finally:
             self._shadowing = False
 
@@ -281,9 +280,8 @@ class Join:
         for stepper in self._steppers:
             stepper.step()
 
-    def _fail(self, error: BaseException) -> None:
-        """Let the other ranks know; raises what really happened, where this error is only its echo."""
-        told = self._mesh.account(error, self.iterations)
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Let the other ranks know, and raise what really happened."""
         self._roll = None  # a message that nobody has waited for holds connections too
         for hook in self._ddps:
             hook.release()
@@ -291,9 +289,7 @@ class Join:
             for name, value in list(vars(joinable).items()):
                 if isinstance(value, dist.ProcessGroup):
                     joinable.__dict__[name] = None
-        self._mesh.failed(told, self.iterations)
-        if told is not error:
-            raise told from error
+        self._mesh.end(error, self.iterations)
 
     def _check_same(self) -> None:
         """Raise on all ranks unless they enter with the same joinables."""

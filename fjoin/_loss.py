@@ -18,18 +18,7 @@ class Loss:
         self.weighs = weight is not None
 
     def weigh(self, batch: Any) -> float:
-        """The weight of a batch.
-
-        Raises:
-            ValueError: it is negative or not finite.
-        """
-        if self._weight is None:
-            return 1.0
-        value = self._weight(batch)
-        weight = float(value)
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weight(batch) must be a finite number that is not negative, got {value!r}")
-        return weight
+        return weigh(self._weight, batch)
 
     def __call__(
         self, params: Any, buffers: dict[str, Tensor] | None, batch: Any
@@ -55,6 +44,21 @@ class Loss:
         if parts[2].keys() != buffers.keys():
             raise ValueError(f"loss_fn returned the buffers {sorted(parts[2])}, expected {sorted(buffers)}")
         return loss, aux, {path: b.detach() for path, b in parts[2].items()}
+
+
+def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
+    """The weight of a batch; 1 where nothing says otherwise.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    if weight is None:
+        return 1.0
+    value = weight(batch)
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"weight(batch) must be a finite number that is not negative, got {value!r}")
+    return number
 
 
 def as_seed(value: float, dtype: torch.dtype) -> float:

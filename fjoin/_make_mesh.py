@@ -130,10 +130,18 @@ def bind(mesh: Mesh) -> Iterator[None]:
     Args:
         mesh: What `fjoin.mesh` made.
 
+    Raises:
+        PeerLost, CollectiveTimeout: in place of what the backend raises in the block. The mesh is taken down.
+
     >>> from fjoin import transforms as tx
     >>> with fjoin.bind(fjoin.mesh({"data": -1})):
     ...     tx.psum(torch.tensor(2.0), "data")
     tensor(2.)
     """
-    with bind_axes(mesh.axes):
-        yield
+    try:
+        with bind_axes(mesh.axes):
+            yield
+    except RuntimeError as error:
+        if mesh.is_echo(error):
+            mesh.end(error, None)
+        raise

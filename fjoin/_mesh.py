@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -80,6 +80,21 @@ class Mesh:
 
     def failed(self, error: BaseException, step: int | None) -> None:
         """Tell the other ranks that this one has failed, and let go of what they wait in."""
+
+    def end(self, error: BaseException, step: int | None) -> NoReturn:
+        """Let the other ranks know of an error, and raise what really happened, where it is only its echo."""
+        told = self.account(error, step)
+        self.failed(told, step)
+        try:
+            if told is error:
+                raise error
+            raise told from error
+        finally:  # a frame that knows its exception lives until Python looks for cycles, and connections in it
+            del told, error
+
+    def is_echo(self, error: BaseException) -> bool:
+        """Whether an error is what the backend raises where a peer is gone."""
+        return False
 
     def account(self, error: BaseException, step: int | None) -> BaseException:
         """What really happened, given an error that came out of a collective."""

@@ -46,7 +46,7 @@ class TrainStep:
         self._device: torch.device | None = None
         self._turn: _join.Turn | None = None
         self._last_step: int | None = None
-        self._broken: BaseException | None = None  # what this rank failed of
+        self._broken: tuple[type[FjoinError], str] | None = None  # what this rank failed of
         self._together = False  # the last error was raised by all ranks alike
 
     def init(
@@ -205,8 +205,8 @@ class TrainStep:
             JoinError: the body did not call the step exactly once, or was left early.
             PeerLost: another rank left the loop, or failed.
         """
-        return _join.join(
-            self,
+        return _join.join_steps(
+            [self],
             loader,
             empty=empty,
             throw_on_early_termination=throw_on_early_termination,
@@ -229,31 +229,31 @@ class TrainStep:
     def _leave(self, error: JoinError) -> None:
         """The loop was left before its end: by this rank alone, unless all had raised alike."""
         if self._broken is None and self.ranks > 1 and not self._together:
-            self._broken = error
+            self._break(error)
             self._mesh.failed(error, self._last_step)
 
     # -- failures ------------------------------------------------------------------------------
 
     def _usable(self) -> None:
-        error = self._broken
-        if error is not None:
-            kind = type(error) if isinstance(error, FjoinError) else JoinError
-            raise kind(f"this step cannot go on, it failed before: {error}") from error
+        if self._broken is not None:
+            kind, text = self._broken
+            raise kind(f"this step cannot go on, it failed before: {text}")
+
+    def _break(self, error: BaseException) -> None:
+        """Never run again. The error itself is not kept: with its frames it would hold all that they know."""
+        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error)
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Let the other ranks know, and raise what really happened."""
         self._turn = None
-        told = error
-        try:
-            self._run.stop()
-        finally:
-            if self._broken is None and self.ranks > 1:
-                told = self._mesh.account(error, self._last_step)
-                self._mesh.failed(told, self._last_step)
-                self._broken = told
-        if told is error:
+        self._run.stop()
+        if self._broken is not None or self.ranks == 1:
             raise error
-        raise told from error
+        try:
+            self._mesh.end(error, self._last_step)
+        except BaseException as told:
+            self._break(told)
+            raise
 
 
 def train_step(
