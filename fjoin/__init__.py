@@ -35,8 +35,8 @@ from ._loop import Loop as Loop
 from ._loop import join as join
 from ._make_mesh import bind as bind
 from ._make_mesh import mesh as mesh
+from ._make_step import train_step as train_step
 from ._mesh import Mesh as Mesh
 from ._metrics import Metrics as Metrics
 from ._state import TrainState as TrainState
 from ._step import TrainStep as TrainStep
-from ._step import train_step as train_step

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ._errors import DesyncError
 from ._mesh import Mesh
-from .transforms._base import Pipeline
+from .transforms._base import Pipeline, Transform
 
 
 def check_program(
     mesh: Mesh,
     pipeline: Pipeline,
+    on_buffers: Transform,
     params: Mapping[str, Tensor],
     bucket_bytes: int,
     accumulate: int,
@@ -33,12 +34,13 @@ def check_program(
         "pipeline": pipeline.spec.canonical(),
         "parameters": _describe(params),
         "buffers": _describe(buffers or {}),
+        "transform of buffers": on_buffers.spec.canonical(),
         "mesh": str(mesh.shape),
         "bucket_bytes": bucket_bytes,
         "accumulate": accumulate,
         "weight": weighs,
     }
-    shown = {**mine, "pipeline": repr(pipeline)}
+    shown = {**mine, "pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)}
     problem = mesh.exchange([mine, shown], _compare)
     if problem:
         raise DesyncError(problem[1], rank=problem[0])

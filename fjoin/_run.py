@@ -21,7 +21,7 @@ from ._plain import PlainHook
 from ._state import Body
 from ._taps import Taps
 from ._wire import Outgoing, Queue
-from .transforms._base import Pipeline
+from .transforms._base import Pipeline, Transform
 from .transforms._plan import make_plan
 from .transforms.axes._env import bind_axes, bind_weight
 
@@ -29,9 +29,18 @@ from .transforms.axes._env import bind_axes, bind_weight
 class Run:
     """Runs the steps of one pipeline on this rank; `TrainStep` is its public face."""
 
-    def __init__(self, loss: Loss, pipeline: Pipeline, mesh: Mesh, accumulate: int, overlap_step: bool = False) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        accumulate: int,
+        overlap_step: bool,
+        buffers: Transform,
+    ) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
         plan = make_plan(pipeline.hook, tuple(mesh.shape))
+        self.buffers = buffers
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes, self._clip = plan.axes, plan.clip
@@ -112,11 +121,11 @@ class Run:
                 _backward(replayed, 0.0)
         queue.finish()
         if self._overlaps and self.guard.on_host(queue.outgoing):
-            sums = self._step_early(body, queue.outgoing, lane, turn)
+            sums = self._step_early(body, buffers, queue.outgoing, lane, turn)
         else:
-            sums = self._step_together(body, queue.outgoing, lane, turn)
+            sums = self._step_together(body, buffers, queue.outgoing, lane, turn)
         step = body.step
-        body.buffers, body.window = buffers, {}
+        body.window = {}
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
@@ -127,7 +136,7 @@ class Run:
             return self._loss(params, body.buffers, batch)
 
     def _step_together(
-        self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None
+        self, body: Body, buffers: Any, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None
     ) -> dict[str, Any]:
         """After all messages: decide whether this step may change anything, and step; the summed lane."""
         hook, sums, divisor = self.hook.finish(body.hook, body.storage, outgoing, lane)
@@ -139,13 +148,14 @@ class Run:
                 for i, out in enumerate(outgoing):
                     step_bucket(body, i, out, verdict)
                 run_after(self.pipeline.after, self.mesh, body, lane["weight"], verdict)
+                self._keep_buffers(body, buffers, lane["weight"], verdict)
         # Host counters go on in a step that changes nothing: they say what has been called.
         found_inf = verdict.found_inf if verdict.changes else torch.ones(())
         body.hook = hook if found_inf is None else keep(found_inf, hook, body.hook)
         return sums
 
     def _step_early(
-        self, body: Body, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None
+        self, body: Body, buffers: Any, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None
     ) -> dict[str, Any]:
         """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
         hook = self.hook
@@ -171,8 +181,19 @@ class Run:
                     raise error
                 step_bucket(body, i, out, verdict)
             run_after(self.pipeline.after, self.mesh, body, lane["weight"], verdict)
+            self._keep_buffers(body, buffers, lane["weight"], verdict)
         body.hook = hook.state(sums)
         return sums
+
+    def _keep_buffers(self, body: Body, buffers: Any, weight: float, verdict: Verdict) -> None:
+        """Run the transform of the buffers on the new ones."""
+        if buffers is None:
+            return
+        with bind_axes(self.mesh.axes):
+            new = self.buffers.update(buffers, body.buffers_state, None, weight=weight)
+        if verdict.found_inf is not None:
+            new = keep(verdict.found_inf, new, (body.buffers, body.buffers_state))
+        body.buffers, body.buffers_state = new
 
     def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
         if turn is not None:

@@ -25,6 +25,7 @@ class Body:
     after: Any
     rebuild: Callable[[dict[str, Any]], Any]  # path -> leaf, to the tree that the user gave
     owner: object  # the step that made it, which alone can run it
+    buffers_state: Any = ()  # of the transform of the buffers
     step: int = 0  # steps taken
     batches: int = 0  # consumed on this rank
     calls: int = 0  # calls of the step, more than steps where gradients are accumulated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -11,18 +11,12 @@ from torch import Tensor
 from . import _join
 from ._agree import check_program, same_values
 from ._errors import FjoinError, JoinError, NonFinite
-from ._loss import Loss
-from ._make_mesh import mesh as make_mesh
-from ._mesh import Mesh
 from ._metrics import Metrics
 from ._params import flatten
 from ._run import Run
 from ._state import Body, TrainState
 from ._storage import Storage, apart
-from .transforms._base import Pipeline
-from .transforms._layout import BUCKET_BYTES, make_layout
-from .transforms._plan import make_plan
-from .transforms._spec import Spec
+from .transforms._layout import make_layout
 
 B = TypeVar("B")
 
@@ -61,7 +55,7 @@ class TrainStep:
             params: A pytree of floating-point tensors; they are copied.
             buffers: Path -> tensor, what `loss_fn` may update without training it, not by writing into
                 it but by returning new ones: it is called as `loss_fn(params, buffers, batch)` then, and
-                returns `(loss, aux, buffers)`. Each rank keeps its own.
+                returns `(loss, aux, buffers)`.
             sync: "broadcast" gives all ranks rank 0's parameters and buffers, "check" raises where
                 they differ, None trusts that they do not.
 
@@ -91,7 +85,10 @@ class TrainStep:
             return id(part) if part.elementwise else path
 
         layout = make_layout(flat, label, self._bucket_bytes)
-        check_program(self._mesh, self.pipeline, flat, self._bucket_bytes, self._accumulate, self._run.weighs, buffers)
+        run = self._run
+        check_program(
+            self._mesh, self.pipeline, run.buffers, flat, self._bucket_bytes, self._accumulate, run.weighs, buffers
+        )
         storage = Storage(layout, flat, optimizer)
         own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
         if sync == "broadcast":
@@ -112,7 +109,10 @@ class TrainStep:
         self._run.close()
         self._run.token = object()  # states of an earlier init may have another layout
         skipped = torch.zeros((), dtype=torch.int64) if self._run.skips else None
-        return TrainState(Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, skipped=skipped))
+        body = Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, skipped=skipped)
+        if own is not None:
+            body.buffers_state = self._run.buffers.init(own)
+        return TrainState(body)
 
     def close(self) -> None:
         """Free the step's buffers and hooks; states stay readable."""
@@ -254,85 +254,3 @@ class TrainStep:
         except BaseException as told:
             self._break(told)
             raise
-
-
-def train_step(
-    loss_fn: Callable[..., Any],
-    pipeline: Pipeline,
-    *,
-    mesh: Mesh | None = None,
-    donate: bool = True,
-    weight: Callable[[Any], float] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-    accumulate: int = 1,
-    overlap_step: bool = False,
-) -> TrainStep:
-    """Make the training step of this rank from a loss and a pipeline.
-
-    Gradients travel in buckets while the backward pass goes on, weighted so that the result is that
-    of one process on all ranks' batches together; every rank then takes the same optimizer step.
-
-    Args:
-        loss_fn: `(params, batch) -> loss` or `(loss, aux)`: the mean over the local batch, 0-d. With
-            buffers: `(params, buffers, batch) -> (loss, aux, buffers)`. Numbers under aux["sum"] are
-            summed over the ranks in the same messages, and come back in `metrics.sums`.
-        pipeline: What `fuse` makes.
-        mesh: The ranks; by default all of them, as the axis "data".
-        donate: Let a step take the memory of the state it is given. False keeps the old state whole, at
-            the price of a copy in each step.
-        weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens. By default
-            each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision.
-        bucket_bytes: Gradients are sent once this much is ready.
-        accumulate: Micro-batches in a step: the step is called once for each, and sends and steps in
-            the last call of each window.
-        overlap_step: Step each bucket as soon as its message is here, behind the messages that are
-            still under way, where the hook is a plain reduction and the tensors are on the CPU. A
-            loss that is not finite still changes nothing; a gradient that is not finite although all
-            losses are is then noticed when buckets before it have been stepped, and leaves a torn
-            state. The default checks all gradients before it changes anything.
-
-    Returns:
-        A `TrainStep`.
-
-    Raises:
-        TypeError, ValueError: an argument that cannot be used.
-
-    Same as: torch's DistributedDataParallel, Join and optimizer in one, without their faults.
-
-    >>> from fjoin import transforms as tx
-    >>> def loss_fn(params, batch):
-    ...     return ((params["w"] * batch - 1) ** 2).mean()
-    >>> step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
-    >>> state = step.init({"w": torch.tensor(0.0)})
-    >>> for batch in step.join([torch.ones(2), torch.ones(1)]):
-    ...     state, metrics = step(state, batch)
-    >>> state.params["w"], metrics.weight
-    (tensor(0.3600), 1.0)
-    """
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
-    if not isinstance(pipeline, Pipeline):
-        raise TypeError(f"pipeline must be a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be a whole number, at least 1, got {accumulate!r}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be a whole number, at least 1, got {bucket_bytes!r}")
-    mesh = mesh or make_mesh({"data": -1})
-    reduce = make_plan(pipeline.hook, tuple(mesh.shape)).reduce
-    if accumulate > 1 and reduce is not None and reduce.spec.name == "mean" and reduce.spec["over"] != "weight":
-        raise ValueError(
-            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
-            f"hold, got over={reduce.spec['over']!r}"
-        )
-    if pipeline.after is not None and _contains(pipeline.after.spec, "accumulate"):
-        raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")
-    if _contains(pipeline.hook.spec, "accumulate"):
-        raise ValueError(
-            "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
-        )
-    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step)
-    return TrainStep(run, donate, bucket_bytes, accumulate)
-
-
-def _contains(spec: Spec, name: str) -> bool:
-    return spec.name == name or any(_contains(child.spec, name) for child in spec.children)

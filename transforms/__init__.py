@@ -4,7 +4,7 @@ kinds        Transform  Optimizer  Pipeline  Schedule
 combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite
 clip         clip_by_global_norm  clip_by_value
-agree        mean  sum_over  noop
+agree        mean  sum_over  noop  average_buffers  broadcast_buffers
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
 layers       sync_batch_norm
 optimizers   sgd  adam  adamw  frozen
@@ -80,6 +80,8 @@ from .optimizers._sgd import SGDState as SGDState
 from .optimizers._sgd import sgd as sgd
 from .sync._batch_norm import BatchNormState as BatchNormState
 from .sync._batch_norm import sync_batch_norm as sync_batch_norm
+from .sync._buffers import average_buffers as average_buffers
+from .sync._buffers import broadcast_buffers as broadcast_buffers
 from .sync._mean import MeanState as MeanState
 from .sync._mean import mean as mean
 from .sync._mean import noop as noop

@@ -23,6 +23,8 @@ def _negate(g: Tensor) -> Tensor:
 # One row or more for each public factory: what `make` returns is put under all laws of its kind.
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "accumulate": [lambda: tx.accumulate(2, tx.mean("data")), lambda: tx.accumulate(1, tx.mean("data"))],
+    "average_buffers": [lambda: tx.average_buffers("data")],
+    "broadcast_buffers": [lambda: tx.broadcast_buffers("data")],
     "chain": [
         lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),

@@ -1,0 +1,153 @@
+"""Buffers as part of the state: kept per rank, averaged or broadcast, by choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import max_diff, raises_text, same_bits
+from torch import Tensor, nn
+
+import fjoin
+from fjoin import transforms as tx
+
+F64 = torch.float64
+CHOICES: dict[str, Any] = {
+    "keep": None,
+    "average": lambda: tx.average_buffers("data"),
+    "broadcast": lambda: tx.broadcast_buffers("data"),
+    "every second": lambda: tx.every(2, tx.average_buffers("data")),
+    "by path": lambda: tx.partition({"*mean": tx.average_buffers("data"), "*": tx.identity()}),
+}
+SIZES = [[3, 5], [], [4, 2, 6, 2]]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+
+
+def batches_of(sizes: list[list[int]]) -> list[list[Tensor]]:
+    g = torch.Generator().manual_seed(1)
+    return [[torch.randn(n, 4, generator=g, dtype=F64) + i for n in own] for i, own in enumerate(sizes)]
+
+
+def ours(batches: list[Tensor], choice: str) -> Any:
+    """The buffers after each step; learning rate 0, so that they depend on the batches alone."""
+    apply, params, buffers = fjoin.functional(make_model())
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+        out, new = apply.with_buffers(params, buffers, batch)
+        return out.square().mean(), None, new
+
+    step = fjoin.train_step(
+        loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)), mesh=fjoin.mesh({"data": -1}, ordered=True), weight=len,
+        buffers=CHOICES[choice] and CHOICES[choice](),
+    )  # fmt: skip
+    state, seen = step.init(params, buffers), []
+    for batch in step.join(batches):
+        state, _ = step(state, batch)
+        seen.append({path: b.clone() for path, b in state.buffers.items()})
+    step.close()
+    return seen
+
+
+def on_processes(sizes: list[list[int]], choice: str) -> Any:
+    return ours(batches_of(sizes)[dist.get_rank()], choice)
+
+
+def reference(sizes: list[list[int]], choice: str) -> Any:
+    """One module per rank in one process of plain torch."""
+    models, batches = [make_model() for _ in sizes], batches_of(sizes)
+    seen: list[list[Any]] = [[] for _ in sizes]
+    for i in range(max(map(len, sizes))):
+        live = [r for r, own in enumerate(sizes) if i < len(own)]
+        for r in live:
+            models[r](batches[r][i])
+        norms = [model[1] for model in models]
+        weights = [sizes[r][i] for r in live]
+        with torch.no_grad():
+            for name in ("running_mean", "running_var"):
+                values = [getattr(norms[r], name).clone() for r in live]
+                mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+                if (
+                    choice == "average"
+                    or (choice == "every second" and i % 2)
+                    or (choice, name) == ("by path", "running_mean")
+                ):
+                    for norm in norms:
+                        getattr(norm, name).copy_(mean)
+                if choice == "broadcast":
+                    for norm in norms:
+                        getattr(norm, name).copy_(values[0])
+            counts = [int(norms[r].num_batches_tracked) for r in live]
+            if choice == "broadcast" or choice == "average" or (choice == "every second" and i % 2):
+                for norm in norms:
+                    norm.num_batches_tracked.fill_(counts[0] if choice == "broadcast" else max(counts))
+        for r, model in enumerate(models):
+            seen[r].append({path: b.clone() for path, b in model.named_buffers()})
+    return seen
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_buffers_equal_those_of_one_process(pool: Any, choice: str) -> None:
+    want = reference(SIZES, choice)
+    real = pool.run(3, on_processes, SIZES, choice)
+    simulated = tx.simulate(lambda b: ours(b, choice), {"data": 3}, batches_of(SIZES))
+    for own, simulated_own, wanted in zip(real, simulated, want, strict=True):
+        assert len(own) == len(wanted) == 4
+        assert max_diff(own, wanted) < 1e-14 and same_bits(own, simulated_own)
+    if choice in ("average", "broadcast"):
+        assert all(same_bits(own, real[0]) for own in real)
+
+
+def counts_loss(params: Any, buffers: Any, batch: Tensor) -> Any:
+    new = {"seen": buffers["seen"] | (batch > 0).any(), "n": buffers["n"] + 1, "x": batch.clone()}
+    return (params["w"] * batch).sum(), None, new
+
+
+def counting(pipeline: tx.Pipeline, **settings: Any) -> Any:
+    step = fjoin.train_step(counts_loss, pipeline, weight=lambda b: float(b[0] != 7), **settings)
+    buffers = {"seen": torch.tensor(False), "n": torch.tensor(0, dtype=torch.int32), "x": torch.zeros(2)}
+    return step, step.init({"w": torch.ones(2)}, buffers)
+
+
+@pytest.mark.parametrize("transform", [tx.average_buffers("data"), tx.broadcast_buffers("data")], ids=repr)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: bool) -> None:
+    """What a rank without weight holds counts nothing; bool and int32 stay what they are."""
+
+    def one_rank(value: float) -> Any:
+        step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), buffers=transform)
+        step._run.guard.on_device = on_device
+        for x in (value, 7.0):
+            state, _ = step(state, torch.full((2,), x))
+        return {path: (b.dtype, b.tolist()) for path, b in state.buffers.items()}
+
+    for out in tx.simulate(one_rank, {"data": 2}, [7.0, 3.0]):
+        assert out == {"seen": (torch.bool, True), "n": (torch.int32, 1), "x": (torch.float32, [3.0, 3.0])}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_step_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
+    step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
+    step._run.guard.on_device = on_device
+    for x in (1.0, float("nan"), 2.0):
+        state, _ = step(state, torch.full((2,), x))
+    assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0] and state.pipeline.skipped == 1
+
+
+def test_what_is_refused() -> None:
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
+    raises_text(TypeError, lambda: counting(pipeline, buffers="mean"), "buffers", "'mean'")
+    raises_text(ValueError, lambda: counting(pipeline, buffers=tx.accumulate(2, tx.average_buffers("data"))), "every")
+
+    def other_choices(mine: bool) -> None:
+        counting(pipeline, buffers=tx.average_buffers("data") if mine else None)
+
+    raises_text(
+        fjoin.DesyncError, lambda: tx.simulate(other_choices, {"data": 3}, [True, True, False]),
+        "rank 2 differs", "transform of buffers", "identity()", "average_buffers('data')",
+    )  # fmt: skip
