@@ -43,7 +43,11 @@ def _after(work: Work, out: Tensor) -> Callable[[], Tensor]:
     """Wait for a message, then give what it has brought."""
 
     def wait() -> Tensor:
-        work.wait()
+        nonlocal work
+        try:
+            work.wait()
+        finally:
+            work = Done()  # a traceback keeps this function, and with it a connection that broke
         return out
 
     return wait

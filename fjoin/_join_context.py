@@ -21,7 +21,7 @@ from ._errors import DesyncError, EarlyTermination, JoinError
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
 from ._roll import Roll
-from ._torch_joinables import DDPHook, check_steps_alone, is_stepper
+from ._torch_joinables import DDPHook, check_notifies, check_steps_alone, is_stepper
 
 WARN_AFTER = 1000
 
@@ -79,7 +79,8 @@ class Join:
     Raises:
         ValueError: no joinable, or joinables of different process groups.
         JoinError: at the start of the block: a joinable is in another Join already. Inside: a rank
-            accumulates under no_sync where others synchronise.
+            accumulates under no_sync where others synchronise. At its end: this rank has communicated and
+            never notified the Join.
         DesyncError: at the start of the block, on all ranks: other joinables on some rank.
         EarlyTermination: on all ranks, see above; a RuntimeError, as torch's.
         PeerLost: another rank left the block by an exception. Its process group is destroyed.
@@ -128,11 +129,13 @@ class Join:
         self._shadowing = False
         self._kept: list[Any] = []
         self._watch: Any = None
+        self._sent_before = 0
         self.last_joiner: int | None = None
         self.iterations = 0
 
     def _hook_of(self, joinable: Any, kwargs: dict[str, Any]) -> Any:
         if isinstance(joinable, DistributedDataParallel):
+            check_notifies(joinable)
             by_world = kwargs.get("divide_by_initial_world_size", True)
             hook = DDPHook(joinable, self, joinable is self._notifier, by_world)
             self._ddps.append(hook)
@@ -148,6 +151,7 @@ class Join:
             if isinstance(joinable._join_config, _Config):
                 raise JoinError(f"this {type(joinable).__name__} is inside another Join already; leave that one first")
         self._check_same()
+        self._sent_before = self._mesh.sent()
         self._kept = [joinable._join_config for joinable in self._joinables]
         for joinable in self._joinables:
             joinable._join_config = _Config(self._notify if joinable is self._notifier else _silent)
@@ -240,6 +244,15 @@ class Join:
     def _shadow(self) -> None:
         """Take part in the others' iterations until all are out of input, then run the post hooks."""
         self._shadowing = True
+        if not self.iterations and self._mesh.sent() > self._sent_before:
+            self._fail(
+                JoinError(
+                    f"rank {self._mesh.rank} has communicated inside a Join that was never notified; call "
+                    f"Join.notify_join_context(joinable) before the collectives of each iteration, and let what belongs to no "
+                    f"iteration come before the block",
+                    rank=self._mesh.rank,
+                )
+            )
         last, is_last_joiner, shadowed = self.live(), True, 0
         try:
             while live := (roll := Roll(self._mesh, self._device)).wait():

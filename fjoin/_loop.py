@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
+from ._axis import Done
 from ._errors import EarlyTermination, JoinError
 from ._join import NO_BATCH, join_steps
 from ._loss import weigh
@@ -99,7 +100,11 @@ class Loop(Generic[B]):
         work = mesh.reduce_(words, tuple(mesh.shape))
 
         def wait() -> tuple[float, int]:
-            work.wait()
+            nonlocal work
+            try:
+                work.wait()
+            finally:
+                work = Done()  # a traceback keeps this function, and with it a connection that broke
             total, have = words.tolist()
             return total, int(have)
 

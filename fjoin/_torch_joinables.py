@@ -185,6 +185,16 @@ class DDPHook(JoinHook):
             self.ddp.__dict__[name] = None
 
 
+def check_notifies(ddp: DistributedDataParallel) -> None:
+    """Raise TypeError for a module whose forward passes tell no Join of themselves, torch's included."""
+    if ddp._use_python_reducer or ddp._delay_all_reduce_all_params:
+        what = "with optimize_ddp='python_reducer'" if ddp._use_python_reducer else "that delays all its all-reduces"
+        raise TypeError(
+            f"a DistributedDataParallel {what} cannot be in a Join: its forward passes notify none; use fjoin.join(loader), which "
+            f"runs the loop's body on all ranks"
+        )
+
+
 def check_steps_alone(stepper: Any) -> None:
     """Raise TypeError for what cannot step on a rank without input: its step needs arguments."""
     _, *arguments = inspect.signature(type(stepper).step).parameters.values()

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of torch.jit
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
 
 def scalar() -> DistributedDataParallel:
@@ -147,7 +148,7 @@ def _hangs(rank: int, report: Any, what: str, kind: str) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
     ddp = scalar()
     try:
-        report({"zero first": zero_first, "no_sync": mixed_windows, "eval": evaluate}[what](ddp, rank, kind))
+        report(PROGRAMS[what](ddp, rank, kind))
     except Exception as error:
         report(f"{type(error).__name__}: {error}")
 
@@ -188,6 +189,75 @@ def evaluate(ddp: DistributedDataParallel, rank: int, kind: str) -> Any:
     return weight(ddp)
 
 
+def local_sgd(ddp: DistributedDataParallel, rank: int, kind: str) -> Any:
+    """Each rank steps with its own gradients, and parameters are averaged after every step."""
+    alone, _ = dist.new_subgroups(1)
+    state = post_localSGD_hook.PostLocalSGDState(None, alone, 0, post_local_gradient_allreduce=False)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), 1.0), averager)
+    with joined(kind, [ddp, optimizer]):
+        for _ in range([1, 3][rank]):
+            ddp(x(1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weight(ddp)
+
+
+def buffer_hook(ddp: DistributedDataParallel, rank: int, kind: str) -> Any:
+    """Buffers averaged by a hook after each forward pass."""
+
+    def average(group: Any, buffers: dict[str, torch.Tensor]) -> None:
+        for buffer in buffers.values():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer, group=group)
+                buffer /= group.size()
+
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2)).double())
+    ddp._register_buffer_comm_hook(ddp.process_group, average)
+    with joined(kind, [ddp]):
+        for _ in range([1, 3][rank]):
+            ddp(torch.tensor([[1.0], [2.0]]).double()).sum().backward()
+    return float(ddp.module[1].num_batches_tracked)
+
+
+def in_forward(ddp: DistributedDataParallel, rank: int, kind: str) -> Any:
+    """A model that communicates in its forward pass: its inputs are divided by their mean over the ranks."""
+
+    def normed(value: float) -> torch.Tensor:
+        mean = x(value)
+        dist.all_reduce(mean)
+        return x(value) / (mean / 2)
+
+    if kind == "fjoin":
+        loop = fjoin.join(range([1, 3][rank]))
+        for _ in loop:
+            optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+            (ddp(normed(1.0)) * loop.scale).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weight(ddp)
+    with joined(kind, [ddp]):
+        for _ in range([1, 3][rank]):
+            ddp(normed(1.0)).backward()
+    return weight(ddp)
+
+
+def exception(ddp: DistributedDataParallel, rank: int, kind: str) -> Any:
+    with joined(kind, [ddp]):
+        for i in range(3):
+            if (rank, i) == (1, 1):
+                raise ValueError("bad batch")
+            ddp(x(1.0)).backward()
+    return 0.0
+
+
+PROGRAMS = {
+    "zero first": zero_first, "no_sync": mixed_windows, "eval": evaluate, "local sgd": local_sgd,
+    "buffer hook": buffer_hook, "in forward": in_forward, "exception": exception,
+}  # fmt: skip
+
+
 def outcomes(what: str, kind: str, ranks: int) -> list[Any]:
     """What each rank reports; a process that aborts reports nothing."""
     with Ranks(ranks, _hangs, what, kind) as run:
@@ -218,3 +288,94 @@ def test_j8_an_evaluation_inside() -> None:
     theirs = outcomes("eval", "torch", 2)
     assert not all(isinstance(value, float) for value in theirs), theirs
     assert outcomes("eval", "fjoin", 2) == [-2.0, -2.0]
+
+
+def test_j9_model_averaging_is_not_shadowed() -> None:
+    """Right is -1, then -1.5 and -2: a rank without input does not move by itself, and is averaged."""
+    theirs = outcomes("local sgd", "torch", 2)
+    assert not all(isinstance(value, float) for value in theirs), theirs
+    assert outcomes("local sgd", "fjoin", 2) == [-2.0, -2.0]
+
+
+def test_j10_a_buffer_hook_is_not_shadowed() -> None:
+    theirs = outcomes("buffer hook", "torch", 2)
+    assert not all(isinstance(value, float) for value in theirs), theirs
+    assert outcomes("buffer hook", "fjoin", 2) == [3.0, 3.0]
+
+
+def test_j11_a_collective_in_the_forward_pass() -> None:
+    """The loop of fjoin.join runs it on all ranks; inputs are 1 after the division, so that each step is -1."""
+    theirs = outcomes("in forward", "torch", 2)
+    assert not all(isinstance(value, float) for value in theirs), theirs
+    assert outcomes("in forward", "fjoin", 2) == [-3.0, -3.0]
+
+
+def python_reducer(kind: str) -> tuple[int, str]:
+    """How often a forward pass notifies its Join."""
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        ddp = scalar()
+    calls, kept = 0, Join.notify_join_context
+
+    def counted(joinable: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return kept(joinable)
+
+    Join.notify_join_context = staticmethod(counted)  # type: ignore[method-assign]
+    try:
+        with joined(kind, [ddp], enable=False):
+            ddp(x(1.0)).backward()
+    except TypeError as error:
+        return calls, str(error)
+    finally:
+        Join.notify_join_context = staticmethod(kept)  # type: ignore[method-assign]
+    return calls, ""
+
+
+def test_j12_a_python_reducer_notifies_no_join(pool: Any) -> None:
+    assert pool.run(1, python_reducer, "torch") == [(0, "")], "without a Join's knowledge of iterations it cannot work"
+    ((_, text),) = pool.run(1, python_reducer, "fjoin")
+    assert "python_reducer" in text and "fjoin.join" in text
+
+
+def error_memory(kind: str) -> Any:
+    """PowerSGD on uneven inputs: (gradients of this rank, what its memory holds, movement, iterations, of which alone)."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(6, 6, bias=False).double())
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
+    start, given, moved = ddp.module.weight.detach().clone(), torch.zeros(6, 6).double(), []
+    g = torch.Generator().manual_seed(dist.get_rank())
+    with joined(kind, [ddp, optimizer]):
+        for _ in range([3, 6][dist.get_rank()]):
+            gradient = torch.randn(6, 6, generator=g).double()
+            inputs = torch.eye(6).double()
+            (ddp(inputs) * gradient.T).sum().backward()  # whose gradient is this matrix
+            given += gradient
+            optimizer.step()
+            optimizer.zero_grad()
+            moved.append(1)
+    kept = sum((error.view(6, 6) for error in state.error_dict.values()), torch.zeros(6, 6).double())
+    return given, kept, start - ddp.module.weight.detach(), state.iter, len(moved)
+
+
+def test_j13_the_error_memory_of_a_rank_without_input_goes_on(pool: Any) -> None:
+    """It must: the errors of all ranks together are what has not been sent yet. Frozen, the sum would be wrong."""
+    for kind in ("torch", "fjoin"):
+        (given, kept, moved, iterations, own), (given_1, kept_1, moved_1, iterations_1, _) = pool.run(
+            2, error_memory, kind
+        )
+        assert own == 3 and iterations == iterations_1 and torch.equal(moved, moved_1)
+        assert kept.abs().max() > 0.1 and kept_1.abs().max() > 0.1
+        assert (given + given_1 - kept - kept_1 - 2 * moved).abs().max() < 1e-12, kind
+
+
+def test_j14_an_exception_on_one_rank() -> None:
+    """torch's others wait for the time-out of 3 s and are not told; more in test_join_errors.py."""
+    theirs, own = outcomes("exception", "torch", 2)
+    assert own == "ValueError: bad batch" and theirs.startswith("RuntimeError") and "bad batch" not in theirs
+    told, own = outcomes("exception", "fjoin", 2)
+    assert own == "ValueError: bad batch" and told.startswith("PeerLost: rank 1 failed") and "bad batch" in told
