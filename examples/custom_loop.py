@@ -1,0 +1,31 @@
+"""A loop of one's own on uneven data: gradients by torch.func, a pure pipeline, every sample counted once.
+
+torchrun --nproc-per-node 2 examples/custom_loop.py
+"""
+
+import _small
+import torch
+from torch.func import functional_call, grad
+
+import fjoin
+from fjoin import transforms as tx
+
+rank, ranks = _small.start()
+mesh = fjoin.mesh({"data": -1})
+model = _small.make_model()
+params = {path: p.detach() for path, p in model.named_parameters()}
+pipeline = tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(100.0)), tx.adamw(_small.LEARNING_RATE))
+state = pipeline.init(params)
+
+
+def loss_fn(params: dict[str, torch.Tensor], batch: _small.Batch) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(functional_call(model, params, batch[0]), batch[1])
+
+
+# The body runs equally often on all ranks: with weight 0 on a rank that is out of input.
+loop = fjoin.join(_small.make_batches(rank), mesh=mesh, weight=lambda batch: len(batch[1]))
+with fjoin.bind(mesh):
+    for batch in loop:
+        params, state = pipeline.step(params, grad(loss_fn)(params, batch), state, weight=loop.weight)
+
+_small.finish(params, every_sample_counts=True)

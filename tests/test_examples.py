@@ -1,0 +1,28 @@
+"""The recipes run as their text says, on two processes and, where that makes sense, on one and on three."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+RECIPES = sorted(
+    path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_") and path.name != "uneven_text.py"
+)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name: str, ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("from one process on all data") == ranks
+
+
+def test_each_is_in_the_table() -> None:
+    text = (EXAMPLES / "README.md").read_text()
+    assert RECIPES and all(f"`{name}`" in text for name in RECIPES)
