@@ -4,7 +4,7 @@ BIN = .venv/bin
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all test-frameworks lint bench clean
 
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
@@ -14,6 +14,11 @@ test: .venv/installed lint
 
 test-all: .venv/installed lint
 	$(BIN)/python -m pytest -q --long
+
+# The examples for other frameworks, which are installed for it.
+test-frameworks: .venv/installed
+	$(PIP) install -c constraints.txt -e '.[frameworks]'
+	$(BIN)/python -m pytest -q tests/test_examples.py -k with_
 
 lint: .venv/installed
 	$(BIN)/ruff check .

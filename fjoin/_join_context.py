@@ -227,7 +227,8 @@ class Join:
 
     def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Warn of an optimizer that steps on ranks with input only."""
-        known = [*self._steppers, *(getattr(stepper, "optim", None) for stepper in self._steppers)]  # in ZeRO
+        inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an optimizer of their own
+        known = [*self._steppers, *(getattr(stepper, name, None) for stepper in self._steppers for name in inner)]
         if self._shadowing or any(optimizer is one for one in known):
             return
         mine = {id(p) for hook in self._ddps for p in hook.params}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+# What an example needs besides fjoin.
+NEEDS = {"with_accelerate.py": "accelerate", "with_lightning.py": "lightning"}
 RECIPES = sorted(
     path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_") and path.name != "uneven_text.py"
 )
@@ -17,6 +20,8 @@ RECIPES = sorted(
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}: run by `make test-frameworks`")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
