@@ -129,6 +129,7 @@ class Join:
         self._shadowing = False
         self._kept: list[Any] = []
         self._watch: Any = None
+        self._warned = False
         self._sent_before = 0
         self.last_joiner: int | None = None
         self.iterations = 0
@@ -226,14 +227,18 @@ class Join:
         return self._roll
 
     def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Warn of an optimizer that steps on ranks with input only."""
+        """Look at what a step of this rank's own uses; warn of an optimizer that steps on ranks with input only."""
         inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an optimizer of their own
         known = [*self._steppers, *(getattr(stepper, name, None) for stepper in self._steppers for name in inner)]
-        if self._shadowing or any(optimizer is one for one in known):
+        if self._shadowing:
+            return
+        for hook in self._ddps:
+            hook.saw_step()
+        if self._warned or any(optimizer is one for one in known):
             return
         mine = {id(p) for hook in self._ddps for p in hook.params}
         if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            self._watch.remove()
+            self._warned = True
             warnings.warn(
                 f"this {type(optimizer).__name__} steps the parameters of a DistributedDataParallel in a Join that does not know "
                 f"it: on ranks that are out of input its state will fall behind. Pass it too: Join([ddp, optimizer])",

@@ -49,6 +49,7 @@ class DDPHook(JoinHook):
         self._in_window = False  # whether gradients of no_sync passes are waiting at the parameters
         self._kept_flag: bool | None = None
         self._kept: list[Tensor | None] = []
+        self._unused: list[Tensor] | None = None  # in a static graph
 
     def enter(self) -> None:
         ddp = self.ddp
@@ -89,6 +90,11 @@ class DDPHook(JoinHook):
             module.require_forward_param_sync, self._kept_flag = self._kept_flag, None
         elif torch.is_grad_enabled() and module.require_backward_grad_sync and self._by_world:
             self._in_window = False
+
+    def saw_step(self) -> None:
+        """An optimizer has stepped, with the gradients of a backward pass of this rank's own."""
+        if self.ddp.static_graph and self._unused is None:
+            self._unused = [p for p in self.params if p.grad is None]  # by any rank, from now on
 
     def _sync_buffers(self) -> None:
         """In the place of torch's, which takes them from rank 0, or sends a message to find a rank."""
@@ -144,6 +150,8 @@ class DDPHook(JoinHook):
                 p.grad = g
         if ddp.find_unused_parameters and not ddp.static_graph:
             self._leave_out_unused()
+        for p in self._unused or ():
+            p.grad = None
         reducer._push_all_rebuilt_params()
 
     def _leave_out_unused(self) -> None:

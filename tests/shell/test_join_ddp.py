@@ -204,17 +204,18 @@ class _Unused(nn.Module):
         self.a = nn.Linear(4, 2)
         self.idle, self.once = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
 
-    def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
-        return self.a(x) * (self.once if i == 0 else 1)
+    def forward(self, x: torch.Tensor, once: bool) -> torch.Tensor:
+        return self.a(x) * (self.once if once else 1)
 
 
-def unused_parameters() -> Any:
-    ddp = DistributedDataParallel(_Unused(), find_unused_parameters=True)
+def unused_parameters(options: dict[str, Any]) -> Any:
+    ddp = DistributedDataParallel(_Unused(), **options)
     optimizer = torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5)
     with fjoin.Join([ddp, optimizer]):
         for i in range([1, 4][dist.get_rank()]):
             optimizer.zero_grad()
-            ddp(torch.ones(3, 4), i).square().mean().backward()
+            used = i == 0 or "static_graph" in options
+            ddp(torch.ones(3, 4), used).square().mean().backward()
             optimizer.step()
     stepped = {name: p for name, p in ddp.module.named_parameters() if p in optimizer.state}
     return {name: float(optimizer.state[p]["step"]) for name, p in stepped.items()}, state_of(
@@ -222,9 +223,11 @@ def unused_parameters() -> Any:
     )
 
 
-def test_what_no_rank_uses_is_not_stepped(pool: Any) -> None:
-    (steps, a), (steps_1, b) = pool.run(2, unused_parameters)
-    assert steps == steps_1 == {"once": 1, "a.weight": 4, "a.bias": 4} and same_bits(a, b)
+@pytest.mark.parametrize(("option", "once"), [("find_unused_parameters", 1), ("static_graph", 4)])
+def test_what_no_rank_uses_is_not_stepped(pool: Any, option: str, once: int) -> None:
+    """In a static graph every iteration uses the same."""
+    (steps, a), (steps_1, b) = pool.run(2, unused_parameters, {option: True})
+    assert steps == steps_1 == {"once": once, "a.weight": 4, "a.bias": 4} and same_bits(a, b)
 
 
 def in_any_order(order: list[int]) -> Any:
