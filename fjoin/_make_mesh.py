@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import math
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -65,6 +67,8 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        # Groups that are still there when the interpreter ends now and then abort the process: torch's threads run on.
+        atexit.register(_close)
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -75,7 +79,20 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
             if dist.get_rank() in line:
                 groups[name] = group
     everyone = next(iter(groups.values())) if len(groups) == 1 else dist.new_group(timeout=timeout)
-    return GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+    made = GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+    _MADE.add(made)
+    return made
+
+
+_MADE: weakref.WeakSet[GroupMesh] = weakref.WeakSet()
+
+
+def _close() -> None:
+    """Take down what `mesh` has made, unless the program has done so."""
+    if dist.is_initialized():
+        for made in list(_MADE):
+            made.take_down()
+        dist.destroy_process_group()
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:

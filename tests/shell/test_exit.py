@@ -1,0 +1,38 @@
+"""A program that ends without taking its process groups down."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, os
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+import torch
+import torch.distributed as dist
+import fjoin
+from fjoin import transforms as tx
+
+
+@atexit.register  # before fjoin's own, so that it runs after it
+def look() -> None:
+    print("initialized:", dist.is_initialized(), "axis:", step._mesh.axes["data"].group, flush=True)
+
+
+step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.adamw(0.1)))
+state = step.init({"w": torch.ones(1000)})
+for batch in step.join([torch.ones(1000)] * 3):
+    state, _ = step(state, batch)
+assert dist.is_initialized()
+"""
+
+
+def test_groups_are_taken_down_when_the_program_ends(tmp_path: pathlib.Path) -> None:
+    """With plain torch they stay, and now and then the process aborts: "terminate called without an active exception"."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["initialized: False axis: None"] * 2
