@@ -39,18 +39,19 @@ class _Swapped:
         self._buffer.add_(self._received)  # a + b = b + a, to the bit: both ranks have the same
 
 
-def _after(work: Work, out: Tensor) -> Callable[[], Tensor]:
-    """Wait for a message, then give what it has brought."""
+class Once:
+    """A message that is waited for once, and then let go of: a handle in a traceback would keep a broken connection open."""
 
-    def wait() -> Tensor:
-        nonlocal work
+    def __init__(self, work: Work) -> None:
+        self._work: Work | None = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
         try:
-            work.wait()
+            if work is not None:
+                work.wait()
         finally:
-            work = Done()  # a traceback keeps this function, and with it a connection that broke
-        return out
-
-    return wait
+            del work
 
 
 # Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
@@ -79,6 +80,7 @@ class GroupAxis:
         self.group: Any = group
         self.size, self.rank = group.size(), group.rank()
         self.ordered, self.joint = ordered, joint
+        self.broken = False  # a collective has failed
         self._swaps = self.size == 2 and "gloo" in dist.get_backend_config(group)
 
     def index(self) -> Tensor:
@@ -112,6 +114,20 @@ class GroupAxis:
             return self._traced(op, x.contiguous(), arg)
         return self.begin(op, x, arg)()
 
+    def _after(self, work: Work, out: Tensor) -> Callable[[], Tensor]:
+        """Wait for a message, then give what it has brought."""
+        once = Once(work)
+
+        def wait() -> Tensor:
+            try:
+                once.wait()
+            except BaseException:
+                self.broken = True
+                raise
+            return out
+
+        return wait
+
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
         """Start a collective; what is returned waits for it and gives the result."""
         n, group = self.size, self._open()
@@ -121,25 +137,25 @@ class GroupAxis:
             return lambda: functools.reduce(torch.add, parts().unbind(0)).clone()
         if op == "psum":
             out = x.clone()
-            return _after(self.reduce_(out), out)
+            return self._after(self.reduce_(out), out)
         if op in _REDUCE:
             out = x.clone()
-            return _after(dist.all_reduce(out, _REDUCE[op], group=group, async_op=True), out)
+            return self._after(dist.all_reduce(out, _REDUCE[op], group=group, async_op=True), out)
         if op == "pbroadcast":
             out = x.clone()
-            return _after(dist.broadcast(out, group=group, group_src=arg, async_op=True), out)
+            return self._after(dist.broadcast(out, group=group, group_src=arg, async_op=True), out)
         if op == "all_gather":
             out = x.new_empty((n, *x.shape))
-            return _after(dist.all_gather(list(out.unbind(0)), x, group=group, async_op=True), out)
+            return self._after(dist.all_gather(list(out.unbind(0)), x, group=group, async_op=True), out)
         if op == "psum_scatter":
             if x.device.type == "cpu":  # whose reduce_scatter takes twice its all_reduce
                 parts = self.begin("all_to_all", x, None)
                 return lambda: parts().sum(0, dtype=x.dtype)
             out = x.new_empty(x.shape[1:])
-            return _after(dist.reduce_scatter_tensor(out, x, group=group, async_op=True), out)
+            return self._after(dist.reduce_scatter_tensor(out, x, group=group, async_op=True), out)
         if op == "all_to_all":
             out = torch.empty_like(x)
-            return _after(dist.all_to_all_single(out, x, group=group, async_op=True), out)
+            return self._after(dist.all_to_all_single(out, x, group=group, async_op=True), out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)
@@ -147,7 +163,7 @@ class GroupAxis:
         to_get, to_give = ([flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send))
         given, got = flat if send is not None else flat[:0], out if receive is not None else out[:0]
         work = dist.all_to_all_single(got, given, to_get, to_give, group=group, async_op=True)
-        return _after(work, out.view(x.shape))
+        return self._after(work, out.view(x.shape))
 
     def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
         """The same in operations that torch.compile traces."""

@@ -22,9 +22,9 @@ from ._mesh import Mesh
 TIMEOUT_S = 600.0
 # How long a rank whose connection broke waits for the failed rank's own account of it.
 _ACCOUNT_S = 1.0
-# What gloo, NCCL and the store say: of a peer that is gone, and of one that does not come.
-_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", re.IGNORECASE)
-_LATE = re.compile(r"timed out waiting|(application|collective operation|wait|socket) timeout", re.IGNORECASE)
+# What gloo's errors look like, which have no class of their own; NCCL's and the store's have.
+_GLOO = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 # Stores of meshes that were taken down: the rank that hosts one must keep it, since others still look up what happened.
 _KEPT: list[Any] = []
 
@@ -59,6 +59,9 @@ class GroupMesh(Mesh):
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
+
+    def broken(self) -> bool:
+        return any(axis.broken for axis in (*self.axes.values(), self._everyone))
 
     def sent(self) -> int:
         with contextlib.suppress(RuntimeError):  # not every backend counts
@@ -145,8 +148,8 @@ class GroupMesh(Mesh):
 
     def is_echo(self, error: BaseException) -> bool:
         if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
-            return False  # of somebody's tensor code or loader
-        return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)) or _LATE.search(str(error)))
+            return False
+        return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
 
     def account(self, error: BaseException, step: int | None) -> BaseException:
         if not self.is_echo(error):

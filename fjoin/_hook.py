@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,17 +24,55 @@ from .transforms._plan import Plan, takes_flat
 from .transforms.axes._env import bind_axes, bound
 
 
-class HookRun:
-    """Runs a hook that is no plain reduction, in one step after the other.
+class RunsHook(Protocol):
+    """What runs the hook of a step on its buckets: `PlainHook` or `HookRun`.
 
     Attributes:
-        unit, by_weight, direct: As in `PlainHook`: here the hook itself weighs what it is given.
+        unit: What gradients are multiplied with while they travel.
+        by_weight: Whether ranks count by their weights, else by having a batch.
+    """
+
+    unit: float
+    by_weight: bool
+
+    def init(self, storage: Storage) -> Any:
+        """The state to start from."""
+
+    def seed(self, share: float) -> float:
+        """What the loss is multiplied with."""
+
+    def prepare(self, storage: Storage) -> list[Outgoing]:
+        """The buffers of the messages."""
+
+    def start(self, state: Any, storage: Storage, lane: dict[str, Any]) -> None:
+        """Make ready for the buckets of a step."""
+
+    def launch(self, index: int, out: Outgoing) -> Work | None:
+        """A bucket is full: send it."""
+
+    def finish(
+        self, old: Any, storage: Storage, outgoing: list[Outgoing], lane: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """After backward: the new state, or a function that makes it; the summed lane; what gradients are to be divided by."""
+
+    def stop(self) -> None:
+        """Forget a step that has failed."""
+
+    def close(self) -> None:
+        """Free the buffers."""
+
+
+class HookRun:
+    """Runs a hook that is no plain reduction, in one step after the other. It weighs what it is given itself.
+
+    Attributes:
         flat: Whether it is given a bucket as one flat tensor.
         fresh: Whether what it returns is nobody else's, and can take the gradients' place as it is.
         given: The weight that the gradients of this step have already.
     """
 
-    unit, by_weight, direct = 1.0, True, False
+    unit: float = 1.0
+    by_weight: bool = True
 
     def __init__(
         self, hook: Transform, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard, accumulates: bool

@@ -62,7 +62,7 @@ def join_steps(
         raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
     for step in steps:
         step._begin_join()
-    first = steps[0]
+    first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
     number, finished, replays = 0, False, when_exhausted == "replay"
     try:
         batches = iter(loader)
@@ -117,8 +117,8 @@ def join_steps(
             for step in steps:
                 step._leave(
                     JoinError(
-                        f"rank {step.rank} left the loop over step.join in iteration {number}, by break, return or an "
-                        f"exception; to stop all ranks after n batches, loop over step.join(itertools.islice(loader, n))",
+                        f"rank {step.rank} left the loop over {name} in iteration {number}, by break, return or an "
+                        f"exception; to stop all ranks after n batches, loop over {name}(itertools.islice(loader, n))",
                         rank=step.rank,
                         step=step._last_step,
                     )

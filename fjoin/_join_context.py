@@ -78,6 +78,8 @@ class Join:
 
     Raises:
         ValueError: no joinable, or joinables of different process groups.
+        TypeError: what is no joinable, optimizer or scheduler; one whose step needs arguments; a
+            DistributedDataParallel that notifies no Join.
         JoinError: at the start of the block: a joinable is in another Join already. Inside: a rank
             accumulates under no_sync where others synchronise. At its end: this rank has communicated and
             never notified the Join.
@@ -228,12 +230,12 @@ class Join:
 
     def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Look at what a step of this rank's own uses; warn of an optimizer that steps on ranks with input only."""
-        inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an optimizer of their own
-        known = [*self._steppers, *(getattr(stepper, name, None) for stepper in self._steppers for name in inner)]
         if self._shadowing:
             return
         for hook in self._ddps:
-            hook.saw_step()
+            hook.saw_step(optimizer)
+        inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an optimizer of their own
+        known = [*self._steppers, *(getattr(stepper, name, None) for stepper in self._steppers for name in inner)]
         if self._warned or any(optimizer is one for one in known):
             return
         mine = {id(p) for hook in self._ddps for p in hook.params}

@@ -7,23 +7,23 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
-from ._axis import Done
-from ._errors import EarlyTermination, JoinError
-from ._join import NO_BATCH, join_steps
+from ._axis import Once
+from ._errors import EarlyTermination, JoinError, PeerLost
+from ._join import _END, NO_BATCH, join_steps
 from ._loss import weigh
 from ._make_mesh import everyone
 from ._mesh import Mesh
 from ._step import TrainStep
 
 B = TypeVar("B")
-_END: Any = object()
 
 
 class Loop(Generic[B]):
     """An iteration over this rank's batches that ends on all ranks together; made by `join`.
 
     Attributes:
-        live: Whether the batch of this iteration is this rank's own; else it has been seen before.
+        live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets the
+            last that had weight.
         weight: This rank's weight in this iteration; 0 where it is not live.
         total: The sum of the weights over all ranks.
         number: The iterations before this one.
@@ -48,11 +48,11 @@ class Loop(Generic[B]):
             raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
         self._running, finished = True, False
         self.number, self.batches = 0, 0
-        answer: Any = None
+        answer: _Sum | None = None
         try:
             batches, given = iter(self._loader), self._empty
             current, weight = self._load(batches)
-            total, have = self._sum(current, weight)()
+            total, have = self._sum(current, weight).wait()
             while have:
                 if self._throw and have < self._mesh.size:
                     raise EarlyTermination(
@@ -63,26 +63,31 @@ class Loop(Generic[B]):
                 following = self._load(batches)
                 answer = self._sum(*following)  # under way while the body runs
                 self.live, self.weight, self.total = current is not _END, weight, total
-                if self.live:
-                    given, self.batches = current, self.batches + 1
-                yield given
+                self.batches += self.live
+                if self.live and (weight or given is self._empty):
+                    given = current
+                if total:
+                    yield given
                 self.number += 1
-                total, have = answer()
+                total, have = answer.wait()
                 current, weight = following
             finished = True
         except GeneratorExit:
             raise
         except BaseException as error:
             finished = True
-            del answer  # which would keep connections open
             if isinstance(error, EarlyTermination):  # which all ranks raise at the same place
                 raise
             self._mesh.end(error, self.number)
         finally:
             self._running = False
-            if not finished:
+            if not finished and self._mesh.size > 1:
+                # A body that ended by the loss of a peer is not the first to have left.
+                lost = self._mesh.broken()
                 self._mesh.failed(
-                    JoinError(
+                    PeerLost("a peer was lost")
+                    if lost
+                    else JoinError(
                         f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
                         f"exception; to stop all ranks after n batches, loop over fjoin.join(itertools.islice(loader, n))"
                     ),
@@ -93,22 +98,21 @@ class Loop(Generic[B]):
         batch = next(batches, _END)
         return batch, 0.0 if batch is _END else weigh(self._weigh, batch)
 
-    def _sum(self, batch: Any, weight: float) -> Callable[[], tuple[float, int]]:
-        """Start to sum the weights, and the ranks that have a batch."""
-        mesh = self._mesh
-        words = torch.tensor([weight, float(batch is not _END)], dtype=torch.float64, device=mesh.device)
-        work = mesh.reduce_(words, tuple(mesh.shape))
+    def _sum(self, batch: Any, weight: float) -> _Sum:
+        return _Sum(self._mesh, weight, batch is not _END)
 
-        def wait() -> tuple[float, int]:
-            nonlocal work
-            try:
-                work.wait()
-            finally:
-                work = Done()  # a traceback keeps this function, and with it a connection that broke
-            total, have = words.tolist()
-            return total, int(have)
 
-        return wait
+class _Sum:
+    """The sum of the weights, and the number of ranks that have a batch, on their way."""
+
+    def __init__(self, mesh: Mesh, weight: float, has: bool) -> None:
+        self._words = torch.tensor([weight, float(has)], dtype=torch.float64, device=mesh.device)
+        self._work = Once(mesh.reduce_(self._words, tuple(mesh.shape)))
+
+    def wait(self) -> tuple[float, int]:
+        self._work.wait()
+        total, have = self._words.tolist()
+        return total, int(have)
 
 
 @overload
@@ -144,15 +148,16 @@ def join(
     Every rank runs the body equally often, so that whatever communicates in it finds its peers: collectives of a
     custom loop, DistributedDataParallel, fully_shard and tensor-parallel models. A rank that is out of input gets its
     last batch again, with weight 0. To count every sample once, multiply the loss, the mean over the local batch, by
-    `loop.scale`. What the ranks need to know of each other travels in one small message in each iteration,
-    under way while the body runs.
+    `loop.scale`; it must be finite also where the scale is 0. Iterations in which no rank has weight are left out. What
+    the body changes besides, such as a module's buffers, it changes on all ranks. What the ranks need to know of each
+    other travels in one small message in each iteration, under way while the body runs.
 
     With `steps`, several `train_step`s share the loader, as a generator's and a discriminator's do, and no
     message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
 
     Args:
         loader: Any iterable of batches, of any length on each rank, 0 included.
-        steps: What `train_step` made, over the same ranks.
+        steps: What `train_step` made, over the same axes and with the same `accumulate`.
         mesh: The ranks, without `steps`; by default all of them.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
         empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
@@ -164,9 +169,10 @@ def join(
 
     Raises:
         EarlyTermination: on all ranks, see above.
-        JoinError: this rank left the loop early; with `steps`, the body did not call each exactly once.
-        PeerLost: another rank left the loop, or failed. Models with process groups of their own notice at the
-            time-out of these.
+        JoinError: the loop is still running; with `steps`, the body did not call each exactly once.
+        PeerLost: another rank left the loop by break, return or an exception: the mesh is taken down, by default the
+            default process group. Ranks that wait in a module's own messages end with the backend's error, at the latest
+            at the time-out of its group.
         TypeError, ValueError: an argument that cannot be used.
 
     >>> loop = fjoin.join([torch.ones(3), torch.ones(1)], weight=len)
@@ -184,10 +190,11 @@ def join(
     steps = list(steps)
     if not steps or not all(isinstance(step, TrainStep) for step in steps):
         raise TypeError(f"steps must be what train_step made, at least one, got {steps!r}")
-    if len(set(map(id, steps))) < len(steps) or len({step.ranks for step in steps}) > 1:
-        raise ValueError(
-            f"steps must be different ones over the same ranks, got {len(set(map(id, steps)))} over {[s.ranks for s in steps]} ranks"
-        )
+    if len(set(map(id, steps))) < len(steps):
+        raise ValueError("steps must be different ones; the body calls each once in each iteration")
+    alike = [(step._mesh.shape, step._run.axes, step._accumulate) for step in steps]
+    if any(one != alike[0] for one in alike):
+        raise ValueError(f"steps must have the same mesh, axes and accumulate, so that they end together; got {alike}")
     return join_steps(
         steps,
         loader,

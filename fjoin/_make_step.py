@@ -27,7 +27,7 @@ def train_step(
     bucket_bytes: int = BUCKET_BYTES,
     accumulate: int = 1,
     overlap_step: bool = False,
-    buffers: Transform | None = None,
+    on_buffers: Transform | None = None,
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
 
@@ -52,7 +52,7 @@ def train_step(
             loss that is not finite still changes nothing; a gradient that is not finite although all
             losses are is then noticed when buckets before it have been stepped, and leaves a torn
             state. The default checks all gradients before it changes anything.
-        buffers: What becomes of the buffers at the end of a step, in the place of gradients:
+        on_buffers: What becomes of the buffers at the end of a step, in the place of gradients:
             `average_buffers(axis)`, `broadcast_buffers(axis)`, one for some and another for others with
             `partition`, now and then with `every`. By default each rank keeps its own.
 
@@ -95,11 +95,13 @@ def train_step(
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
         )
-    buffers = identity() if buffers is None else buffers
-    check_transform(buffers, "train_step: buffers")
-    if _contains(buffers.spec, "accumulate"):
-        raise ValueError("buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)")
-    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, buffers)
+    on_buffers = identity() if on_buffers is None else on_buffers
+    check_transform(on_buffers, "train_step: on_buffers")
+    if _contains(on_buffers.spec, "accumulate"):
+        raise ValueError(
+            "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
+        )
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, on_buffers)
     return TrainStep(run, donate, bucket_bytes, accumulate)
 
 

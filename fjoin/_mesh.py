@@ -78,6 +78,10 @@ class Mesh:
         where = [slice(None) if name in axes or not axes else at for name, at in zip(self.shape, here, strict=True)]
         return grid[tuple(where)].flatten().tolist()
 
+    def broken(self) -> bool:
+        """Whether a collective over these axes has failed."""
+        return False
+
     def sent(self) -> int:
         """How many collectives have been called over the group of this mesh, where that is known."""
         return 0

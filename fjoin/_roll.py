@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._axis import Work
+from ._axis import Once
 from ._mesh import Mesh
 from .transforms.sync._lane import mask_words, rank_bit, ranks_in
 
@@ -13,10 +13,10 @@ class Roll:
     """One iteration's message: which ranks have input, and which of them synchronise gradients in it."""
 
     def __init__(self, mesh: Mesh, device: torch.device, live: bool = False, syncs: bool = False) -> None:
-        self._words = torch.zeros(2, mask_words(mesh.size), device=device)
+        self._words = torch.zeros(2, mask_words(mesh.size), dtype=torch.float32, device=device)
         here, bit = rank_bit(mesh.rank)
         self._words[0, here], self._words[1, here] = live * bit, syncs * bit
-        self._work: Work | None = mesh.reduce_(self._words, tuple(mesh.shape))
+        self._work: Once | None = Once(mesh.reduce_(self._words, tuple(mesh.shape)))
         self._read: tuple[tuple[int, ...], ...] = ()
 
     def wait(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._apply import changing, keep, run_after, step_bucket
 from ._guard import Guard, Verdict
-from ._hook import HookRun
+from ._hook import HookRun, RunsHook
 from ._join import Turn
 from ._lane import StepLane
 from ._loss import Loss, as_seed, user_sums
@@ -36,11 +36,11 @@ class Run:
         mesh: Mesh,
         accumulate: int,
         overlap_step: bool,
-        buffers: Transform,
+        on_buffers: Transform,
     ) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
         plan = make_plan(pipeline.hook, tuple(mesh.shape))
-        self.buffers = buffers
+        self.on_buffers = on_buffers
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes, self._clip = plan.axes, plan.clip
@@ -50,12 +50,13 @@ class Run:
         for name in self.axes:
             index = index * mesh.axes[name].size + int(mesh.axes[name].index())
         self._lane = StepLane(mesh, self.axes, self.ranks, index)
-        self.hook: PlainHook | HookRun
+        self.hook: RunsHook
+        self._early: PlainHook | None = None  # where buckets are stepped as they come
         if plan.reduce is not None:
-            self.hook = PlainHook(pipeline.hook, plan, mesh, self._lane, self.guard)
+            self.hook = plain = PlainHook(pipeline.hook, plan, mesh, self._lane, self.guard)
+            self._early = plain if overlap_step and plain.direct and not self.skips else None
         else:
             self.hook = HookRun(pipeline.hook, plan, mesh, self._lane, self.guard, accumulate > 1)
-        self._overlaps = overlap_step and self.hook.direct and not self.skips
         self._queue: Queue | None = None
         self.token = object()  # by which states know the step they belong to, without keeping it alive
         self._taps = Taps()
@@ -94,6 +95,7 @@ class Run:
         lane = self._lane.values(share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
+            body.buffers_before = body.buffers
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 with self._taps.keeping():
@@ -120,8 +122,8 @@ class Run:
             with queue.muted(storage):
                 _backward(replayed, 0.0)
         queue.finish()
-        if self._overlaps and self.guard.on_host(queue.outgoing):
-            sums = self._step_early(body, buffers, queue.outgoing, lane, turn)
+        if self._early is not None and self.guard.on_host(queue.outgoing):
+            sums = self._step_early(self._early, body, buffers, queue.outgoing, lane, turn)
         else:
             sums = self._step_together(body, buffers, queue.outgoing, lane, turn)
         step = body.step
@@ -155,11 +157,15 @@ class Run:
         return sums
 
     def _step_early(
-        self, body: Body, buffers: Any, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None
+        self,
+        hook: PlainHook,
+        body: Body,
+        buffers: Any,
+        outgoing: list[Outgoing],
+        lane: dict[str, Any],
+        turn: Turn | None,
     ) -> dict[str, Any]:
         """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
-        hook = self.hook
-        assert isinstance(hook, PlainHook)
         sums = hook.sums()
         self._tell(turn, sums)
         verdict = self.guard.judge(body.step, sums, [], hook.divisor(sums), None)
@@ -190,9 +196,9 @@ class Run:
         if buffers is None:
             return
         with bind_axes(self.mesh.axes):
-            new = self.buffers.update(buffers, body.buffers_state, None, weight=weight)
+            new = self.on_buffers.update(buffers, body.buffers_state, None, weight=weight)
         if verdict.found_inf is not None:
-            new = keep(verdict.found_inf, new, (body.buffers, body.buffers_state))
+            new = keep(verdict.found_inf, new, (body.buffers_before, body.buffers_state))
         body.buffers, body.buffers_state = new
 
     def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
@@ -200,6 +206,8 @@ class Run:
             turn.others = lambda: Guard.host(sums)["has_next"]
 
     def _raise_or_count(self, body: Body, verdict: Verdict) -> None:
+        if not verdict.changes:
+            body.buffers = body.buffers_before
         if verdict.error is not None and not self.skips:
             body.window, body.calls = {}, body.calls + 1  # a window that ends like this is lost whole
             raise verdict.error

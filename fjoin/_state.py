@@ -26,6 +26,7 @@ class Body:
     rebuild: Callable[[dict[str, Any]], Any]  # path -> leaf, to the tree that the user gave
     owner: object  # the step that made it, which alone can run it
     buffers_state: Any = ()  # of the transform of the buffers
+    buffers_before: dict[str, Tensor] | None = None  # this step's first forward pass
     step: int = 0  # steps taken
     batches: int = 0  # consumed on this rank
     calls: int = 0  # calls of the step, more than steps where gradients are accumulated
@@ -42,7 +43,7 @@ class Body:
 
     def lose_window(self, calls: int) -> None:
         """Forget the micro-batches of an open window."""
-        self.window, self.calls = {}, calls
+        self.window, self.calls, self.buffers = {}, calls, self.buffers_before
         self.storage.clear_grads()
 
     def clone(self) -> Body:

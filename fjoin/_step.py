@@ -16,6 +16,7 @@ from ._params import flatten
 from ._run import Run
 from ._state import Body, TrainState
 from ._storage import Storage, apart
+from .transforms._combine import identity
 from .transforms._layout import make_layout
 
 B = TypeVar("B")
@@ -64,11 +65,14 @@ class TrainStep:
 
         Raises:
             DesyncError: on all ranks: another pipeline, path, shape, dtype or setting on some rank.
-            TypeError, ValueError: a leaf that cannot be trained, a partition that does not fit.
+            TypeError, ValueError: a leaf that cannot be trained, a partition that does not fit, `on_buffers`
+                without buffers.
         """
         if sync not in ("broadcast", "check", None):
             raise ValueError(f"sync must be 'broadcast', 'check' or None, got {sync!r}")
         self._usable()
+        if buffers is None and self._run.on_buffers != identity():
+            raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:
             return self._init(params, buffers, sync)
         except BaseException as error:
@@ -87,7 +91,7 @@ class TrainStep:
         layout = make_layout(flat, label, self._bucket_bytes)
         run = self._run
         check_program(
-            self._mesh, self.pipeline, run.buffers, flat, self._bucket_bytes, self._accumulate, run.weighs, buffers
+            self._mesh, self.pipeline, run.on_buffers, flat, self._bucket_bytes, self._accumulate, run.weighs, buffers
         )
         storage = Storage(layout, flat, optimizer)
         own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
@@ -110,8 +114,9 @@ class TrainStep:
         self._run.token = object()  # states of an earlier init may have another layout
         skipped = torch.zeros((), dtype=torch.int64) if self._run.skips else None
         body = Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, skipped=skipped)
+        body.buffers_before = own
         if own is not None:
-            body.buffers_state = self._run.buffers.init(own)
+            body.buffers_state = self._run.on_buffers.init(own)
         return TrainState(body)
 
     def close(self) -> None:
@@ -222,7 +227,7 @@ class TrainStep:
 
     def _count(self, value: float) -> float:
         """The sum of one number over the ranks: the one message outside steps."""
-        one = torch.full((1,), value, device=self._device)
+        one = torch.full((1,), value, dtype=torch.float32, device=self._device)
         self._mesh.reduce_(one, self._run.axes).wait()
         return float(one.item())
 

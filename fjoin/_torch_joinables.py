@@ -7,6 +7,7 @@ the optimizer takes the same step on all ranks.
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,10 @@ class Iteration(Protocol):
     def syncing(self) -> tuple[int, ...]: ...
 
 
+# In a module with static_graph, the parameters that no rank uses: found in its first step, and the same ever after.
+_UNUSED: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
+
+
 class DDPHook(JoinHook):
     """A DistributedDataParallel in a Join.
 
@@ -49,7 +54,6 @@ class DDPHook(JoinHook):
         self._in_window = False  # whether gradients of no_sync passes are waiting at the parameters
         self._kept_flag: bool | None = None
         self._kept: list[Tensor | None] = []
-        self._unused: list[Tensor] | None = None  # in a static graph
 
     def enter(self) -> None:
         ddp = self.ddp
@@ -91,10 +95,12 @@ class DDPHook(JoinHook):
         elif torch.is_grad_enabled() and module.require_backward_grad_sync and self._by_world:
             self._in_window = False
 
-    def saw_step(self) -> None:
-        """An optimizer has stepped, with the gradients of a backward pass of this rank's own."""
-        if self.ddp.static_graph and self._unused is None:
-            self._unused = [p for p in self.params if p.grad is None]  # by any rank, from now on
+    def saw_step(self, optimizer: Any) -> None:
+        """An optimizer of these parameters has stepped, on a rank with input."""
+        if self.ddp.static_graph and self.ddp not in _UNUSED and any(p.grad is not None for p in self.params):
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(p) in stepped for p in self.params):
+                _UNUSED[self.ddp] = [i for i, p in enumerate(self.params) if p.grad is None]
 
     def _sync_buffers(self) -> None:
         """In the place of torch's, which takes them from rank 0, or sends a message to find a rank."""
@@ -150,8 +156,8 @@ class DDPHook(JoinHook):
                 p.grad = g
         if ddp.find_unused_parameters and not ddp.static_graph:
             self._leave_out_unused()
-        for p in self._unused or ():
-            p.grad = None
+        for i in _UNUSED.get(ddp, ()):
+            self.params[i].grad = None
         reducer._push_all_rebuilt_params()
 
     def _leave_out_unused(self) -> None:

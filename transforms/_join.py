@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from ._tree import State
-from .axes._collectives import axis_index, axis_size, pmin, psum
+from .axes._collectives import axis_index, axis_size, pmin
+from .axes._from_one import from_one
 from .axes._primitive import AxisName
 
 
@@ -85,14 +85,6 @@ def broadcast_from_last(axis: AxisName) -> JoinHook:
     """
 
     def post(state: State, is_last_joiner: bool) -> State:
-        source = last_joiner(is_last_joiner, axis) == axis_index(axis)
-        # Bytes, of which all but one rank's are 0: their sum is that rank's, -0.0 and NaN included.
-        sent = optree.tree_map(lambda leaf: torch.where(source, _bytes(leaf), torch.zeros_like(_bytes(leaf))), state)
-        got = psum(sent, axis)
-        return optree.tree_map(lambda raw, leaf: raw.view(leaf.dtype).reshape(leaf.shape), got, state)
+        return from_one(state, last_joiner(is_last_joiner, axis) == axis_index(axis), axis)
 
     return JoinHook(post=post)
-
-
-def _bytes(leaf: Tensor) -> Tensor:
-    return leaf.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -44,7 +44,7 @@ def ours(batches: list[Tensor], choice: str) -> Any:
 
     step = fjoin.train_step(
         loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)), mesh=fjoin.mesh({"data": -1}, ordered=True), weight=len,
-        buffers=CHOICES[choice] and CHOICES[choice](),
+        on_buffers=CHOICES[choice] and CHOICES[choice](),
     )  # fmt: skip
     state, seen = step.init(params, buffers), []
     for batch in step.join(batches):
@@ -120,7 +120,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
     """What a rank without weight holds counts nothing; bool and int32 stay what they are."""
 
     def one_rank(value: float) -> Any:
-        step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), buffers=transform)
+        step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), on_buffers=transform)
         step._run.guard.on_device = on_device
         for x in (value, 7.0):
             state, _ = step(state, torch.full((2,), x))
@@ -139,13 +139,31 @@ def test_a_step_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0] and state.pipeline.skipped == 1
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_window_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
+    step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))), accumulate=2)
+    step._run.guard.on_device = on_device
+    for x in (1.0, 2.0, float("nan"), 3.0):
+        state, _ = step(state, torch.full((2,), x))
+    assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0]
+    step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
+    state, _ = step(state, torch.full((2,), float("nan")))
+    raises_text(fjoin.NonFinite, lambda: step(state, torch.ones(2)), "loss")
+    assert state.buffers["n"] == 0
+
+
 def test_what_is_refused() -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
-    raises_text(TypeError, lambda: counting(pipeline, buffers="mean"), "buffers", "'mean'")
-    raises_text(ValueError, lambda: counting(pipeline, buffers=tx.accumulate(2, tx.average_buffers("data"))), "every")
+    raises_text(TypeError, lambda: counting(pipeline, on_buffers="mean"), "on_buffers", "'mean'")
+    raises_text(
+        ValueError, lambda: counting(pipeline, on_buffers=tx.accumulate(2, tx.average_buffers("data"))), "every"
+    )
+
+    alone = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, on_buffers=tx.average_buffers("data"))
+    raises_text(ValueError, lambda: alone.init({"w": torch.ones(2)}), "on_buffers", "no buffers")
 
     def other_choices(mine: bool) -> None:
-        counting(pipeline, buffers=tx.average_buffers("data") if mine else None)
+        counting(pipeline, on_buffers=tx.average_buffers("data") if mine else None)
 
     raises_text(
         fjoin.DesyncError, lambda: tx.simulate(other_choices, {"data": 3}, [True, True, False]),

@@ -233,6 +233,9 @@ def test_a_rank_that_fails_while_setting_up_is_told() -> None:
         ("Application timeout caused pair closure", "CollectiveTimeout"),  # the messages behind the one that waited
         ("DataLoader timed out after 5 seconds", "RuntimeError"),
         ("the connection pool of my loader is empty", "RuntimeError"),
+        ("websocket handshake refused", "RuntimeError"),
+        ("Lock wait timeout exceeded", "RuntimeError"),
+        ("timed out waiting for the data server", "RuntimeError"),
     ],
 )
 def test_what_is_taken_for_a_lost_peer(pool: Any, text: str, kind: str) -> None:

@@ -230,6 +230,27 @@ def test_what_no_rank_uses_is_not_stepped(pool: Any, option: str, once: int) -> 
     assert steps == steps_1 == {"once": once, "a.weight": 4, "a.bias": 4} and same_bits(a, b)
 
 
+def two_static_graphs() -> Any:
+    """One steps before the other has run; a second epoch in which a rank has no input at all."""
+    ddps = [DistributedDataParallel(_Unused(), static_graph=True) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(ddp.parameters(), 0.1, weight_decay=0.5) for ddp in ddps]
+    for counts in ([1, 3], [0, 2]):
+        with fjoin.Join([*ddps, *optimizers]):
+            for _ in range(counts[dist.get_rank()]):
+                for ddp, optimizer in zip(ddps, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    ddp(torch.ones(3, 4), True).square().mean().backward()
+                    optimizer.step()
+    return [
+        state_of(o, [p for p in d.module.parameters() if p in o.state]) for d, o in zip(ddps, optimizers, strict=True)
+    ]
+
+
+def test_unused_parameters_of_two_static_graphs(pool: Any) -> None:
+    a, b = pool.run(2, two_static_graphs)
+    assert same_bits(a, b) and [len(states) for states in a] == [3, 3]
+
+
 def in_any_order(order: list[int]) -> Any:
     """DDP, two optimizers and a schedule, and clipping that must happen once in an iteration."""
     ddp = DistributedDataParallel(make_model())

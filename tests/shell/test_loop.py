@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from typing import Any
 
@@ -164,8 +166,8 @@ def test_one_message_in_each_iteration(pool: Any) -> None:
 # -- several steps over one loader -----------------------------------------------------------------------------
 
 
-def two_steps(batches: list[Any], rank: int) -> Any:
-    """A generator and a discriminator, so to speak, of which the second accumulates."""
+def two_steps(batches: list[Any], accumulate: int) -> Any:
+    """A generator and a discriminator, so to speak."""
     model = make_model()
     apply, params, _ = fjoin.functional(model)
 
@@ -173,32 +175,57 @@ def two_steps(batches: list[Any], rank: int) -> Any:
         return torch.nn.functional.cross_entropy(apply(params, {}, batch[0]), batch[1])
 
     mesh = fjoin.mesh({"data": -1}, ordered=True)
-    a = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.adamw(0.05)), mesh=mesh, weight=samples)
-    b = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh, weight=samples, accumulate=2)
+    a, b = (
+        fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), opt), mesh=mesh, weight=samples, accumulate=accumulate)
+        for opt in (tx.adamw(0.05), tx.sgd(0.1))
+    )
     first, second = a.init(params), b.init(params)
     n = 0
     for batch in fjoin.join(batches, steps=[a, b]):
         first, _ = a(first, batch)
         second, _ = b(second, batch)
         n += 1
-    out = {p: v.clone() for p, v in first.params.items()}, first.batches, second.step, n
+    out = [{p: v.clone() for p, v in state.params.items()} for state in (first, second)], first.batches, second.step, n
     a.close()
     b.close()
     return out
 
 
-def two_steps_on_processes(sizes: list[list[int]]) -> Any:
-    return two_steps(make_batches(1, sizes)[dist.get_rank()], dist.get_rank())
+def alone(batches: list[Any], accumulate: int, which: int) -> Any:
+    """One of the two by itself."""
+    model = make_model()
+    apply, params, _ = fjoin.functional(model)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return torch.nn.functional.cross_entropy(apply(params, {}, batch[0]), batch[1])
+
+    pipeline = tx.fuse(tx.mean("data"), [tx.adamw(0.05), tx.sgd(0.1)][which])
+    step = fjoin.train_step(loss_fn, pipeline, weight=samples, accumulate=accumulate)
+    state = step.init(params)
+    for batch in step.join(batches):
+        state, _ = step(state, batch)
+    return {p: v.clone() for p, v in state.params.items()}
 
 
-def test_several_steps_over_one_loader(pool: Any) -> None:
-    want = reference(SIZES)
-    real = pool.run(2, two_steps_on_processes, SIZES)
-    simulated = tx.simulate(two_steps, {"data": 2}, make_batches(1, SIZES), [0, 1])
-    for rank, (params, batches, seconds, n) in enumerate(real):
-        assert max_diff(params, want) < 1e-12
-        assert (batches, seconds, n) == (len(SIZES[rank]), 2, 4)
-        assert same_bits((params, batches), simulated[rank][:2])
+def two_steps_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
+    return two_steps(make_batches(1, sizes)[dist.get_rank()], accumulate)
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [[2], [3, 1, 4]]], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_several_steps_over_one_loader(pool: Any, sizes: list[list[int]], accumulate: int) -> None:
+    """Each ends as it would alone, a last window that is not complete included."""
+    batches = make_batches(1, sizes)
+    want = [tx.simulate(lambda b, i=i: alone(b, accumulate, i), {"data": 2}, batches)[0] for i in (0, 1)]
+    real = pool.run(2, two_steps_on_processes, sizes, accumulate)
+    simulated = tx.simulate(lambda b: two_steps(b, accumulate), {"data": 2}, batches)
+    steps = -(-max(map(len, sizes)) // accumulate)
+    for rank, (params, consumed, seconds, n) in enumerate(real):
+        assert max_diff(params, want) < 1e-13
+        assert (consumed, seconds, n) == (len(sizes[rank]), steps, steps * accumulate)
+        assert same_bits((params, consumed), simulated[rank][:2])
+    if accumulate == 1:
+        assert max_diff(real[0][0][0], reference(sizes)) < 1e-12
 
 
 def test_each_of_several_steps_must_be_called() -> None:
@@ -206,6 +233,7 @@ def test_each_of_several_steps_must_be_called() -> None:
         return (params["w"] * batch).sum()
 
     a, b = (fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1))) for _ in range(2))
+    slow = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
     state = a.init({"w": torch.ones(2)})
 
     def loop() -> None:
@@ -217,6 +245,7 @@ def test_each_of_several_steps_must_be_called() -> None:
     raises_text(TypeError, lambda: fjoin.join([], steps=[]), "steps", "at least one")
     raises_text(TypeError, lambda: fjoin.join([], steps=[loss_fn]), "train_step")  # type: ignore[call-overload]
     raises_text(ValueError, lambda: fjoin.join([], steps=[a, a]), "different")
+    raises_text(ValueError, lambda: fjoin.join([], steps=[a, slow]), "same mesh, axes and accumulate")
     raises_text(TypeError, lambda: fjoin.join([], steps=[a], weight=len), "no weight")  # type: ignore[call-overload]
     raises_text(TypeError, lambda: fjoin.join([], when_exhausted="replay"), "steps")  # type: ignore[call-overload]
 
@@ -230,9 +259,10 @@ def test_weights_and_ends() -> None:
         return [(batch if loop.live else None, loop.total, loop.scale) for batch in loop]
 
     assert tx.simulate(one_rank, {"data": 2}, [[], []]) == [[], []]
-    assert tx.simulate(one_rank, {"data": 2}, [[0.0, 3.0], [0.0]]) == [
-        [(0.0, 0.0, 0.0), (3.0, 3.0, 2.0)],
-        [(0.0, 0.0, 0.0), (None, 3.0, 0.0)],
+    # Where no rank has weight the body does not run; a batch of weight 0 is not seen where another one can be.
+    assert tx.simulate(one_rank, {"data": 2}, [[0.0, 3.0, 0.0, 1.0], [0.0, 2.0, 5.0]]) == [
+        [(3.0, 5.0, 1.2), (3.0, 5.0, 0.0), (1.0, 1.0, 2.0)],
+        [(2.0, 5.0, 0.8), (5.0, 5.0, 2.0), (None, 1.0, 0.0)],
     ]
     raises_text(ValueError, lambda: one_rank([-1.0]), "weight(batch)", "-1.0")
     raises_text(
@@ -265,8 +295,18 @@ def test_one_loop_at_a_time_and_again() -> None:
     assert list(loop) == [1, 2] and loop.batches == 2, "a second epoch"
 
 
+def test_leaving_alone_takes_nothing_down(pool: Any) -> None:
+    assert pool.run(1, leave_alone) == [True]
+
+
+def leave_alone() -> bool:
+    for _ in fjoin.join([1, 2]):
+        break
+    return dist.is_initialized()
+
+
 def leave(rank: int, report: Any, how: str) -> None:
-    """Rank 1 leaves its loop in iteration 1, and stays alive; the time-out is 300 s."""
+    """Rank 1 leaves its loop in iteration 1, and stays alive but where it is killed; the time-out is 300 s."""
     mesh = fjoin.mesh({"data": -1}, timeout_s=300)
 
     def loader() -> Any:
@@ -284,6 +324,8 @@ def leave(rank: int, report: Any, how: str) -> None:
                     report("leaving")
                     if how == "break":
                         break
+                    if how == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
                     raise ValueError("bad batch")
                 tx.psum(torch.ones(2), "data")
     except Exception as error:
@@ -298,13 +340,16 @@ def leave(rank: int, report: Any, how: str) -> None:
         ("break", "fine", "rank 1 left the loop over fjoin.join in iteration 1"),
         ("raise", "ValueError", "rank 1 left the loop over fjoin.join in iteration 1"),
         ("loader", "ValueError", "ValueError: bad file"),
+        ("kill", "", ""),
     ],
 )
 def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
     with Ranks(3, leave, how) as run:
-        for rank, seconds, (kind, text) in run.after("leaving", 3):
+        for rank, seconds, (kind, text) in run.after("leaving", 2 if how == "kill" else 3):
             if rank == 1:
                 assert kind == own
+            elif how == "kill":
+                assert kind == "PeerLost" and "left the loop" not in text, text
             else:
                 assert kind == "PeerLost" and told in text, (kind, text)
                 assert seconds < 2.0

@@ -10,7 +10,8 @@ from torch import Tensor
 from .._base import Transform, init_empty
 from .._spec import factory
 from .._tree import State, Tree, map_with_path, named_leaves
-from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
+from ..axes._collectives import axis_index, axis_size, pmax, pmin
+from ..axes._from_one import from_one
 from ..axes._primitive import AxisName
 from ._mean import check_weight, mean
 
@@ -21,13 +22,13 @@ def average_buffers(axis: AxisName) -> Transform:
 
     Floating-point buffers become sum_r w_r b_r / sum_r w_r. Others, such as the counts of batches that
     torch's BatchNorm keeps, become the largest of the ranks with weight. Where all weights are 0 nothing
-    changes. One message per dtype.
+    changes. One message per dtype, and the sum of the weights in one that is float32 or float64.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
 
     Returns:
-        A `Transform` without state, for `fjoin.train_step(..., buffers=...)`: it takes a tree of buffers in the
+        A `Transform` without state, for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in the
         place of gradients.
 
     Raises:
@@ -65,7 +66,7 @@ def _as_number(buffer: Tensor) -> Tensor:
 def broadcast_buffers(axis: AxisName) -> Transform:
     """The buffers of the lowest rank with weight, on all ranks; where there is none, nothing changes.
 
-    One message of a number, then one per dtype.
+    A message of a number, then one of all bytes.
 
     Args:
         axis: The axis, or a tuple of axes, along which to broadcast.
@@ -89,9 +90,9 @@ def broadcast_buffers(axis: AxisName) -> Transform:
         del params, extra
         held, here, ranks = named_leaves(buffers), axis_index(axis), axis_size(axis)
         first = pmin(torch.where(check_weight(weight) > 0, here, ranks), axis)
-        sent = {path: _as_number(b) for path, b in held.items()}
-        sums = psum({path: torch.where(first == here, b, torch.zeros_like(b)) for path, b in sent.items()}, axis)
-        new = {path: torch.where(first < ranks, b.to(held[path].dtype), held[path]) for path, b in sums.items()}
+        new = {
+            path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
+        }
         return map_with_path(lambda path, _: new[path], buffers), state
 
     return Transform(init_empty, update, scope="leaf")
