@@ -16,9 +16,10 @@ LEARNING_RATE = 0.05
 def start() -> tuple[int, int]:
     """Join the other ranks; (this rank, number of ranks)."""
     torch.set_num_threads(1)
-    if "RANK" not in os.environ:  # started with plain python
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:  # started with plain python
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/end_of_epoch.py
 """
 
 import pathlib
+import shutil
 import tempfile
 
 import _small
@@ -61,4 +62,7 @@ assert log.read_text().splitlines() == [
 ]  # fmt: skip
 assert all(lines[-1] == "before the barrier" for lines in others), "the barrier waits for all ranks"
 assert samples.state == sum(len(batch[1]) for r in range(ranks) for batch in _small.make_batches(r))
+dist.barrier()
+if rank == 0:
+    shutil.rmtree(log.parent)
 _small.finish({path: p.detach() for path, p in ddp.module.named_parameters()}, every_sample_counts=False)

@@ -67,7 +67,7 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-        # Groups that are still there when the interpreter ends now and then abort the process: torch's threads run on.
+        # Threads of groups that are still there when the interpreter ends can abort the process.
         atexit.register(_close)
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))

@@ -1,4 +1,4 @@
-"""The recipes run as their text says, on two processes and, where that makes sense, on one and on three."""
+"""The recipes run as their text says, on two processes, on three, and with plain python."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ RECIPES = sorted(
 )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}: run by `make test-frameworks`")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run([*command, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("from one process on all data") == ranks
 

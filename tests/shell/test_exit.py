@@ -29,7 +29,7 @@ assert dist.is_initialized()
 
 
 def test_groups_are_taken_down_when_the_program_ends(tmp_path: pathlib.Path) -> None:
-    """With plain torch they stay, and now and then the process aborts: "terminate called without an active exception"."""
+    """Left to the interpreter, their threads can abort the process: "terminate called without an active exception"."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]

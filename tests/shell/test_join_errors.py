@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import warnings
 from typing import Any
 
@@ -39,7 +40,6 @@ def test_a_static_graph_that_a_rank_has_never_run(pool: Any) -> None:
 
 def raise_in_loop(rank: int, report: Any, where: str) -> None:
     """Rank 1 fails before or within a backward pass, and stays alive; the time-out is 300 s."""
-    import datetime
 
     class Broken(torch.autograd.Function):
         @staticmethod
@@ -124,3 +124,28 @@ def test_what_cannot_be_joined() -> None:
         fjoin.Join([joinable, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)])
     with pytest.raises(TypeError, match="LBFGS.*closure"):
         fjoin.Join([joinable, torch.optim.LBFGS(model.parameters())])
+
+
+def raise_and_keep(rank: int, report: Any) -> None:
+    """Four ranks, of which two shadow when rank 1 fails, and all of which keep their errors; the time-out is 300 s."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    kept = []
+    try:
+        with fjoin.Join([ddp]):
+            for i in range([1, 4, 4, 1][rank]):
+                ddp(torch.ones(2, 4)).sum().backward()
+                if (rank, i) == (1, 2):
+                    report("raising")
+                    raise ValueError("bad batch")
+    except Exception as error:
+        kept.append(error)  # with its frames, as a debugger or a retry does
+        report((type(error).__name__, str(error)))
+    globals()["_kept"] = kept
+
+
+def test_errors_that_are_kept_hold_nobody_up() -> None:
+    with Ranks(4, raise_and_keep) as run:
+        for rank, seconds, (kind, text) in run.after("raising", 4):
+            assert kind == ("ValueError" if rank == 1 else "PeerLost") and "bad batch" in text, (kind, text)
+            assert seconds < 2.0
