@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import json
 import re
 import sys
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
 from ._axis import GroupAxis
 from ._errors import CollectiveTimeout, FjoinError, PeerLost
@@ -188,11 +191,18 @@ def mesh_over(group: Any, name: str = "data") -> Mesh:
 
 
 def _forget(group: Any) -> None:
-    """Take a group out of torch's own default arguments, which would keep its connections open.
+    """Take a group out of all that torch holds it by, which would keep its connections open.
 
-    The functions of torch.distributed.nn have the default group of the moment of their import, and making a
-    DistributedDataParallel imports them.
+    Modules and model averagers have it as an attribute, and a module's reducer, in C++, too: were that the last to hold
+    it, its destructor would wait for threads that wait for Python. The functions of torch.distributed.nn have the
+    default group of the moment of their import among their default arguments, and making a DistributedDataParallel
+    imports them.
     """
+    for holder in [one for one in gc.get_objects() if issubclass(type(one), (DistributedDataParallel, ModelAverager))]:
+        held = [name for name, value in vars(holder).items() if value is group]
+        vars(holder).update(dict.fromkeys(held))
+        if held and isinstance(holder, DistributedDataParallel):
+            vars(holder).update(reducer=None, logger=None)
     module = sys.modules.get("torch.distributed.nn.functional")
     for function in vars(module).values() if module else ():
         defaults = getattr(function, "__defaults__", None)

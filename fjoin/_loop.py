@@ -23,7 +23,7 @@ class Loop(Generic[B]):
 
     Attributes:
         live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets the
-            last that had weight.
+            last that had weight, or `empty`.
         weight: This rank's weight in this iteration; 0 where it is not live.
         total: The sum of the weights over all ranks.
         number: The iterations before this one.
@@ -64,7 +64,7 @@ class Loop(Generic[B]):
                 answer = self._sum(*following)  # under way while the body runs
                 self.live, self.weight, self.total = current is not _END, weight, total
                 self.batches += self.live
-                if self.live and (weight or given is self._empty):
+                if self.live and (weight or given is NO_BATCH):
                     given = current
                 if total:
                     yield given
@@ -156,7 +156,8 @@ def join(
     message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
 
     Args:
-        loader: Any iterable of batches, of any length on each rank, 0 included.
+        loader: Any iterable of batches, of any length on each rank, 0 included. It is asked for the next batch before the
+            body has run on this one, which must therefore stay what it is.
         steps: What `train_step` made, over the same axes and with the same `accumulate`.
         mesh: The ranks, without `steps`; by default all of them.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
@@ -171,8 +172,8 @@ def join(
         EarlyTermination: on all ranks, see above.
         JoinError: the loop is still running; with `steps`, the body did not call each exactly once.
         PeerLost: another rank left the loop by break, return or an exception: the mesh is taken down, by default the
-            default process group. Ranks that wait in a module's own messages end with the backend's error, at the latest
-            at the time-out of its group.
+            default process group. Ranks that wait in a module's own messages end with the backend's error: over groups
+            of its own, such as those of `fully_shard`, at their time-out.
         TypeError, ValueError: an argument that cannot be used.
 
     >>> loop = fjoin.join([torch.ones(3), torch.ones(1)], weight=len)

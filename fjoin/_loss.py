@@ -43,6 +43,12 @@ class Loss:
             return loss, aux, None
         if parts[2].keys() != buffers.keys():
             raise ValueError(f"loss_fn returned the buffers {sorted(parts[2])}, expected {sorted(buffers)}")
+        for path, b in parts[2].items():
+            if (b.shape, b.dtype) != (buffers[path].shape, buffers[path].dtype):
+                raise ValueError(
+                    f"loss_fn returned the buffer {path!r} as {b.dtype}{list(b.shape)}, expected "
+                    f"{buffers[path].dtype}{list(buffers[path].shape)}; buffers keep their shape and dtype"
+                )
         return loss, aux, {path: b.detach() for path, b in parts[2].items()}
 
 

@@ -152,6 +152,18 @@ def test_a_window_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
     assert state.buffers["n"] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_buffer_that_is_equal_on_all_ranks_stays_as_it_is(dtype: torch.dtype) -> None:
+    """Whatever the weights, up to the largest number of its dtype."""
+    values = torch.tensor([1.0, 30.0, 0.1, torch.finfo(dtype).min]).to(dtype)
+
+    def one_rank(weight: float) -> Any:
+        return tx.average_buffers("data").update(values, (), weight=weight)[0]
+
+    for weights in ([4096.0, 257.0, 3.0], [1e-8, 0.0, 1e-9]):
+        assert all(torch.equal(out, values) for out in tx.simulate(one_rank, {"data": 3}, weights))
+
+
 def test_what_is_refused() -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
     raises_text(TypeError, lambda: counting(pipeline, on_buffers="mean"), "on_buffers", "'mean'")
@@ -161,6 +173,10 @@ def test_what_is_refused() -> None:
 
     alone = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, on_buffers=tx.average_buffers("data"))
     raises_text(ValueError, lambda: alone.init({"w": torch.ones(2)}), "on_buffers", "no buffers")
+
+    step, state = counting(pipeline)
+    step._run._loss._loss_fn = lambda p, b, x: ((p["w"] * x).sum(), None, {**b, "n": b["n"].double()})
+    raises_text(ValueError, lambda: step(state, torch.ones(2)), "'n'", "float64", "int32")
 
     def other_choices(mine: bool) -> None:
         counting(pipeline, on_buffers=tx.average_buffers("data") if mine else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import warnings
@@ -353,3 +354,34 @@ def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
             else:
                 assert kind == "PeerLost" and told in text, (kind, text)
                 assert seconds < 2.0
+
+
+def fail_around_a_module(rank: int, report: Any) -> None:
+    """Rank 1 fails while a DistributedDataParallel of its own has messages under way, and stays alive; the time-out is 300 s."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    ddp = DistributedDataParallel(make_model())
+    try:
+        for i in fjoin.join(range(4)):
+            if (rank, i) == (1, 1):
+                report("leaving")
+                raise ValueError("bad batch")
+            ddp(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    except Exception as error:
+        report((type(error).__name__, str(error)))
+
+
+def test_a_module_does_not_hold_the_others_up() -> None:
+    """The group that the loop takes down is let go of by the module too. What waits in it gets gloo's own error."""
+    with Ranks(3, fail_around_a_module) as run:
+        for rank, seconds, (kind, text) in run.after("leaving", 3):
+            assert kind == "ValueError" if rank == 1 else kind in ("PeerLost", "RuntimeError"), (kind, text)
+            assert seconds < 2.0
+
+
+def test_a_batch_to_stand_in_for_one_without_weight() -> None:
+    """Where `empty` is given it comes in the place of a first batch of weight 0, so that no NaN does."""
+
+    def one_rank(first: float) -> list[float]:
+        return [batch for batch in fjoin.join([first, 3.0], weight=lambda w: w, empty=7.0)]
+
+    assert tx.simulate(one_rank, {"data": 2}, [0.0, 2.0]) == [[7.0, 3.0], [2.0, 3.0]]

@@ -10,10 +10,10 @@ from torch import Tensor
 from .._base import Transform, init_empty
 from .._spec import factory
 from .._tree import State, Tree, map_with_path, named_leaves
-from ..axes._collectives import axis_index, axis_size, pmax, pmin
+from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
 from ..axes._primitive import AxisName
-from ._mean import check_weight, mean
+from ._mean import check_weight
 
 
 @factory
@@ -22,7 +22,8 @@ def average_buffers(axis: AxisName) -> Transform:
 
     Floating-point buffers become sum_r w_r b_r / sum_r w_r. Others, such as the counts of batches that
     torch's BatchNorm keeps, become the largest of the ranks with weight. Where all weights are 0 nothing
-    changes. One message per dtype, and the sum of the weights in one that is float32 or float64.
+    changes. Means travel in float64, so that a buffer equal on all ranks stays as it is: one message for all of
+    them, and one for each other dtype.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
@@ -40,18 +41,18 @@ def average_buffers(axis: AxisName) -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, [1.0, 4.0], [5, 7], [2, 1])[0]
     {'var': tensor(2.), 'n': tensor(7)}
     """
-    average = mean(axis)
 
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
         held, factor = named_leaves(buffers), check_weight(weight)
         floats = {path: b for path, b in held.items() if b.is_floating_point()}
         counts = {path: _as_number(b) for path, b in held.items() if path not in floats}
-        means, sums = average.update(floats, average.init(floats), weight=weight)
+        wide = {path: torch.where(factor > 0, b.double() * factor, 0.0) for path, b in floats.items()}
+        wide, total = psum((wide, factor), axis)
+        means = {path: b / total for path, b in wide.items()}
         largest = pmax({path: torch.where(factor > 0, b, torch.iinfo(b.dtype).min) for path, b in counts.items()}, axis)
         new = {
-            path: torch.where(sums.total > 0, b.to(held[path].dtype), held[path])
-            for path, b in {**means, **largest}.items()
+            path: torch.where(total > 0, b.to(held[path].dtype), held[path]) for path, b in {**means, **largest}.items()
         }
         return map_with_path(lambda path, _: new[path], buffers), state
 
