@@ -60,7 +60,7 @@ class Loop(Generic[B]):
                         f"the others have more, and throw_on_early_termination is set",
                         step=self.number,
                     )
-                following = self._load(batches)
+                following = (_END, 0.0) if current is _END else self._load(batches)
                 answer = self._sum(*following)  # under way while the body runs
                 self.live, self.weight, self.total = current is not _END, weight, total
                 self.batches += self.live
