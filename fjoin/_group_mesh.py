@@ -198,7 +198,10 @@ def _forget(group: Any) -> None:
     default group of the moment of their import among their default arguments, and making a DistributedDataParallel
     imports them.
     """
-    for holder in [one for one in gc.get_objects() if issubclass(type(one), (DistributedDataParallel, ModelAverager))]:
+    kinds = (DistributedDataParallel, ModelAverager)
+    places = gc.get_referrers(group)  # objects, or their dicts
+    owners = [one for place in places if isinstance(place, dict) for one in gc.get_referrers(place)]
+    for holder in [one for one in (*places, *owners) if issubclass(type(one), kinds)]:
         held = [name for name, value in vars(holder).items() if value is group]
         vars(holder).update(dict.fromkeys(held))
         if held and isinstance(holder, DistributedDataParallel):

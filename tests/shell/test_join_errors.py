@@ -148,4 +148,4 @@ def test_errors_that_are_kept_hold_nobody_up() -> None:
     with Ranks(4, raise_and_keep) as run:
         for rank, seconds, (kind, text) in run.after("raising", 4):
             assert kind == ("ValueError" if rank == 1 else "PeerLost") and "bad batch" in text, (kind, text)
-            assert seconds < 2.0
+            assert seconds < 5.0  # four processes, on as few cores as there are
