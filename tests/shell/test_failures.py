@@ -19,31 +19,22 @@ def _train(
     act: Callable[[int, int], None],
     timeout_s: float = 300.0,
     steps: int = 6,
-    in_backward: bool = False,
+    amid_backward: bool = False,
 ) -> None:
     """Train; `act(rank, step)` runs inside the loss, or amid backward, and may misbehave. Reports how it ended."""
     import torch
+    from in_backward import in_backward
 
     import fjoin
     from fjoin import transforms as tx
 
     seen = 0
 
-    class Acting(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            act(rank, seen)
-            return grad
-
     def loss_fn(params: Any, batch: Any) -> Any:
-        if not in_backward:
+        if not amid_backward:
             act(rank, seen)
         first = params["w"] * batch
-        first = Acting.apply(first) if in_backward else first
+        first = in_backward(first, lambda: act(rank, seen)) if amid_backward else first
         return (first * params["u"] * params["v"]).sum()
 
     step = fjoin.train_step(
@@ -65,21 +56,21 @@ def _train(
     report(("fine", "", None, None, state.step))
 
 
-def raise_in_step(rank: int, report: Report, who: int, when: int, in_backward: bool) -> None:
+def raise_in_step(rank: int, report: Report, who: int, when: int, amid_backward: bool) -> None:
     def act(rank: int, step: int) -> None:
         if (rank, step) == (who, when):
             report("raising")
             raise ValueError("bad batch")
 
-    _train(rank, report, act, in_backward=in_backward)
+    _train(rank, report, act, amid_backward=amid_backward)
 
 
 @pytest.mark.parametrize(
-    ("who", "when", "ranks", "in_backward"), [(1, 0, 2, False), (0, 2, 3, False), (2, 3, 3, False), (0, 1, 3, True)]
+    ("who", "when", "ranks", "amid_backward"), [(1, 0, 2, False), (0, 2, 3, False), (2, 3, 3, False), (0, 1, 3, True)]
 )
-def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, ranks: int, in_backward: bool) -> None:
+def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, ranks: int, amid_backward: bool) -> None:
     """The failed process stays alive, and the groups' time-out is 300 s: only the shell's word gets around."""
-    with Ranks(ranks, raise_in_step, who, when, in_backward) as run:
+    with Ranks(ranks, raise_in_step, who, when, amid_backward) as run:
         for rank, seconds, (kind, text, failed, step, steps) in run.after("raising", ranks):
             assert steps == when, "the state is that of the last completed step"
             if rank == who:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -107,90 +106,6 @@ def test_values_by_path_that_are_no_buffers() -> None:
     assert calls == dict.fromkeys(net_params(), 1) and memory["a.weight"].shape == (5, 4)
 
 
-def use_an_outer_axis() -> float:
-    """A hook that also uses an axis bound around the step, in waves."""
-
-    def twice(g: Tensor) -> Tensor:
-        return tx.psum(g, "outer")
-
-    step = fjoin.train_step(
-        lambda p, b: sum((v * b).sum() for v in p.values()),
-        tx.fuse(tx.chain(tx.stateless(twice), tx.mean("data")), tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1,
-    )  # fmt: skip
-    state = step.init({"a": torch.zeros(2), "b": torch.zeros(2)})
-    with fjoin.bind(fjoin.mesh({"outer": -1})):
-        state, _ = step(state, torch.ones(2))
-    return float(state.params["a"][0])
-
-
-def use_a_compiled_hook() -> float:
-    def inner(g: Tensor) -> Tensor:
-        return tx.psum(g, "data") / 2
-
-    compiled = torch.compile(inner, fullgraph=True, backend="eager")
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return {path: compiled(g) for path, g in grads.items()}, state
-
-    hook = tx.Transform(lambda params: (), update, scope="leaf")
-    step = fjoin.train_step(
-        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}),
-        bucket_bytes=1,
-    )  # fmt: skip
-    state = step.init({"a": torch.zeros(2), "b": torch.zeros(2)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Dynamo's own
-        state, _ = step(state, torch.ones(2))
-    return float(state.params["a"][0])
-
-
-def test_hooks_in_waves_see_outer_axes_and_may_be_compiled(pool: Any) -> None:
-    assert pool.run(2, use_an_outer_axis) == [-2.0, -2.0]
-    assert pool.run(2, use_a_compiled_hook) == [-1.0, -1.0]
-
-
-def _over_nodes() -> tx.Transform:
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return tx.pmean(grads, "node"), state
-
-    return tx.Transform(lambda params: (), update, scope="element")
-
-
-@pytest.mark.parametrize("first", ["mean", "clip"])
-def test_the_lane_covers_all_axes_that_a_hook_may_use(first: str) -> None:
-    """A stage without a spec may communicate over any axis: nodes of uneven inputs end together."""
-    parts = [tx.mean("local"), _over_nodes()]
-    hook = tx.chain(*parts if first == "mean" else [tx.clip_by_value(1e9), *parts])
-
-    def one_rank(batches: list[float]) -> Any:
-        mesh = fjoin.mesh({"node": 2, "local": 2})
-        step = fjoin.train_step(lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=mesh)
-        state, calls = step.init({"w": torch.tensor(0.0)}), 0
-        for batch in step.join(batches):
-            state, _ = step(state, batch)
-            calls += 1
-        return calls, float(state.params["w"])
-
-    out = tx.simulate(one_rank, {"node": 2, "local": 2}, [[1.0], [3.0], [2.0, 4.0], [2.0]])
-    assert out == [(2, -4.0)] * 4  # (2 + 2) / 2, then (0 + 4) / 2
-
-
-def test_the_lane_stays_within_the_axes_of_a_hook() -> None:
-    hook = tx.chain(tx.clip_by_value(1e9), tx.mean("local"))
-
-    def one_rank(n: int) -> Any:
-        step = fjoin.train_step(
-            lambda p, b: p["w"] * b, tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"node": 2, "local": 2})
-        )
-        state, calls = step.init({"w": torch.tensor(0.0)}), 0
-        for batch in step.join([1.0] * n, throw_on_early_termination=True):
-            state, _ = step(state, batch)
-            calls += 1
-        return step.ranks, calls
-
-    assert tx.simulate(one_rank, {"node": 2, "local": 2}, [2, 2, 3, 3]) == [(2, 2)] * 2 + [(2, 3)] * 2
-
-
 def _anchored() -> tx.Transform:
     """A parameter transform whose state keeps the very tensors it was given."""
 
@@ -252,44 +167,6 @@ def test_hooks_that_return_something_else_are_refused() -> None:
         step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
         state = step.init({"w": torch.zeros(2)})
         raises_text(ValueError, lambda step=step, state=state: step(state, None), *texts)
-
-
-@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
-def test_the_weights_are_as_wide_as_the_widest_parameter(bucket_bytes: int) -> None:
-    """In float64 0.1 + 0.3 + 0.7 is not what float32 makes of it, whatever lies in the first bucket."""
-
-    def one_rank(weight: float) -> Any:
-        out = []
-        for hook in (tx.chain(tx.clip_by_value(1e9), tx.mean("data")), tx.masked(tx.mean("data"), "a")):
-            step = fjoin.train_step(
-                lambda p, b: (p["a"] * b).sum() + p["z"].sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: weight,
-                bucket_bytes=bucket_bytes,
-            )  # fmt: skip
-            state = step.init({"a": torch.zeros(2, dtype=torch.float64), "z": torch.zeros(2)})
-            state, metrics = step(state, torch.full((2,), weight, dtype=torch.float64))
-            out += [state.params["a"][0].item(), metrics.weight]
-        return out
-
-    weights = [0.1, 0.3, 0.7]
-    mean = sum(w * w for w in weights) / sum(weights)
-    for got in tx.simulate(one_rank, {"data": 3}, weights):
-        assert max(abs(x - y) for x, y in zip(got, [-mean, sum(weights)] * 2, strict=True)) < 1e-15
-
-
-def test_a_reduction_that_is_skipped_tells_its_sums() -> None:
-    """They are this step's, not the last good one's: the loss is not finite, in the first step and in later ones."""
-    hook = tx.skip_if_nonfinite(tx.mean("data"))
-    for good in (0, 1):
-        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)))
-        state = step.init({"w": torch.zeros(2)})
-        for _ in range(good):
-            state, metrics = step(state, torch.ones(2))
-            assert metrics.weight == 1
-        raises_text(
-            fjoin.NonFinite,
-            lambda step=step, state=state: step(state, torch.full((2,), float("nan"))),
-            "loss of rank 0",
-        )
 
 
 def states_alive() -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -130,7 +129,7 @@ def _fails_in(wave: int) -> tx.Transform:
 
 
 def fail_on_one_rank(wave: int) -> tuple[str, str, int]:
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     step = fjoin.train_step(
         lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(_fails_in(wave), tx.sgd(0.1)), mesh=mesh, bucket_bytes=1
@@ -142,10 +141,10 @@ def fail_on_one_rank(wave: int) -> tuple[str, str, int]:
         kind, text = type(error).__name__, str(error)
     else:
         kind, text = "nothing", ""
-    end = time.perf_counter() + 5
-    while threading.active_count() > threads and time.perf_counter() < end:
-        time.sleep(0.01)
-    return kind, text, threading.active_count() - threads
+    new = set(threading.enumerate()) - before
+    for thread in new:
+        thread.join(5.0)
+    return kind, text, sum(thread.is_alive() for thread in new)
 
 
 @pytest.mark.parametrize("wave", [1, 2])

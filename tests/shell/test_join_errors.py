@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_problem import batches_of, loss, make_model
+from in_backward import in_backward
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,14 +42,8 @@ def test_a_static_graph_that_a_rank_has_never_run(pool: Any) -> None:
 def raise_in_loop(rank: int, report: Any, where: str) -> None:
     """Rank 1 fails before or within a backward pass, and stays alive; the time-out is 300 s."""
 
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
-            raise ValueError("bad batch")
+    def fail() -> None:
+        raise ValueError("bad batch")
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), bucket_cap_mb=1e-5)
@@ -60,8 +55,8 @@ def raise_in_loop(rank: int, report: Any, where: str) -> None:
                 if rank == 1 and i == 2:
                     report("raising")
                     if where == "forward":
-                        raise ValueError("bad batch")
-                    out = Broken.apply(out)
+                        fail()
+                    out = in_backward(out, fail)
                 out.square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

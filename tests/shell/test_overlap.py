@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,27 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_backward import in_backward
 
 import fjoin
 from fjoin import transforms as tx
 
 DELAY_S = 0.1
 LAYERS = [f"p{i}" for i in range(4)]
-
-
-class Slow(torch.autograd.Function):
-    """A layer whose backward takes a while, and is written down."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, name: str, order: list[str]) -> Any:
-        ctx.name, ctx.order = name, order
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        time.sleep(DELAY_S)
-        ctx.order.append(f"gradient of {ctx.name}")
-        return grad, None, None
 
 
 class Late:
@@ -81,10 +68,14 @@ def a_step(hook: str) -> tuple[list[str], float]:
     """Gradients and messages in the order in which they came, and the time of the step."""
     order: list[str] = []
 
+    def slow(name: str) -> None:
+        time.sleep(DELAY_S)  # the work of a layer
+        order.append(f"gradient of {name}")
+
     def loss_fn(params: Any, batch: Any) -> Any:
         x = batch
         for name in LAYERS:
-            x = Slow.apply(x * params[name], name, order)
+            x = in_backward(x * params[name], functools.partial(slow, name))
         return x.sum()
 
     step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook](), tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=1)

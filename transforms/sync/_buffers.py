@@ -44,7 +44,8 @@ def average_buffers(axis: AxisName) -> Transform:
 
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
-        held, factor = named_leaves(buffers), check_weight(weight)
+        held = named_leaves(buffers)
+        factor = check_weight(weight).to(next((b.device for b in held.values()), None))
         floats = {path: b for path, b in held.items() if b.is_floating_point()}
         counts = {path: _as_number(b) for path, b in held.items() if path not in floats}
         wide = {path: torch.where(factor > 0, b.double() * factor, 0.0) for path, b in floats.items()}
@@ -57,10 +58,6 @@ def average_buffers(axis: AxisName) -> Transform:
         return map_with_path(lambda path, _: new[path], buffers), state
 
     return Transform(init_empty, update, scope="leaf")
-
-
-def _as_number(buffer: Tensor) -> Tensor:
-    return buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
 
 
 @factory
@@ -90,10 +87,14 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
         held, here, ranks = named_leaves(buffers), axis_index(axis), axis_size(axis)
-        first = pmin(torch.where(check_weight(weight) > 0, here, ranks), axis)
+        first = pmin(torch.where(check_weight(weight).to(here.device) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
         }
         return map_with_path(lambda path, _: new[path], buffers), state
 
     return Transform(init_empty, update, scope="leaf")
+
+
+def _as_number(buffer: Tensor) -> Tensor:
+    return buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer

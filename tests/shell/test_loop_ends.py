@@ -1,0 +1,152 @@
+"""How a loop over fjoin.join ends: for want of input or weight, early, or by a failure."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import raises_text
+from loop_problem import make_model
+from ranks import Ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def test_weights_and_ends() -> None:
+    def one_rank(weights: list[float]) -> Any:
+        loop = fjoin.join(weights, weight=lambda w: w)
+        return [(batch if loop.live else None, loop.total, loop.scale) for batch in loop]
+
+    assert tx.simulate(one_rank, {"data": 2}, [[], []]) == [[], []]
+    # Where no rank has weight the body does not run; a batch of weight 0 is not seen where another one can be.
+    assert tx.simulate(one_rank, {"data": 2}, [[0.0, 3.0, 0.0, 1.0], [0.0, 2.0, 5.0]]) == [
+        [(3.0, 5.0, 1.2), (3.0, 5.0, 0.0), (1.0, 1.0, 2.0)],
+        [(2.0, 5.0, 0.8), (5.0, 5.0, 2.0), (None, 1.0, 0.0)],
+    ]
+    raises_text(ValueError, lambda: one_rank([-1.0]), "weight(batch)", "-1.0")
+    raises_text(
+        fjoin.NoBatch,
+        lambda: tx.simulate(lambda b: [len(x) for x in fjoin.join(b)], {"data": 2}, [[[1]], []]),
+        "empty=",
+    )
+
+
+def test_throwing_on_early_termination() -> None:
+    def one_rank(n: int) -> tuple[int, str]:
+        seen = 0
+        try:
+            for _ in fjoin.join(range(n), throw_on_early_termination=True):
+                seen += 1
+        except fjoin.EarlyTermination as error:
+            return seen, str(error)
+        return seen, ""
+
+    for seen, text in tx.simulate(one_rank, {"data": 3}, [2, 3, 3]):
+        assert seen == 2 and "1 of 3 ranks" in text and "iteration 2" in text
+
+
+def test_one_loop_at_a_time_and_again() -> None:
+    loop = fjoin.join([1, 2])
+    running = iter(loop)
+    next(running)
+    raises_text(fjoin.JoinError, lambda: next(iter(loop)), "still running")
+    del running
+    assert list(loop) == [1, 2] and loop.batches == 2, "a second epoch"
+
+
+def test_leaving_alone_takes_nothing_down(pool: Any) -> None:
+    assert pool.run(1, leave_alone) == [True]
+
+
+def leave_alone() -> bool:
+    for _ in fjoin.join([1, 2]):
+        break
+    return dist.is_initialized()
+
+
+def leave(rank: int, report: Any, how: str) -> None:
+    """Rank 1 leaves its loop in iteration 1, and stays alive but where it is killed; the time-out is 300 s."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=300)
+
+    def loader() -> Any:
+        for i in range(4):
+            if how == "loader" and rank == 1 and i == 2:
+                report("leaving")
+                raise ValueError("bad file")
+            yield i
+
+    loop = fjoin.join(loader(), mesh=mesh)
+    try:
+        with fjoin.bind(mesh):
+            for i in loop:
+                if rank == 1 and i == 1 and how != "loader":
+                    report("leaving")
+                    if how == "break":
+                        break
+                    if how == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise ValueError("bad batch")
+                tx.psum(torch.ones(2), "data")
+    except Exception as error:
+        report((type(error).__name__, str(error)))
+    else:
+        report(("fine", ""))
+
+
+@pytest.mark.parametrize(
+    ("how", "own", "told"),
+    [
+        ("break", "fine", "rank 1 left the loop over fjoin.join in iteration 1"),
+        ("raise", "ValueError", "rank 1 left the loop over fjoin.join in iteration 1"),
+        ("loader", "ValueError", "ValueError: bad file"),
+        ("kill", "", ""),
+    ],
+)
+def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
+    with Ranks(3, leave, how) as run:
+        for rank, seconds, (kind, text) in run.after("leaving", 2 if how == "kill" else 3):
+            if rank == 1:
+                assert kind == own
+            elif how == "kill":
+                assert kind == "PeerLost" and "left the loop" not in text, text
+            else:
+                assert kind == "PeerLost" and told in text, (kind, text)
+                assert seconds < 2.0
+
+
+def fail_around_a_module(rank: int, report: Any) -> None:
+    """Rank 1 fails while a DistributedDataParallel of its own has messages under way, and stays alive; the time-out is 300 s."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    ddp = DistributedDataParallel(make_model())
+    try:
+        for i in fjoin.join(range(4)):
+            if (rank, i) == (1, 1):
+                report("leaving")
+                raise ValueError("bad batch")
+            ddp(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    except Exception as error:
+        report((type(error).__name__, str(error)))
+
+
+def test_a_module_does_not_hold_the_others_up() -> None:
+    """The group that the loop takes down is let go of by the module too. What waits in it gets gloo's own error."""
+    with Ranks(3, fail_around_a_module) as run:
+        for rank, seconds, (kind, text) in run.after("leaving", 3):
+            assert kind == "ValueError" if rank == 1 else kind in ("PeerLost", "RuntimeError"), (kind, text)
+            assert seconds < 2.0
+
+
+def test_a_batch_to_stand_in_for_one_without_weight() -> None:
+    """Where `empty` is given it comes in the place of a first batch of weight 0, so that no NaN does."""
+
+    def one_rank(first: float) -> list[float]:
+        return [batch for batch in fjoin.join([first, 3.0], weight=lambda w: w, empty=7.0)]
+
+    assert tx.simulate(one_rank, {"data": 2}, [0.0, 2.0]) == [[7.0, 3.0], [2.0, 3.0]]
