@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,3 +122,24 @@ def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
                 f"they must be the same on all ranks",
             }
     return {"names": known[0][1] if known else None}
+
+
+def same_joinables(mesh: Mesh, device: torch.device, joinables: Sequence[Any], throws: bool) -> None:
+    """Raise on all ranks unless they enter a Join with the same kinds of joinables: one small message.
+
+    Raises:
+        DesyncError: naming the first rank that differs from rank 0.
+    """
+    kinds = [f"{type(joinable).__module__}.{type(joinable).__qualname__}" for joinable in joinables]
+    mine = torch.tensor([zlib.crc32(repr((kinds, throws)).encode())], device=device)
+    for axis in reversed(mesh.over(tuple(mesh.shape))):
+        mine = axis.run("all_gather", mine, None)
+    seen = mine.flatten().tolist()
+    odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
+    if odd:
+        raise DesyncError(
+            f"rank {odd[0]} enters this Join with other joinables, or another throw_on_early_termination, than rank 0; "
+            f"here: {[type(joinable).__name__ for joinable in joinables]}. All ranks must enter with the same ones in the same "
+            f"order",
+            rank=odd[0],
+        )

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._axis import GroupAxis
 from ._errors import CollectiveTimeout, FjoinError, PeerLost
 from ._mesh import Mesh
+from ._sockets import shut
 
 TIMEOUT_S = 600.0
 # How long a rank whose connection broke waits for the failed rank's own account of it.
@@ -33,10 +34,20 @@ _KEPT: list[Any] = []
 
 
 class GroupMesh(Mesh):
-    """A mesh over process groups that belong to it alone, so that it can take them down."""
+    """A mesh over process groups, which it takes down where a rank fails.
+
+    Args:
+        loops: The event loops of these groups' connections, where they are known.
+    """
 
     def __init__(
-        self, shape: dict[str, int], groups: dict[str, Any], everyone: Any, timeout_s: float, ordered: bool
+        self,
+        shape: dict[str, int],
+        groups: dict[str, Any],
+        everyone: Any,
+        timeout_s: float,
+        ordered: bool,
+        loops: Collection[int] = (),
     ) -> None:
         self._everyone = GroupAxis(everyone, ordered)
         # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
@@ -53,6 +64,7 @@ class GroupMesh(Mesh):
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._cuda = "nccl" in dist.get_backend_config(everyone)
+        self._loops = loops
         self._down = False
 
     @property
@@ -128,6 +140,7 @@ class GroupMesh(Mesh):
                 account = {"rank": self.rank, "step": step, "error": f"{type(error).__name__}: {error}"}
                 if self._store.add("failures", 1) == 1:
                     self._store.set("failure", json.dumps(account))
+        shut(self._loops)
         self.take_down()
 
     def take_down(self) -> None:

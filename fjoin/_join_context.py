@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ._agree import same_joinables
 from ._axis import Work
-from ._errors import DesyncError, EarlyTermination, JoinError
+from ._errors import EarlyTermination, JoinError
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
 from ._roll import Roll
@@ -153,7 +151,7 @@ class Join:
         for joinable in self._joinables:
             if isinstance(joinable._join_config, _Config):
                 raise JoinError(f"this {type(joinable).__name__} is inside another Join already; leave that one first")
-        self._check_same()
+        same_joinables(self._mesh, self._device, self._all, self._throw)
         self._sent_before = self._mesh.sent()
         self._kept = [joinable._join_config for joinable in self._joinables]
         for joinable in self._joinables:
@@ -311,27 +309,6 @@ class Join:
                 if isinstance(value, dist.ProcessGroup):
                     joinable.__dict__[name] = None
         self._mesh.end(error, self.iterations)
-
-    def _check_same(self) -> None:
-        """Raise on all ranks unless they enter with the same joinables."""
-        what = [f"{type(j).__module__}.{type(j).__qualname__}" for j in self._all]
-        mine = zlib.crc32(repr((what, self._throw)).encode())
-        seen = _gather(self._mesh, torch.tensor([mine], dtype=torch.int64, device=self._device))
-        odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
-        if odd:
-            raise DesyncError(
-                f"rank {odd[0]} enters this Join with other joinables, or another throw_on_early_termination, than rank 0; "
-                f"here: {[type(j).__name__ for j in self._all]}. All ranks must enter with the same ones in the same order",
-                rank=odd[0],
-            )
-
-
-def _gather(mesh: Mesh, value: Tensor) -> list[int]:
-    axes = mesh.over(tuple(mesh.shape))
-    for axis in reversed(axes):
-        value = axis.run("all_gather", value, None)
-    out: list[int] = value.flatten().tolist()
-    return out
 
 
 def _silent() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._group_mesh import TIMEOUT_S, GroupMesh, mesh_over
 from ._mesh import Mesh, SimulatedMesh
+from ._sockets import event_loops
 from .transforms._errors import NotVmappable
 from .transforms.axes._env import One, bind_axes, bound, under_vmap
 from .transforms.axes._lockstep import SimulatedAxis
@@ -72,14 +73,14 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
-    groups = {}
+    groups, before = {}, event_loops()
     for dim, name in enumerate(sizes):
         for line in grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist():
             group = dist.new_group(line, timeout=timeout)
             if dist.get_rank() in line:
                 groups[name] = group
     everyone = next(iter(groups.values())) if len(groups) == 1 else dist.new_group(timeout=timeout)
-    made = GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+    made = GroupMesh(sizes, groups, everyone, timeout_s, ordered, event_loops() - before)
     _MADE.add(made)
     return made
 
@@ -117,13 +118,14 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
         )
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
     timeout = datetime.timedelta(seconds=timeout_s)
+    before = event_loops()
     # Groups of our own with the same members: taking them down must not take the user's.
     groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
     if len(groups) == 1:
         everyone = next(iter(groups.values()))
     else:
         everyone = _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)
-    return GroupMesh(sizes, groups, everyone, timeout_s, ordered)
+    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, event_loops() - before)
 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:

@@ -7,6 +7,7 @@ from typing import Any
 
 import optree
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .transforms._tree import check_dense, path_string
 
@@ -22,6 +23,11 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
     first: dict[int, str] = {}
     for name, leaf in zip(names, leaves, strict=True):
         check_dense(f"params[{name!r}]", leaf)
+        if is_traceable_wrapper_subclass(leaf):
+            raise TypeError(
+                f"params[{name!r}] is a {type(leaf).__name__}, but a step holds plain tensors; a tensor-parallel or fully_shard "
+                f"model is trained in a loop over fjoin.join(loader), with its loss times loop.scale"
+            )
         if first.setdefault(id(leaf), name) != name:
             raise ValueError(
                 f"params[{name!r}] and params[{first[id(leaf)]!r}] are the same tensor, which would become two; pass it once and "

@@ -164,6 +164,29 @@ def test_a_buffer_that_is_equal_on_all_ranks_stays_as_it_is(dtype: torch.dtype) 
         assert all(torch.equal(out, values) for out in tx.simulate(one_rank, {"data": 3}, weights))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_numbers_of_any_kind_are_averaged(dtype: torch.dtype) -> None:
+    factor = 1 + 2j if dtype.is_complex else 1
+    held = [(torch.tensor(v) * factor).to(dtype) for v in ([1.0, 4.0], [3.0, -2.0])]
+
+    def one_rank(buffer: Tensor, weight: float) -> Any:
+        return tx.average_buffers("data").update({"b": buffer}, (), weight=weight)[0]["b"]
+
+    for out in tx.simulate(one_rank, {"data": 2}, held, [1.0, 1.0]):
+        assert torch.equal(out, (torch.tensor([2.0, 1.0]) * factor).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.int64], ids=str)
+def test_counts_of_any_kind_become_the_largest(dtype: torch.dtype) -> None:
+    most = torch.iinfo(dtype).max
+
+    def one_rank(count: int, weight: float) -> Any:
+        return tx.average_buffers("data").update(torch.tensor([count, 1]).to(dtype), (), weight=weight)[0]
+
+    for out in tx.simulate(one_rank, {"data": 3}, [5, most - 1, most], [1.0, 1.0, 0.0]):
+        assert out.dtype is dtype and out.tolist() == [most - 1, 1]
+
+
 def test_what_is_refused() -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
     raises_text(TypeError, lambda: counting(pipeline, on_buffers="mean"), "on_buffers", "'mean'")
@@ -173,6 +196,10 @@ def test_what_is_refused() -> None:
 
     alone = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, on_buffers=tx.average_buffers("data"))
     raises_text(ValueError, lambda: alone.init({"w": torch.ones(2)}), "on_buffers", "no buffers")
+
+    large = torch.tensor([1]).to(torch.uint64)
+    raises_text(TypeError, lambda: tx.simulate(
+        lambda: tx.average_buffers("data").update({"n": large}, (), weight=1)[0], {"data": 2}), "'n'", "uint64")  # fmt: skip
 
     step, state = counting(pipeline)
     step._run._loss._loss_fn = lambda p, b, x: ((p["w"] * x).sum(), None, {**b, "n": b["n"].double()})

@@ -9,6 +9,7 @@ import torch
 from helpers import raises_text
 from small import MEAN_SGD, product, step_of
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fjoin
 from fjoin import transforms as tx
@@ -84,6 +85,7 @@ def test_what_cannot_be_made(make: Any, kind: Any, texts: list[str]) -> None:
         ({"w": torch.ones(2, dtype=torch.complex64)}, TypeError, ["params['w']", "complex64", "view_as_real"]),
         ({"w": torch.ones(2).to_sparse()}, TypeError, ["params['w']", "sparse"]),
         ({"w": 3.0}, TypeError, ["params['w']", "float"]),
+        ({"w": TwoTensor(torch.ones(2), torch.ones(2))}, TypeError, ["params['w']", "TwoTensor", "fjoin.join(loader)"]),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ValueError, ["'a.b'", "rename"]),
     ],
 )

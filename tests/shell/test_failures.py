@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,30 @@ def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, r
             else:
                 assert kind == "PeerLost" and failed == who and step == when
                 assert f"rank {who} failed in step {when}: ValueError: bad batch" in text
+                assert seconds < 2.0
+
+
+def raise_with_a_child(rank: int, report: Report, who: int) -> None:
+    def act(rank: int, step: int) -> None:
+        if (rank, step) == (who, 2):
+            here, there = os.pipe()
+            if os.fork() == 0:  # as a DataLoader does for its workers: the child has all of this rank's sockets
+                os.close(there)
+                os.read(here, 1)  # until this rank is gone
+                os._exit(0)
+            report("raising")
+            raise ValueError("bad batch")
+
+    _train(rank, report, act)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sockets are found in /proc")
+@pytest.mark.parametrize(("who", "ranks"), [(1, 2), (0, 3)])
+def test_a_living_child_of_a_failed_rank_does_not_hide_its_failure(who: int, ranks: int) -> None:
+    with Ranks(ranks, raise_with_a_child, who) as run:
+        for rank, seconds, (kind, text, failed, step, _) in run.after("raising", ranks):
+            if rank != who:
+                assert (kind, failed, step) == ("PeerLost", who, 2), text
                 assert seconds < 2.0
 
 

@@ -20,10 +20,10 @@ from ._mean import check_weight
 def average_buffers(axis: AxisName) -> Transform:
     """The weighted mean of the ranks' buffers.
 
-    Floating-point buffers become sum_r w_r b_r / sum_r w_r. Others, such as the counts of batches that
-    torch's BatchNorm keeps, become the largest of the ranks with weight. Where all weights are 0 nothing
-    changes. Means travel in float64, so that a buffer equal on all ranks stays as it is: one message for all of
-    them, and one for each other dtype.
+    Floating-point and complex buffers become sum_r w_r b_r / sum_r w_r. Others, such as the counts of batches
+    that torch's BatchNorm keeps, become the largest of the ranks with weight. Where all weights are 0 nothing
+    changes. Means travel in float64, so that a buffer equal on all ranks stays as it is, counts in int64: a message
+    for all of one kind.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
@@ -33,6 +33,7 @@ def average_buffers(axis: AxisName) -> Transform:
         place of gradients.
 
     Raises:
+        TypeError: at `update`: a buffer of uint64 or of a quantized dtype.
         ValueError, UnboundAxis: at `update`, as `mean`.
 
     >>> from fjoin import transforms as tx
@@ -46,15 +47,13 @@ def average_buffers(axis: AxisName) -> Transform:
         del params, extra
         held = named_leaves(buffers)
         factor = check_weight(weight).to(next((b.device for b in held.values()), None))
-        floats = {path: b for path, b in held.items() if b.is_floating_point()}
-        counts = {path: _as_number(b) for path, b in held.items() if path not in floats}
-        wide = {path: torch.where(factor > 0, b.double() * factor, 0.0) for path, b in floats.items()}
-        wide, total = psum((wide, factor), axis)
-        means = {path: b / total for path, b in wide.items()}
-        largest = pmax({path: torch.where(factor > 0, b, torch.iinfo(b.dtype).min) for path, b in counts.items()}, axis)
-        new = {
-            path: torch.where(total > 0, b.to(held[path].dtype), held[path]) for path, b in {**means, **largest}.items()
-        }
+        has = factor > 0
+        wide = {path: _wide(path, b) for path, b in held.items()}
+        terms = {path: torch.where(has, b * factor, 0.0) for path, b in wide.items() if b.is_floating_point()}
+        counts = {path: torch.where(has, b, _LEAST) for path, b in wide.items() if path not in terms}
+        terms, total = psum((terms, factor), axis)
+        found = {**{path: b / total for path, b in terms.items()}, **pmax(counts, axis)}
+        new = {path: torch.where(total > 0, _narrow(found[path], b), b) for path, b in held.items()}
         return map_with_path(lambda path, _: new[path], buffers), state
 
     return Transform(init_empty, update, scope="leaf")
@@ -96,5 +95,19 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     return Transform(init_empty, update, scope="leaf")
 
 
-def _as_number(buffer: Tensor) -> Tensor:
-    return buffer.to(torch.uint8) if buffer.dtype is torch.bool else buffer
+_LEAST = torch.iinfo(torch.int64).min
+
+
+def _wide(path: str, buffer: Tensor) -> Tensor:
+    """As float64, complex numbers in pairs, or as int64: both hold what travels exactly."""
+    if buffer.is_complex():
+        return torch.view_as_real(buffer.resolve_conj()).double()
+    if buffer.is_floating_point():
+        return buffer.double()
+    if buffer.dtype is torch.uint64 or buffer.is_quantized:
+        raise TypeError(f"buffers[{path!r}] has dtype {buffer.dtype}, which has no mean here; use int64, or a float")
+    return buffer.long()
+
+
+def _narrow(wide: Tensor, like: Tensor) -> Tensor:
+    return (torch.view_as_complex(wide) if like.is_complex() else wide).to(like.dtype)
