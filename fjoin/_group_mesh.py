@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._axis import GroupAxis
 from ._errors import CollectiveTimeout, FjoinError, PeerLost
 from ._mesh import Mesh
-from ._sockets import shut
+from ._sockets import connections, shut
 
 TIMEOUT_S = 600.0
 # How long a rank whose connection broke waits for the failed rank's own account of it.
@@ -140,8 +140,10 @@ class GroupMesh(Mesh):
                 account = {"rank": self.rank, "step": step, "error": f"{type(error).__name__}: {error}"}
                 if self._store.add("failures", 1) == 1:
                     self._store.set("failure", json.dumps(account))
-        shut(self._loops)
+        open_ = connections(self._loops)
         self.take_down()
+        # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
+        shut(open_)
 
     def take_down(self) -> None:
         """Destroy the groups of this mesh; peers that wait in them get an error at once."""

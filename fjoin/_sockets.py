@@ -24,14 +24,26 @@ def event_loops() -> set[int]:
     return found
 
 
-def shut(loops: Iterable[int]) -> None:
-    """End all connections that some event loops watch, in both directions, for this process and all it has forked."""
-    for loop in loops:
-        for fd in _watched(loop):
-            # Pipes are watched too, and a listening socket, which has no peer and which gloo must not see end.
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+def connections(loops: Iterable[int]) -> list[socket.socket]:
+    """The connections that some event loops watch, each with a descriptor of its own."""
+    found = []
+    for fd in (fd for loop in loops for fd in _watched(loop)):
+        with contextlib.suppress(OSError):  # pipes are watched too, and a listening socket, which has no peer
+            connection = socket.socket(fileno=os.dup(fd))
+            try:
                 connection.getpeername()
-                connection.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                connection.close()
+                continue
+            found.append(connection)
+    return found
+
+
+def shut(found: Iterable[socket.socket]) -> None:
+    """End connections in both directions, for this process and all it has forked."""
+    for connection in found:
+        with connection, contextlib.suppress(OSError):  # it may have ended
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _watched(loop: int) -> list[int]:
