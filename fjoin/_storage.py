@@ -95,12 +95,15 @@ class Storage:
         for bucket, slots in zip(self.layout, self.slots, strict=True):
             offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
             for span, state in zip(bucket.spans, slots, strict=True):
-                common = self.optimizer.at(span.paths[0]).common
+                part = self.optimizer.at(span.paths[0])
+                if not part.elementwise:  # one parameter, whose state may have shapes of its own
+                    out[span.paths[0]] = state
+                    continue
                 for path in span.paths:
                     at, shape = offset[path] - span.start, self.shapes[path]
                     fields = [
                         f if f is None or c else f.reshape(-1)[at : at + shape.numel()].view(shape)
-                        for f, c in zip(state, common, strict=True)
+                        for f, c in zip(state, part.common, strict=True)
                     ]
                     out[path] = type(state)(*fields)
         return {path: out[path] for path in self.shapes}

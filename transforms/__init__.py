@@ -7,7 +7,8 @@ clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  average_buffers  broadcast_buffers
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
 layers       sync_batch_norm
-optimizers   sgd  adam  adamw  frozen
+optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
+             lion  lamb  muon  frozen
 schedules    constant  linear  cosine  warmup_cosine
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
              axis_index  axis_size
@@ -66,11 +67,34 @@ from .axes._collectives import psum as psum
 from .axes._collectives import psum_scatter as psum_scatter
 from .axes._env import current_weight as current_weight
 from .axes._simulate import simulate as simulate
+from .optimizers._adadelta import AdadeltaState as AdadeltaState
+from .optimizers._adadelta import adadelta as adadelta
+from .optimizers._adafactor import AdafactorState as AdafactorState
+from .optimizers._adafactor import adafactor as adafactor
+from .optimizers._adagrad import AdagradState as AdagradState
+from .optimizers._adagrad import adagrad as adagrad
 from .optimizers._adam import AdamState as AdamState
 from .optimizers._adam import adam as adam
 from .optimizers._adam import adamw as adamw
+from .optimizers._adamax import AdamaxState as AdamaxState
+from .optimizers._adamax import adamax as adamax
+from .optimizers._asgd import ASGDState as ASGDState
+from .optimizers._asgd import asgd as asgd
 from .optimizers._frozen import FrozenState as FrozenState
 from .optimizers._frozen import frozen as frozen
+from .optimizers._lamb import lamb as lamb
+from .optimizers._lion import LionState as LionState
+from .optimizers._lion import lion as lion
+from .optimizers._muon import MuonState as MuonState
+from .optimizers._muon import muon as muon
+from .optimizers._nadam import NAdamState as NAdamState
+from .optimizers._nadam import nadam as nadam
+from .optimizers._radam import RAdamState as RAdamState
+from .optimizers._radam import radam as radam
+from .optimizers._rmsprop import RMSpropState as RMSpropState
+from .optimizers._rmsprop import rmsprop as rmsprop
+from .optimizers._rprop import RpropState as RpropState
+from .optimizers._rprop import rprop as rprop
 from .optimizers._schedules import Schedule as Schedule
 from .optimizers._schedules import constant as constant
 from .optimizers._schedules import cosine as cosine

@@ -192,11 +192,16 @@ def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
             "a partition needs the path of the parameter: use .at(path).step_param, or .init and .step on trees"
         )
 
+    def check(params: Tree) -> None:
+        for pattern, chosen in _all_used(parts, params).items():
+            if parts[pattern].check:
+                parts[pattern].check(chosen)  # type: ignore[misc]
+
     return Optimizer(
         by_path,
         by_path,
         by_path,
         elementwise=all(part.elementwise for part in parts.values()),
         select=lambda path: parts[_label(parts, path)].at(path),
-        check=lambda params: _all_used(parts, params),
+        check=check,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from oracle.whole_batch import make_model
+from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
@@ -50,6 +51,24 @@ def train_one_rank(
     }
     step.close()
     return out
+
+
+def unfused_one_rank(batches: list[Any], pipeline: tx.Pipeline) -> Any:
+    """The same training with torch.func.grad and pipeline.step, one call after the other."""
+    apply, params, _ = fjoin.functional(make_model())
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(apply(params, {}, batch[0]), batch[1])
+
+    state = pipeline.init(params)
+    steps = int(tx.pmax(torch.tensor(len(batches)), "data"))
+    for i in range(steps):
+        if i < len(batches):
+            grads, weight = torch.func.grad(loss_fn)(params, batches[i]), float(len(batches[i][1]))
+        else:
+            grads, weight = {path: torch.zeros_like(p) for path, p in params.items()}, 0.0
+        params, state = pipeline.step(params, grads, state, weight=weight)
+    return params, state.optimizer
 
 
 def digest(state: fjoin.TrainState) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import max_diff, same_bits
-from one_rank import train_one_rank
+from one_rank import train_one_rank, unfused_one_rank
 from oracle.whole_batch import make_batches, make_model, parameters
 from small import X, one, quadratic, start
 from torch import Tensor
@@ -36,24 +36,6 @@ OPTIMIZERS = {
 }
 
 
-def _unfused(batches: list[Any], pipeline: tx.Pipeline) -> Any:
-    """The same training with torch.func.grad and pipeline.step, one call after the other."""
-    apply, params, _ = fjoin.functional(make_model())
-
-    def loss_fn(params: Any, batch: Any) -> Tensor:
-        return torch.nn.functional.cross_entropy(apply(params, {}, batch[0]), batch[1])
-
-    state = pipeline.init(params)
-    steps = int(tx.pmax(torch.tensor(len(batches)), "data"))
-    for i in range(steps):
-        if i < len(batches):
-            grads, weight = torch.func.grad(loss_fn)(params, batches[i]), float(len(batches[i][1]))
-        else:
-            grads, weight = {path: torch.zeros_like(p) for path, p in params.items()}, 0.0
-        params, state = pipeline.step(params, grads, state, weight=weight)
-    return params, state.optimizer
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])
@@ -61,7 +43,7 @@ def test_fused_equals_unfused(hook: str, optimizer: str, bucket_bytes: int) -> N
     pipeline = tx.fuse(HOOKS[hook](), OPTIMIZERS[optimizer]())
     batches = make_batches(1, SIZES)
     fused = tx.simulate(lambda b: train_one_rank(b, pipeline, bucket_bytes=bucket_bytes), {"data": 3}, batches)
-    plain = tx.simulate(lambda b: _unfused(b, pipeline), {"data": 3}, batches)
+    plain = tx.simulate(lambda b: unfused_one_rank(b, pipeline), {"data": 3}, batches)
     start = parameters(make_model())
     for a, (params, slots) in zip(fused, plain, strict=True):
         moved = {path: p - start[path] for path, p in a["params"].items()}

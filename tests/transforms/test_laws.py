@@ -10,6 +10,7 @@ import laws
 import optimizer_laws
 import pytest
 import torch
+from optimizer_table import OPTIMIZERS
 from torch import Tensor
 
 from fjoin import transforms as tx
@@ -51,17 +52,6 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "switch_after": [
         lambda: tx.switch_after(1, tx.mean("data"), tx.sum_over("data")),
         lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),
-    ],
-}
-OPTIMIZERS: dict[str, list[Callable[[], tx.Optimizer]]] = {
-    "adam": [lambda: tx.adam(0.1), lambda: tx.adam(0.1, weight_decay=0.1, amsgrad=True, maximize=True)],
-    "adamw": [lambda: tx.adamw(tx.warmup_cosine(0.1, 2, 10)), lambda: tx.adamw(0.1, betas=(0.5, 0.9), amsgrad=True)],
-    "frozen": [tx.frozen],
-    "partition": [lambda: tx.partition({"layer.*": tx.sgd(0.1, momentum=0.9), "*": tx.adamw(0.1)})],
-    "sgd": [
-        lambda: tx.sgd(0.1),
-        lambda: tx.sgd(tx.linear(0.1, 0.0, 5), momentum=0.9, dampening=0.5, weight_decay=0.1),
-        lambda: tx.sgd(0.1, momentum=0.9, nesterov=True, maximize=True),
     ],
 }
 SCHEDULES = {"constant", "cosine", "linear", "warmup_cosine"}

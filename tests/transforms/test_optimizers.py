@@ -1,101 +1,27 @@
-"""Optimizers against torch.optim over 100 steps of identical gradients, for every combination of options."""
+"""Optimizers as functions: derivatives through training, ensembles, schedules, parts by path, dtypes, memory layouts."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import max_diff, params_like, raises_text, same_bits
+from optimizer_table import OPTIMIZERS
 from oracle import optim
 from torch import Tensor
 
 from fjoin import transforms as tx
 
-STEPS = 100
-SGD = [
-    dict(lr=0.1, momentum=m, dampening=d, weight_decay=wd, nesterov=n, maximize=mx)
-    for m, d, wd, n, mx in itertools.product([0.0, 0.9], [0.0, 0.5], [0.0, 0.1], [False, True], [False, True])
-    if not (n and (m == 0 or d != 0))
-]
-ADAM = [
-    dict(lr=0.01, betas=b, eps=e, weight_decay=wd, amsgrad=a, maximize=mx)
-    for b, e, wd, a, mx in itertools.product(
-        [(0.9, 0.999), (0.5, 0.9)], [1e-8, 1e-3], [0.0, 0.1], [False, True], [False, True]
-    )
-]
-KINDS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
-    "sgd": (tx.sgd, torch.optim.SGD, SGD),
-    "adam": (tx.adam, torch.optim.Adam, ADAM),
-    "adamw": (tx.adamw, torch.optim.AdamW, ADAM),
-}
-CASES = [
-    pytest.param(kind, options, id=f"{kind}-" + "-".join(f"{k}={v}" for k, v in options.items() if v))
-    for kind, (_, _, rows) in KINDS.items() for options in rows
-]  # fmt: skip
 
-
-def _problem(dtype: torch.dtype, even: bool = False) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Parameters and gradients. even: of sizes that fill whole vector registers, also one after the other."""
+def _problem(dtype: torch.dtype, steps: int = 5) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     params = {k: v for k, v in params_like(0, dtype).items() if v.numel()}
-    g = torch.Generator().manual_seed(1)
-    if even:
-        params = {
-            k: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
-            for k, shape in {"a": (16, 16), "b": (64,)}.items()
-        }
-    grads = [
-        {k: torch.randn(p.shape, generator=g, dtype=torch.float64).to(dtype) for k, p in params.items()}
-        for _ in range(STEPS)
-    ]
-    return params, grads
-
-
-def _expected(kind: str, options: dict[str, Any], dtype: torch.dtype, fused: bool) -> list[Tensor]:
-    params, grads = _problem(dtype, even=fused)
-    return optim.run(
-        lambda ps: KINDS[kind][1](ps, fused=fused, foreach=False if not fused else None, **options),
-        list(params.values()), [list(g.values()) for g in grads],
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("kind", "options"), CASES)
-def test_the_kernel_is_torchs_own(kind: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """step, on a tree: equal to the bit to torch.optim with fused=True.
-
-    At equal alignment: the kernel's vector loop and its scalar tail round differently, and which of them
-    serves an element depends on where it lies in the buffer.
-    """
-    params, grads = _problem(dtype, even=True)
-    start, opt = params, KINDS[kind][0](**options)
-    state = opt.init(params)
-    for g in grads:
-        params, state = opt.step(params, g, state)
-    moved = [params[k] - start[k] for k in start]
-    assert all(torch.equal(a, b) for a, b in zip(moved, _expected(kind, options, dtype, fused=True), strict=True))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-7), (torch.float64, 1e-14)])
-@pytest.mark.parametrize(("kind", "options"), CASES)
-def test_the_pure_formula(kind: str, options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
-    """step_param: torch.optim with fused=False, to the tolerance per unit of displacement."""
-    params, grads = _problem(dtype)
-    opt = KINDS[kind][0](**options)
-    own = {k: (p, opt.init_param(p)) for k, p in params.items()}
-    for g in grads:
-        own = {k: opt.step_param(p, g[k], s) for k, (p, s) in own.items()}
-    expected = dict(zip(params, _expected(kind, options, dtype, fused=False), strict=True))
-    for k, (p, _) in own.items():
-        moved, want = (p - params[k]).double(), expected[k].double()
-        # Rounding of the parameter itself, once per step, is not the formula's.
-        room = tolerance * (want.abs().max() + params[k].abs().max() + 1) * STEPS / 2
-        assert (moved - want).abs().max() <= room
+    return params, [{k: v for k, v in params_like(10 + i, dtype).items() if v.numel()} for i in range(steps)]
 
 
 def test_a_schedule_is_torchs_scheduler() -> None:
-    params, grads = _problem(torch.float64)
+    params, grads = _problem(torch.float64, 45)
     for schedule, scheduler in [
         (tx.cosine(0.1, 50, end=0.01), lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, eta_min=0.01)),
         (tx.linear(0.1, 0.02, 30), lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.2, 30)),
@@ -103,12 +29,12 @@ def test_a_schedule_is_torchs_scheduler() -> None:
         expected = optim.run(
             lambda ps: torch.optim.AdamW(ps, 0.1),
             list(params.values()),
-            [list(g.values()) for g in grads[:45]],
+            [list(g.values()) for g in grads],
             scheduler,
         )
         p, opt = params, tx.adamw(schedule)
         state = opt.init(p)
-        for g in grads[:45]:
+        for g in grads:
             p, state = opt.step(p, g, state)
         assert max_diff([p[k] - params[k] for k in p], expected) < 1e-12
 
@@ -121,50 +47,93 @@ def test_schedules_take_numbers_and_tensors() -> None:
         assert torch.equal(torch.func.vmap(schedule)(steps), torch.stack([schedule(s) for s in steps]))
 
 
-def test_training_can_be_differentiated() -> None:
-    """d(loss after 3 steps)/d(lr), against finite differences, for each optimizer."""
-    target = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-
-    def loss(p: Tensor) -> Tensor:
-        return ((p - target) ** 2).sum()
-
-    for make in (
-        lambda lr: tx.sgd(lr, momentum=0.9),
-        lambda lr: tx.adam(lr),
-        lambda lr: tx.adamw(lr, weight_decay=0.1),
-    ):
-
-        def after(lr: Tensor, make: Any = make) -> Tensor:
-            opt, p = make(lr), torch.zeros(3, dtype=torch.float64)
-            state = opt.init_param(p)
-            for _ in range(3):
-                p, state = opt.step_param(p, torch.func.grad(loss)(p), state)
-            return loss(p)
-
-        lr, h = torch.tensor(0.05, dtype=torch.float64), 1e-6
-        got = torch.func.grad(after)(lr)
-        assert got != 0 and abs(got - (after(lr + h) - after(lr - h)) / (2 * h)) < 1e-6
-        # opt.step sees that something differentiates through it, and does not step in place.
-        opt = make(lr.clone().requires_grad_())
-        params = {"p": torch.zeros(3, dtype=torch.float64)}
-        out, _ = opt.step(params, {"p": torch.ones(3, dtype=torch.float64)}, opt.init(params))
-        assert out["p"].requires_grad
+# By name: lr -> optimizer, of every optimizer that has one. For matrices, so that muon takes them.
+BY_RATE: dict[str, Callable[[Any], tx.Optimizer]] = {
+    "sgd": lambda lr: tx.sgd(lr, momentum=0.9),
+    "adam": tx.adam,
+    "adamw": lambda lr: tx.adamw(lr, weight_decay=0.1),
+    "nadam": tx.nadam,
+    "radam": lambda lr: tx.radam(lr, betas=(0.9, 0.9)),  # divides by the second moment from its sixth step on
+    "adamax": tx.adamax,
+    "adagrad": lambda lr: tx.adagrad(lr, lr_decay=0.1),
+    "adadelta": tx.adadelta,
+    "adafactor": tx.adafactor,
+    "rmsprop": lambda lr: tx.rmsprop(lr, momentum=0.9, centered=True),
+    "rprop": tx.rprop,
+    "asgd": lambda lr: tx.asgd(lr, lambd=0.1),
+    "lion": lambda lr: tx.lion(lr, weight_decay=0.1),
+    "lamb": lambda lr: tx.lamb(lr, weight_decay=0.1),
+    "muon": tx.muon,
+}
+TARGET = torch.tensor([[1.0, -2.0, 0.5], [0.3, 0.7, -0.2]], dtype=torch.float64)
+# Those that keep their rates in float32, or orthogonalise in bfloat16: a difference quotient sees their rounding.
+COARSE = {"asgd": (1e-3, 1e-3), "muon": (1e-2, 0.1)}
 
 
-def test_an_ensemble_and_many_learning_rates_at_once() -> None:
-    params = torch.randn(4, 3, dtype=torch.float64)
-    grads = torch.randn(4, 3, dtype=torch.float64)
+def test_every_optimizer_is_tried_as_a_function() -> None:
+    assert BY_RATE.keys() | {"frozen", "partition"} == OPTIMIZERS.keys()
+
+
+def _loss(p: Tensor) -> Tensor:
+    return ((p - TARGET) ** 2).sum()
+
+
+@pytest.mark.parametrize("name", BY_RATE)
+def test_training_can_be_differentiated(name: str) -> None:
+    """d(loss after 7 steps)/d(lr), and d/d(start), against finite differences."""
+
+    def after(lr: Tensor, start: Tensor) -> Tensor:
+        opt, p = BY_RATE[name](lr), start
+        state = opt.init_param(p)
+        for _ in range(7):
+            p, state = opt.step_param(p, torch.func.grad(_loss)(p), state)
+        return _loss(p)
+
+    h, tolerance = COARSE.get(name, (1e-6, 1e-5))
+    lr, start = torch.tensor(0.05, dtype=torch.float64), 0.1 * TARGET.flip(0)
+    by_rate, by_start = torch.func.grad(after, argnums=(0, 1))(lr, start)
+    quotient = (after(lr + h, start) - after(lr - h, start)) / (2 * h)
+    assert by_rate != 0 and abs(by_rate - quotient) < tolerance * max(1.0, abs(quotient))
+    if name != "muon":  # whose steps in bfloat16 are flat almost everywhere
+        direction = torch.ones_like(start)
+        quotient = (after(lr, start + h * direction) - after(lr, start - h * direction)) / (2 * h)
+        assert abs((by_start * direction).sum() - quotient) < tolerance * max(1.0, abs(quotient))
+    # opt.step sees that something differentiates through it, and does not step in place.
+    opt, params = BY_RATE[name](lr.clone().requires_grad_()), {"p": torch.zeros(2, 3, dtype=torch.float64)}
+    out, _ = opt.step(params, {"p": TARGET}, opt.init(params))
+    assert out["p"].requires_grad
+
+
+@pytest.mark.parametrize("name", BY_RATE)
+def test_derivatives_are_finite_at_zero(name: str) -> None:
+    """Where parameters, gradients and moments are 0, roots and norms have no derivative of their own."""
+
+    def after(start: Tensor) -> Tensor:
+        opt, p = BY_RATE[name](0.1), start
+        state = opt.init_param(p)
+        for _ in range(2):
+            p, state = opt.step_param(p, p * 0, state)
+        return p.sum()
+
+    assert torch.isfinite(torch.func.grad(after)(torch.zeros(2, 3, dtype=torch.float64))).all()
+
+
+@pytest.mark.parametrize("name", BY_RATE)
+def test_an_ensemble_and_many_learning_rates_at_once(name: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    params, grads = (torch.randn(4, 2, 3, generator=g, dtype=torch.float64) for _ in range(2))
     rates = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
 
     def one(p: Tensor, g: Tensor, lr: Tensor) -> Tensor:
-        opt = tx.adamw(lr)
+        opt = BY_RATE[name](lr)
         tree, state = {"p": p}, opt.init({"p": p})
         for _ in range(2):
             tree, state = opt.step(tree, {"p": g}, state)
         return tree["p"]
 
     out = torch.func.vmap(one)(params, grads, rates)
-    assert max_diff(out, torch.stack([one(p, g, lr) for p, g, lr in zip(params, grads, rates, strict=True)])) < 1e-14
+    each = torch.stack([one(p, g, lr) for p, g, lr in zip(params, grads, rates, strict=True)])
+    assert max_diff(out, each) < (0.1 if name == "muon" else 1e-13)  # a batched product in bfloat16 rounds otherwise
 
 
 def test_partition_and_frozen() -> None:
@@ -183,12 +152,12 @@ def test_partition_and_frozen() -> None:
 
 
 def test_bfloat16_parameters() -> None:
-    p = torch.randn(64).bfloat16()
-    for opt in (tx.sgd(0.1, momentum=0.9), tx.adamw(0.1)):
+    p = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for opt in (make(0.1) for make in BY_RATE.values()):
         new, state = opt.step({"p": p}, {"p": torch.ones_like(p)}, opt.init({"p": p}))
         assert new["p"].dtype == torch.bfloat16 and not torch.equal(new["p"], p)
         pure, _ = opt.step_param(p, torch.ones_like(p), opt.init_param(p))
-        assert (pure.float() - new["p"].float()).abs().max() <= 2**-6 * p.float().abs().max()
+        assert (pure.float() - new["p"].float()).abs().max() <= 2**-6 * p.float().abs().max(), opt
 
 
 def test_states_of_different_ages_are_stepped_apart() -> None:
@@ -242,7 +211,16 @@ def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: tx.sgd(0.1, momentum=0.9), lambda: tx.adamw(0.1), lambda: tx.adam(0.1, amsgrad=True)]
+    "make",
+    [
+        lambda: tx.sgd(0.1, momentum=0.9),
+        lambda: tx.adamw(0.1),
+        lambda: tx.adam(0.1, amsgrad=True),
+        tx.rmsprop,
+        tx.lion,
+        tx.lamb,
+        tx.adafactor,
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_that_lie_otherwise_in_memory(make: Any, dtype: torch.dtype) -> None:
@@ -269,7 +247,8 @@ def test_gradients_that_lie_otherwise_in_memory(make: Any, dtype: torch.dtype) -
             for _ in range(2):
                 tree, state = opt.step(tree, {"w": g}, state)
                 want, want_state = opt.step(want, {"w": g.contiguous()}, want_state)
-            assert max_diff(tree, want) == 0 and max_diff(state, want_state) == 0
+            room = 0.0 if opt.elementwise else 1e-6  # a norm is summed in the order of memory
+            assert max_diff(tree, want) <= room and max_diff(state, want_state) <= room
 
 
 def test_an_in_place_step_needs_a_dense_parameter() -> None:
@@ -280,3 +259,30 @@ def test_an_in_place_step_needs_a_dense_parameter() -> None:
     turned = torch.ones(2, 3).t()
     opt.step_param_(turned, torch.arange(6.0).view(3, 2), opt.init_param(turned))
     assert torch.allclose(turned, 1 - 0.1 * torch.arange(6.0).view(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        *((lambda make=make: make(-1.0), ["lr", "-1.0"]) for make in BY_RATE.values()),
+        (lambda: tx.adadelta(rho=1.5), ["rho", "1.5"]),
+        (lambda: tx.adagrad(lr_decay=-0.1), ["lr_decay", "-0.1"]),
+        (lambda: tx.adagrad(initial_accumulator_value=-1.0), ["initial_accumulator_value"]),
+        (lambda: tx.rmsprop(alpha=-0.5), ["alpha", "-0.5"]),
+        (lambda: tx.rmsprop(momentum=-0.5), ["momentum", "-0.5"]),
+        (lambda: tx.rprop(etas=(1.1, 1.2)), ["etas", "(1.1, 1.2)"]),
+        (lambda: tx.nadam(momentum_decay=-1.0), ["momentum_decay"]),
+        (lambda: tx.lion(betas=(0.9, 1.0)), ["betas", "(0.9, 1.0)"]),
+        (lambda: tx.lamb(eps=-1e-6), ["eps"]),
+        (lambda: tx.adafactor(beta2_decay=0.8), ["beta2_decay", "0.8"]),
+        (lambda: tx.adafactor(d=0.5), ["d must be at least 1", "0.5"]),
+        (lambda: tx.adafactor(eps=(-1.0, 1e-3)), ["eps1", "-1.0"]),
+        (lambda: tx.muon(ns_steps=100), ["ns_steps", "100"]),
+        (lambda: tx.muon(ns_coefficients=(1.0, 2.0)), ["ns_coefficients"]),
+        (lambda: tx.muon(adjust_lr_fn="other"), ["adjust_lr_fn", "'other'"]),
+        (lambda: tx.muon().init(params_like()), ["matrices only", "'layer.bias': (3,)", "'scale': ()", "partition"]),
+        (lambda: tx.partition({"layer.*": tx.muon(), "*": tx.sgd()}).init(params_like()), ["'layer.bias': (3,)"]),
+    ],
+)
+def test_wrong_hyperparameters(make: Any, texts: list[str]) -> None:
+    raises_text(ValueError, make, *texts)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
+from ._formula import rate_at, root
 from ._inplace import check_betas, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
-from ._schedules import ScalarOrSchedule, value_at
+from ._schedules import ScalarOrSchedule
 
 
 class AdamState(NamedTuple):
@@ -108,7 +109,7 @@ def _adam(
 
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype = param.dtype
-        rate = torch.as_tensor(value_at(lr, state.step), dtype=torch.float64)
+        rate = rate_at(lr, state.step)
         step = state.step + 1
         if maximize:
             grad = -grad
@@ -124,10 +125,7 @@ def _adam(
         wide = step.to(torch.float64)
         correction1 = 1 - torch.pow(beta1, wide)
         correction2 = (1 - torch.pow(beta2, wide)).sqrt().to(dtype)
-        # A root has no derivative at 0: give it 1 there, so that one can differentiate through training.
-        zero = second == 0
-        root = torch.where(zero, second, torch.where(zero, torch.ones_like(second), second).sqrt())
-        param = param - (rate / correction1).to(dtype) * (exp_avg / (root / correction2 + eps))
+        param = param - (rate / correction1).to(dtype) * (exp_avg / (root(second) / correction2 + eps))
         return param, AdamState(step, exp_avg, exp_avg_sq, largest)
 
     def step_params_(

@@ -35,8 +35,15 @@ def frozen() -> Optimizer:
         del grad
         return param, FrozenState(state.step + 1)
 
-    def step_param_(param: Tensor, grad: Tensor, state: FrozenState, **guards: Tensor | None) -> None:
-        del param, grad, guards
-        state.step.add_(1)
+    def step_param_(
+        param: Tensor,
+        grad: Tensor,
+        state: FrozenState,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        del param, grad, grad_scale
+        state.step.add_(1 if found_inf is None else 1 - found_inf)
 
     return Optimizer(init_param, step_param, step_param_)

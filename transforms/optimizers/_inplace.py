@@ -18,6 +18,13 @@ def not_negative(**values: Any) -> None:
             raise ValueError(f"{name} must be at least 0, got {value!r}")
 
 
+def within(least: float, most: float, **values: Any) -> None:
+    """Raise ValueError for a hyperparameter outside a range."""
+    for name, value in values.items():
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            raise ValueError(f"{name} must be from {least:g} to {most:g}, got {value!r}")
+
+
 def check_betas(betas: tuple[float, float]) -> None:
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas if isinstance(beta, (int, float))):
         raise ValueError(f"betas must be two numbers, at least 0 and below 1, got {betas!r}")
@@ -34,7 +41,8 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
 def copy_like(param: Tensor, value: Tensor) -> Tensor:
     """A copy of `value` that lies in memory as the parameter does: kernels go through memory, not through indices."""
     value = value.detach()
-    return value.clone() if value.stride() == param.stride() else torch.empty_like(param).copy_(value)
+    like = value.shape == param.shape and value.stride() != param.stride()
+    return torch.empty_like(param).copy_(value) if like else value.clone()
 
 
 def laid_out(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
@@ -62,6 +70,54 @@ def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
         torch._foreach_div_(grads, grad_scale)
         return None
     return grad_scale.to(torch.float32)
+
+
+def in_place(
+    kernel: Callable[[list[Tensor], list[Tensor], list[Any]], None], common: tuple[str, ...] = ("step",)
+) -> Callable[..., None]:
+    """`step_params_` from a kernel that knows no guards.
+
+    Args:
+        kernel: `(params, grads, states) -> None`, in place, where no two states share a tensor.
+        common: The names of the states' 0-d fields.
+    """
+
+    def step_params_(
+        params: list[Tensor], grads: list[Tensor], states: list[Any], *,
+        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if grad_scale is not None:
+            torch._foreach_div_(grads, grad_scale)
+        written = [*params, *(field for state in states for field in state if field is not None)]
+        before = written if found_inf is None else [tensor.clone() for tensor in written]
+        apart = [state._replace(**{name: getattr(state, name).clone() for name in common}) for state in states]
+        kernel(params, grads, apart)
+        for name in common:
+            getattr(states[0], name).copy_(getattr(apart[0], name))
+        if found_inf is not None:
+            for tensor, old in zip(written, before, strict=True):
+                tensor.copy_(torch.where(found_inf != 0, old, tensor))
+
+    return step_params_
+
+
+def by_formula(step_param: Callable[..., Any]) -> Callable[[list[Tensor], list[Tensor], list[Any]], None]:
+    """A kernel that computes the pure step and writes it back, for what torch has no kernel of."""
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+        for param, grad, state in zip(params, grads, states, strict=True):
+            new, fields = step_param(param, grad, state)
+            param.copy_(new)
+            for old, field in zip(state, fields, strict=True):
+                if old is not None:
+                    old.copy_(field)
+
+    return kernel
+
+
+def slots(states: list[Any], name: str) -> list[Tensor]:
+    """One field of all states, as torch's functions take them; none where the states have none."""
+    return [getattr(state, name) for state in states if getattr(state, name) is not None]
 
 
 def one_param(step_params_: Callable[..., None]) -> Callable[..., None]:

@@ -1,0 +1,86 @@
+"""Adadelta."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adadelta import adadelta as torch_adadelta
+
+from .._base import Optimizer
+from .._spec import factory
+from ._formula import rate_at
+from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots, within
+from ._schedules import ScalarOrSchedule
+
+
+class AdadeltaState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    square_avg: Tensor  # like the parameter
+    acc_delta: Tensor  # like the parameter
+
+
+@factory
+def adadelta(
+    lr: ScalarOrSchedule = 1.0,
+    rho: float = 0.9,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> Optimizer:
+    """Adadelta: gradients in the units of earlier steps.
+
+        g <- g + weight_decay p
+        v <- rho v + (1 - rho) g^2
+        d <- sqrt(u + eps) / sqrt(v + eps) g
+        u <- rho u + (1 - rho) d^2
+        p <- p - lr d
+
+    Args:
+        lr: Factor of each step, or a schedule of it.
+        rho: How slowly the averages forget, from 0 to 1.
+        eps: Added under the roots.
+        weight_decay: L2 penalty.
+        maximize: Go up instead of down.
+
+    Returns:
+        An `Optimizer`. State: `AdadeltaState(step, square_avg, acc_delta)`.
+
+    Raises:
+        ValueError: a negative lr, eps or weight_decay; rho outside [0, 1].
+
+    Same as: torch.optim.Adadelta.
+    Source: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv:1212.5701, algorithm 1.
+
+    >>> opt = adadelta(eps=1.0)
+    >>> p = torch.tensor([1.0])
+    >>> opt.step_param(p, torch.tensor([3.0]), opt.init_param(p))[0]
+    tensor([-1.1764])
+    """
+    not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+    within(0.0, 1.0, rho=rho)
+
+    def init_param(param: Tensor) -> AdadeltaState:
+        return AdadeltaState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
+
+    def step_param(param: Tensor, grad: Tensor, state: AdadeltaState) -> tuple[Tensor, AdadeltaState]:
+        if maximize:
+            grad = -grad
+        if weight_decay:
+            grad = grad + weight_decay * param
+        square_avg = rho * state.square_avg + (1 - rho) * grad * grad
+        delta = (state.acc_delta + eps).sqrt() / (square_avg + eps).sqrt() * grad
+        acc_delta = rho * state.acc_delta + (1 - rho) * delta * delta
+        rate = rate_at(lr, state.step).to(param.dtype)
+        return param - rate * delta, AdadeltaState(state.step + 1, square_avg, acc_delta)
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdadeltaState]) -> None:
+        torch_adadelta(
+            params, grads, slots(states, "square_avg"), slots(states, "acc_delta"), slots(states, "step"), foreach=True,
+            capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), rho=rho, eps=eps,
+            weight_decay=weight_decay, maximize=maximize,
+        )  # fmt: skip
+
+    step_params_ = in_place(kernel)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)

@@ -1,0 +1,87 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad as torch_adagrad
+
+from .._base import Optimizer
+from .._spec import factory
+from ._formula import rate_at, root
+from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._schedules import ScalarOrSchedule
+
+
+class AdagradState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    sum: Tensor  # like the parameter: of the squares of all gradients
+
+
+@factory
+def adagrad(
+    lr: ScalarOrSchedule = 1e-2,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+) -> Optimizer:
+    """Adagrad: steps divided by the root of the sum of all squared gradients.
+
+        g <- g + weight_decay p
+        s <- s + g^2
+        p <- p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)
+
+    Args:
+        lr: Learning rate, or a schedule of it.
+        lr_decay: How fast the learning rate goes down.
+        weight_decay: L2 penalty.
+        initial_accumulator_value: Where s starts.
+        eps: Added to the root.
+        maximize: Go up instead of down.
+
+    Returns:
+        An `Optimizer`. State: `AdagradState(step, sum)`.
+
+    Raises:
+        ValueError: a negative argument.
+
+    Same as: torch.optim.Adagrad.
+    Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12, 2011, section 1.
+
+    >>> opt = adagrad(0.1)
+    >>> p = torch.tensor([1.0])
+    >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
+    tensor([0.9000])
+    """
+    not_negative(
+        lr=lr,
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        initial_accumulator_value=initial_accumulator_value,
+        eps=eps,
+    )
+
+    def init_param(param: Tensor) -> AdagradState:
+        return AdagradState(new_step(param), torch.full_like(param, initial_accumulator_value))
+
+    def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:
+        if maximize:
+            grad = -grad
+        if weight_decay:
+            grad = grad + weight_decay * param
+        total = state.sum + grad * grad
+        rate = rate_at(lr, state.step) / (1 + state.step.double() * lr_decay)
+        return param - rate.to(param.dtype) * (grad / (root(total) + eps)), AdagradState(state.step + 1, total)
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdagradState]) -> None:
+        torch_adagrad(
+            params, grads, slots(states, "sum"), slots(states, "step"), foreach=True,
+            lr=kernel_lr(lr, states[0].step), weight_decay=weight_decay, lr_decay=lr_decay, eps=eps, maximize=maximize,
+        )  # fmt: skip
+
+    step_params_ = in_place(kernel)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)

@@ -1,0 +1,76 @@
+"""LAMB."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._base import Optimizer
+from .._spec import factory
+from ._adam import AdamState
+from ._formula import rate_at, root
+from ._inplace import by_formula, check_betas, in_place, new_step, not_negative, one_param
+from ._schedules import ScalarOrSchedule
+
+
+@factory
+def lamb(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+) -> Optimizer:
+    """LAMB: Adam's step, in each parameter as long as the parameter itself is; for large batches.
+
+        m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
+        u <- m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p
+        p <- p - lr |p| / |u| u                                   (where |p| or |u| is 0: p - lr u)
+
+    Args:
+        lr: Learning rate, or a schedule of it.
+        betas: (b1, b2), at least 0 and below 1.
+        eps: Added to the root.
+        weight_decay: Decay, as part of the step.
+        maximize: Go up instead of down.
+
+    Returns:
+        An `Optimizer`. State: `AdamState(step, exp_avg, exp_avg_sq, None)`.
+
+    Raises:
+        ValueError: a negative lr, eps or weight_decay; betas outside [0, 1).
+
+    Same as: optax.lamb.
+    Source: You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.
+
+    >>> opt = lamb(0.1)
+    >>> p = torch.tensor([3.0, 4.0])
+    >>> opt.step_param(p, torch.tensor([2.0, 0.0]), opt.init_param(p))[0]
+    tensor([2.5000, 4.0000])
+    """
+    not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
+    beta1, beta2 = betas
+
+    def init_param(param: Tensor) -> AdamState:
+        return AdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param), None)
+
+    def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
+        dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
+        if maximize:
+            grad = -grad
+        exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
+        exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
+        wide = step.double()
+        correction1, correction2 = 1 - torch.pow(beta1, wide), (1 - torch.pow(beta2, wide)).sqrt()
+        update = exp_avg / correction1.to(dtype) / (root(exp_avg_sq) / correction2.to(dtype) + eps)
+        update = update + weight_decay * param
+        length, step_length = root((param * param).sum()), root((update * update).sum())
+        both = (length > 0) & (step_length > 0)
+        ratio = torch.where(
+            both, length / torch.where(both, step_length, torch.ones_like(length)), torch.ones_like(length)
+        )
+        return param - rate.to(dtype) * ratio * update, AdamState(step, exp_avg, exp_avg_sq, None)
+
+    step_params_ = in_place(by_formula(step_param))
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, elementwise=False)

@@ -1,0 +1,102 @@
+"""RAdam."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.radam import radam as torch_radam
+
+from .._base import Optimizer
+from .._spec import factory
+from ._formula import rate_at, root
+from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._schedules import ScalarOrSchedule
+
+
+class RAdamState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    exp_avg: Tensor  # like the parameter
+    exp_avg_sq: Tensor  # like the parameter
+
+
+@factory
+def radam(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """Adam that divides by the second moment only once enough gradients have been seen.
+
+        g <- g + weight_decay p                          (decoupled: p <- p (1 - lr weight_decay))
+        m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
+        R = 2 / (1 - b2) - 1,     r = R - 2 t b2^t / (1 - b2^t)
+        p <- p - lr m / (1 - b1^t) s
+        s = sqrt((r - 4) (r - 2) R / ((R - 4) (R - 2) r)) sqrt(1 - b2^t) / (sqrt(v) + eps)  where r > 5, else 1
+
+    Args:
+        lr: Learning rate, or a schedule of it.
+        betas: (b1, b2), at least 0 and below 1.
+        eps: Added to the root.
+        weight_decay: L2 penalty, or decoupled decay.
+        decoupled_weight_decay: Decay parameters themselves, as `adamw`.
+        maximize: Go up instead of down.
+
+    Returns:
+        An `Optimizer`. State: `RAdamState(step, exp_avg, exp_avg_sq)`.
+
+    Raises:
+        ValueError: a negative lr, eps or weight_decay; betas outside [0, 1).
+
+    Same as: torch.optim.RAdam.
+    Source: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, arXiv:1908.03265, algorithm 2.
+
+    >>> opt = radam(0.1)
+    >>> p = torch.tensor([1.0])
+    >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
+    tensor([0.8000])
+    """
+    not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+    check_betas(betas)
+    beta1, beta2 = betas
+    longest = 2 / (1 - beta2) - 1
+
+    def init_param(param: Tensor) -> RAdamState:
+        return RAdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
+
+    def step_param(param: Tensor, grad: Tensor, state: RAdamState) -> tuple[Tensor, RAdamState]:
+        dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
+        if maximize:
+            grad = -grad
+        if decoupled_weight_decay:
+            param = param * (1 - rate * weight_decay).to(dtype)
+        elif weight_decay:
+            grad = grad + weight_decay * param
+        exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
+        exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
+        wide = step.double()
+        correction2 = 1 - torch.pow(beta2, wide)
+        length = longest - 2 * wide * torch.pow(beta2, wide) / correction2
+        factor = torch.ones_like(exp_avg_sq)
+        if longest > 5:
+            enough = length > 5
+            known = torch.where(enough, length, 6.0)  # so that neither branch has a NaN for a derivative
+            rectified = ((known - 4) * (known - 2) * longest / ((longest - 4) * (longest - 2) * known)).sqrt()
+            scale = (rectified * correction2.sqrt()).to(dtype) / (root(exp_avg_sq) + eps)
+            factor = torch.where(enough, scale, factor)
+        param = param - (rate / (1 - torch.pow(beta1, wide))).to(dtype) * exp_avg * factor
+        return param, RAdamState(step, exp_avg, exp_avg_sq)
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[RAdamState]) -> None:
+        torch_radam(
+            params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "step"), foreach=True,
+            capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), beta1=beta1, beta2=beta2, eps=eps,
+            weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
+        )  # fmt: skip
+
+    step_params_ = in_place(kernel)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)

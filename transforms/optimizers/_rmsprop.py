@@ -1,0 +1,100 @@
+"""RMSprop."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.rmsprop import rmsprop as torch_rmsprop
+
+from .._base import Optimizer
+from .._spec import factory
+from ._formula import rate_at, root
+from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._schedules import ScalarOrSchedule
+
+
+class RMSpropState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    square_avg: Tensor  # like the parameter
+    momentum: Tensor | None  # like the parameter; None without momentum
+    grad_avg: Tensor | None  # like the parameter; None unless centered
+
+
+@factory
+def rmsprop(
+    lr: ScalarOrSchedule = 1e-2,
+    alpha: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    centered: bool = False,
+    maximize: bool = False,
+) -> Optimizer:
+    """RMSprop: steps divided by a moving root mean square of the gradient.
+
+        g <- g + weight_decay p
+        v <- alpha v + (1 - alpha) g^2
+        r <- sqrt(v) + eps                (centered: a <- alpha a + (1 - alpha) g,  r <- sqrt(v - a^2) + eps)
+        p <- p - lr g / r                 (momentum: m <- momentum m + g / r,  p <- p - lr m)
+
+    Args:
+        lr: Learning rate, or a schedule of it.
+        alpha: How slowly the averages forget.
+        eps: Added to the root.
+        weight_decay: L2 penalty.
+        momentum: Factor of the velocity; 0 keeps none.
+        centered: Take the variance in the place of the mean square. As in torch, rounding can make it negative, and
+            its root a NaN, where gradients hardly change.
+        maximize: Go up instead of down.
+
+    Returns:
+        An `Optimizer`. State: `RMSpropState(step, square_avg, momentum, grad_avg)`.
+
+    Raises:
+        ValueError: a negative argument.
+
+    Same as: torch.optim.RMSprop.
+    Source: Hinton, Neural Networks for Machine Learning, lecture 6e; centered: Graves, arXiv:1308.0850, section 4.2.
+
+    >>> opt = rmsprop(0.1, alpha=0.75)
+    >>> p = torch.tensor([1.0])
+    >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
+    tensor([0.8000])
+    """
+    not_negative(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+
+    def init_param(param: Tensor) -> RMSpropState:
+        return RMSpropState(
+            new_step(param),
+            torch.zeros_like(param),
+            torch.zeros_like(param) if momentum else None,
+            torch.zeros_like(param) if centered else None,
+        )
+
+    def step_param(param: Tensor, grad: Tensor, state: RMSpropState) -> tuple[Tensor, RMSpropState]:
+        rate = rate_at(lr, state.step).to(param.dtype)
+        if maximize:
+            grad = -grad
+        if weight_decay:
+            grad = grad + weight_decay * param
+        square_avg = alpha * state.square_avg + (1 - alpha) * grad * grad
+        second, grad_avg, velocity = square_avg, state.grad_avg, state.momentum
+        if grad_avg is not None:
+            grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
+            second = square_avg - grad_avg * grad_avg
+        direction = grad / (root(second) + eps)
+        if velocity is not None:
+            direction = velocity = momentum * velocity + direction
+        return param - rate * direction, RMSpropState(state.step + 1, square_avg, velocity, grad_avg)
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[RMSpropState]) -> None:
+        torch_rmsprop(
+            params, grads, slots(states, "square_avg"), slots(states, "grad_avg"), slots(states, "momentum"),
+            slots(states, "step"), foreach=True, capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step),
+            alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered, maximize=maximize,
+        )  # fmt: skip
+
+    step_params_ = in_place(kernel)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)

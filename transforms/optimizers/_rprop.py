@@ -1,0 +1,85 @@
+"""Resilient backpropagation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.rprop import rprop as torch_rprop
+
+from .._base import Optimizer
+from .._spec import factory
+from ._formula import rate_at
+from ._inplace import in_place, new_step, not_negative, one_param, slots
+from ._schedules import ScalarOrSchedule
+
+
+class RpropState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    prev: Tensor  # like the parameter: the gradient before
+    step_size: Tensor  # like the parameter
+
+
+@factory
+def rprop(
+    lr: ScalarOrSchedule = 1e-2,
+    etas: tuple[float, float] = (0.5, 1.2),
+    step_sizes: tuple[float, float] = (1e-6, 50.0),
+    maximize: bool = False,
+) -> Optimizer:
+    """Resilient backpropagation: a step of its own for each element, of which the gradient gives the sign only.
+
+        a <- clip(a e, step_sizes),   e = eta+ where g g' > 0,  eta- where g g' < 0,  else 1
+        g <- 0 where g g' < 0
+        p <- p - sign(g) a,   g' <- g
+
+    Args:
+        lr: The first step size a, or a schedule of which the first value counts.
+        etas: (eta-, eta+), below and above 1.
+        step_sizes: The smallest and the largest step size.
+        maximize: Go up instead of down.
+
+    Returns:
+        An `Optimizer`. State: `RpropState(step, prev, step_size)`.
+
+    Raises:
+        ValueError: a negative lr; etas that are not 0 < eta- < 1 < eta+.
+
+    Same as: torch.optim.Rprop.
+    Source: Riedmiller and Braun, A direct adaptive method for faster backpropagation learning, 1993, section IV.
+
+    >>> opt = rprop(0.1)
+    >>> p = torch.tensor([1.0])
+    >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
+    tensor([0.9000])
+    """
+    not_negative(lr=lr)
+    if len(etas) != 2 or not 0.0 < etas[0] < 1.0 < etas[1]:
+        raise ValueError(f"etas must be two numbers, one above 0 and below 1, one above 1, got {etas!r}")
+    down, up = etas
+    least, most = step_sizes
+
+    def init_param(param: Tensor) -> RpropState:
+        step = new_step(param)
+        size = rate_at(lr, step).to(param) * torch.ones_like(param)
+        return RpropState(step, torch.zeros_like(param), size)
+
+    def step_param(param: Tensor, grad: Tensor, state: RpropState) -> tuple[Tensor, RpropState]:
+        if maximize:
+            grad = -grad
+        agrees = grad * state.prev
+        size = state.step_size
+        size = torch.where(agrees > 0, size * up, torch.where(agrees < 0, size * down, size)).clamp(least, most)
+        grad = torch.where(agrees < 0, torch.zeros_like(grad), grad)
+        return param - grad.sign() * size, RpropState(state.step + 1, grad, size)
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[RpropState]) -> None:
+        torch_rprop(
+            params, grads, slots(states, "prev"), slots(states, "step_size"), slots(states, "step"), foreach=True,
+            capturable=states[0].step.is_cuda, step_size_min=least, step_size_max=most, etaminus=down, etaplus=up,
+            maximize=maximize,
+        )  # fmt: skip
+
+    step_params_ = in_place(kernel)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
