@@ -9,7 +9,7 @@ join         JoinHook  broadcast_from_last  last_joiner  current_weight
 layers       sync_batch_norm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
              lion  lamb  muon  frozen
-schedules    constant  linear  cosine  warmup_cosine
+schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
              axis_index  axis_size
 run          simulate
@@ -100,6 +100,11 @@ from .optimizers._schedules import constant as constant
 from .optimizers._schedules import cosine as cosine
 from .optimizers._schedules import linear as linear
 from .optimizers._schedules import warmup_cosine as warmup_cosine
+from .optimizers._schedules_of_parts import from_torch_scheduler as from_torch_scheduler
+from .optimizers._schedules_of_parts import one_cycle as one_cycle
+from .optimizers._schedules_of_parts import piecewise as piecewise
+from .optimizers._schedules_of_parts import tabulated as tabulated
+from .optimizers._schedules_of_parts import warmup as warmup
 from .optimizers._sgd import SGDState as SGDState
 from .optimizers._sgd import sgd as sgd
 from .sync._batch_norm import BatchNormState as BatchNormState

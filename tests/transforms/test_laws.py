@@ -54,7 +54,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),
     ],
 }
-SCHEDULES = {"constant", "cosine", "linear", "warmup_cosine"}
+SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulated", "warmup", "warmup_cosine"}
 PIPELINES = {"fuse"}
 
 

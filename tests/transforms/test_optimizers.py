@@ -20,33 +20,6 @@ def _problem(dtype: torch.dtype, steps: int = 5) -> tuple[dict[str, Tensor], lis
     return params, [{k: v for k, v in params_like(10 + i, dtype).items() if v.numel()} for i in range(steps)]
 
 
-def test_a_schedule_is_torchs_scheduler() -> None:
-    params, grads = _problem(torch.float64, 45)
-    for schedule, scheduler in [
-        (tx.cosine(0.1, 50, end=0.01), lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 50, eta_min=0.01)),
-        (tx.linear(0.1, 0.02, 30), lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.2, 30)),
-    ]:
-        expected = optim.run(
-            lambda ps: torch.optim.AdamW(ps, 0.1),
-            list(params.values()),
-            [list(g.values()) for g in grads],
-            scheduler,
-        )
-        p, opt = params, tx.adamw(schedule)
-        state = opt.init(p)
-        for g in grads:
-            p, state = opt.step(p, g, state)
-        assert max_diff([p[k] - params[k] for k in p], expected) < 1e-12
-
-
-def test_schedules_take_numbers_and_tensors() -> None:
-    for schedule in (tx.constant(0.3), tx.linear(1, 0, 4), tx.cosine(1, 4), tx.warmup_cosine(1, 2, 6)):
-        for step in range(8):
-            assert schedule(step) == schedule(torch.tensor(float(step))) and schedule(step).dtype == torch.float64
-        steps = torch.arange(8.0)
-        assert torch.equal(torch.func.vmap(schedule)(steps), torch.stack([schedule(s) for s in steps]))
-
-
 # By name: lr -> optimizer, of every optimizer that has one. For matrices, so that muon takes them.
 BY_RATE: dict[str, Callable[[Any], tx.Optimizer]] = {
     "sgd": lambda lr: tx.sgd(lr, momentum=0.9),

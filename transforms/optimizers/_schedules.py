@@ -48,7 +48,7 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
     return hyper(step) if callable(hyper) else hyper
 
 
-def _steps(name: str, value: int, least: int) -> None:
+def steps_at_least(name: str, value: int, least: int) -> None:
     if not value >= least:
         raise ValueError(f"{name} must be at least {least}, got {value!r}")
 
@@ -87,7 +87,7 @@ def linear(start: float, end: float, total_steps: int) -> Schedule:
     >>> [linear(0.0, 1.0, 4)(s).item() for s in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
-    _steps("total_steps", total_steps, 1)
+    steps_at_least("total_steps", total_steps, 1)
     return Schedule(lambda step: start + (end - start) * torch.clamp(step / total_steps, max=1.0))
 
 
@@ -112,7 +112,7 @@ def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
     >>> [round(cosine(1.0, 4)(s).item(), 4) for s in (0, 2, 4, 9)]
     [1.0, 0.5, 0.0, 0.0]
     """
-    _steps("total_steps", total_steps, 1)
+    steps_at_least("total_steps", total_steps, 1)
 
     def function(step: Tensor) -> Tensor:
         done = torch.clamp(step / total_steps, max=1.0)
@@ -144,8 +144,8 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     >>> [round(warmup_cosine(1.0, 2, 6)(s).item(), 4) for s in (0, 1, 2, 4, 6)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    _steps("warmup_steps", warmup_steps, 0)
-    _steps("total_steps", total_steps, warmup_steps + 1)
+    steps_at_least("warmup_steps", warmup_steps, 0)
+    steps_at_least("total_steps", total_steps, warmup_steps + 1)
     rest = cosine(peak, total_steps - warmup_steps, end)
 
     def function(step: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""Schedules against torch's schedulers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, params_like, raises_text
+from oracle import optim
+from torch.optim import lr_scheduler as torchs
+
+from fjoin import transforms as tx
+
+
+def _sequence(optimizer: Any) -> Any:
+    first = torchs.LinearLR(optimizer, 0.25, 1.0, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own SequentialLR calls its parts in a way that they warn of
+        return torchs.SequentialLR(optimizer, [first, torchs.CosineAnnealingLR(optimizer, 20)], [4])
+
+
+# Ours, and torch's from a learning rate of 0.1.
+CASES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "constant": (tx.constant(0.1), lambda o: torchs.LambdaLR(o, lambda s: 1.0)),
+    "linear": (tx.linear(0.1, 0.02, 30), lambda o: torchs.LinearLR(o, 1.0, 0.2, 30)),
+    "cosine": (tx.cosine(0.1, 40, end=0.01), lambda o: torchs.CosineAnnealingLR(o, 40, eta_min=0.01)),
+    "warmup_cosine": (tx.warmup_cosine(0.1, 4, 24), _sequence),
+    "warmup": (tx.warmup(4, tx.cosine(0.1, 20)), _sequence),
+    "piecewise": (tx.piecewise(0.1, {5: 0.5, 20: 0.5}), lambda o: torchs.MultiStepLR(o, [5, 20], 0.5)),
+    **{
+        f"one_cycle {strategy} {three}": (
+            tx.one_cycle(0.1, 40, 0.3, strategy, 10.0, 100.0, three),
+            lambda o, strategy=strategy, three=three: torchs.OneCycleLR(
+                o, 0.1, 40, pct_start=0.3, anneal_strategy=strategy, div_factor=10.0, final_div_factor=100.0,
+                three_phase=three, cycle_momentum=False,
+            ),
+        )
+        for strategy in ("cos", "linear") for three in (False, True)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_values_are_torchs(name: str) -> None:
+    ours, torchs_ = CASES[name]
+    steps = 24 if "warmup" in name else 40  # behind its end torch's cosine goes up again
+    table = tx.from_torch_scheduler(torchs_, 0.1, steps)
+    for step in range(steps):
+        assert abs(ours(step) - table(step)) < 1e-15, step
+    assert ours(steps + 7) == ours(steps + 8), "constant from the end on"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_with_it(name: str) -> None:
+    ours, torchs_ = CASES[name]
+    params = {k: v for k, v in params_like().items() if v.numel()}
+    grads = [{k: v for k, v in params_like(10 + i).items() if v.numel()} for i in range(20)]
+    expected = optim.run(
+        lambda ps: torch.optim.AdamW(ps, 0.1), list(params.values()), [list(g.values()) for g in grads], torchs_
+    )
+    for schedule in (ours, tx.from_torch_scheduler(torchs_, 0.1, 20)):
+        p, opt = params, tx.adamw(schedule)
+        state = opt.init(p)
+        for g in grads:
+            p, state = opt.step(p, g, state)
+        assert max_diff([p[k] - params[k] for k in p], expected) < 1e-12
+
+
+def test_schedules_take_numbers_and_tensors() -> None:
+    for schedule, _ in CASES.values():
+        for step in range(8):
+            assert schedule(step) == schedule(torch.tensor(float(step))) and schedule(step).dtype == torch.float64
+        steps = torch.arange(8.0)
+        assert torch.equal(torch.func.vmap(schedule)(steps), torch.stack([schedule(s) for s in steps]))
+        assert tx.from_json(tx.to_json(schedule)) == schedule
+
+
+def test_what_is_refused() -> None:
+    raises_text(ValueError, lambda: tx.warmup(-1, tx.constant(0.1)), "warmup_steps", "-1")
+    raises_text(ValueError, lambda: tx.one_cycle(0.1, 0), "total_steps", "0")
+    raises_text(ValueError, lambda: tx.one_cycle(0.1, 10, pct_start=1.5), "pct_start", "1.5")
+    raises_text(ValueError, lambda: tx.one_cycle(0.1, 10, anneal="sine"), "anneal", "'sine'")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.tabulated(()), "at least one value")
+    raises_text(
+        TypeError, lambda: tx.from_torch_scheduler(torchs.ReduceLROnPlateau, 0.1, 3), "ReduceLROnPlateau", "step"
+    )
