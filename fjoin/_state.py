@@ -13,6 +13,7 @@ from ._hook_state import HookState
 from ._storage import Storage
 from .transforms._fuse import PipelineState
 from .transforms._when import SkipState
+from .transforms.optimizers._inject import with_hyperparameters
 
 
 @dataclass
@@ -127,6 +128,25 @@ class TrainState:
     def clone(self) -> TrainState:
         """A copy in memory of its own, which no step has overwritten."""
         return TrainState(self._claim().clone())
+
+    def with_hyperparameters(self, **values: float) -> TrainState:
+        """The state with other hyperparameters, for an optimizer that is wrapped in `inject_hyperparameters`.
+
+        All ranks must do the same. This state's memory is taken over, as by a step.
+
+        Args:
+            values: Name -> value, for all parameters whose optimizer has this hyperparameter.
+
+        Returns:
+            The state to go on with.
+
+        Raises:
+            ValueError: no optimizer has a hyperparameter of this name; the message lists what there is.
+        """
+        body = self._claim()
+        body.storage.set_slots(with_hyperparameters(body.storage.slots, **values))
+        body.version += 1
+        return TrainState(body)
 
     def __repr__(self) -> str:
         body = self._body

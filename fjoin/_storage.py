@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .transforms._base import Optimizer
 from .transforms._layout import Bucket, Span
+from .transforms._tree import fields, with_fields
 
 
 class Storage:
@@ -44,16 +45,18 @@ class Storage:
 
     def make_slots(self) -> None:
         """Start the optimizer from the parameters as they are now."""
-        self.slots = [
+        self.set_slots(
             [
-                (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, flat, span))
-                for span in bucket.spans
+                [
+                    (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, flat, span))
+                    for span in bucket.spans
+                ]
+                for bucket, flat in zip(self.layout, self.flats, strict=True)
             ]
-            for bucket, flat in zip(self.layout, self.flats, strict=True)
-        ]
-        self._make_ranges()
+        )
 
-    def _make_ranges(self) -> None:
+    def set_slots(self, slots: list[list[Any]]) -> None:
+        self.slots = slots
         self._ranges = [
             [
                 (part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot)
@@ -101,11 +104,11 @@ class Storage:
                     continue
                 for path in span.paths:
                     at, shape = offset[path] - span.start, self.shapes[path]
-                    fields = [
+                    own = [
                         f if f is None or c else f.reshape(-1)[at : at + shape.numel()].view(shape)
-                        for f, c in zip(state, part.common, strict=True)
+                        for f, c in zip(fields(state), part.common, strict=True)
                     ]
-                    out[path] = type(state)(*fields)
+                    out[path] = with_fields(state, own)
         return {path: out[path] for path in self.shapes}
 
     def clone(self) -> Storage:
@@ -113,9 +116,9 @@ class Storage:
         new = object.__new__(Storage)
         new.layout, new.optimizer, new.shapes = self.layout, self.optimizer, self.shapes
         new.flats = [flat.clone() for flat in self.flats]
-        new.slots = [[type(s)(*(None if f is None else f.clone() for f in s)) for s in slots] for slots in self.slots]
         new._make_leaves()
-        new._make_ranges()
+        slots: Any = self.slots
+        new.set_slots(optree.tree_map(torch.clone, slots))  # type: ignore[arg-type]
         for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
             leaf.grad = None if old.grad is None else old.grad.clone()
         return new

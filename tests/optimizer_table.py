@@ -18,8 +18,17 @@ OPTIMIZERS: dict[str, list[Callable[[], tx.Optimizer]]] = {
     "adamw": [lambda: tx.adamw(tx.warmup_cosine(0.1, 2, 10)), lambda: tx.adamw(0.1, betas=(0.5, 0.9), amsgrad=True)],
     "asgd": [lambda: tx.asgd(0.1), lambda: tx.asgd(0.1, lambd=0.1, t0=2.0, weight_decay=0.1, maximize=True)],
     "frozen": [tx.frozen],
+    "inject_hyperparameters": [
+        lambda: tx.inject_hyperparameters(tx.adamw(0.1, weight_decay=0.1)),
+        lambda: tx.inject_hyperparameters(tx.sgd(tx.linear(0.1, 0.0, 9), momentum=0.9)),
+        lambda: tx.inject_hyperparameters(tx.partition({"*.weight": tx.lamb(0.1), "*": tx.sgd(0.1)})),
+    ],
     "lamb": [lambda: tx.lamb(0.1), lambda: tx.lamb(tx.linear(0.1, 0.0, 9), weight_decay=0.1, maximize=True)],
     "lion": [lambda: tx.lion(0.1), lambda: tx.lion(tx.linear(0.1, 0.0, 9), weight_decay=0.1, maximize=True)],
+    "mixed_precision": [
+        lambda: tx.mixed_precision(tx.adamw(0.1)),
+        lambda: tx.mixed_precision(tx.partition({"*.weight": tx.sgd(0.1), "*": tx.frozen()})),
+    ],
     "muon": [
         lambda: tx.partition({"*.weight": tx.muon(0.1), "*": tx.sgd(0.1)}),
         lambda: tx.partition(

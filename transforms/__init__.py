@@ -8,7 +8,7 @@ agree        mean  sum_over  noop  average_buffers  broadcast_buffers
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
 layers       sync_batch_norm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
-             lion  lamb  muon  frozen
+             lion  lamb  muon  frozen  mixed_precision  inject_hyperparameters  with_hyperparameters
 schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
              axis_index  axis_size
@@ -82,9 +82,14 @@ from .optimizers._asgd import ASGDState as ASGDState
 from .optimizers._asgd import asgd as asgd
 from .optimizers._frozen import FrozenState as FrozenState
 from .optimizers._frozen import frozen as frozen
+from .optimizers._inject import InjectState as InjectState
+from .optimizers._inject import inject_hyperparameters as inject_hyperparameters
+from .optimizers._inject import with_hyperparameters as with_hyperparameters
 from .optimizers._lamb import lamb as lamb
 from .optimizers._lion import LionState as LionState
 from .optimizers._lion import lion as lion
+from .optimizers._mixed_precision import MixedState as MixedState
+from .optimizers._mixed_precision import mixed_precision as mixed_precision
 from .optimizers._muon import MuonState as MuonState
 from .optimizers._muon import muon as muon
 from .optimizers._nadam import NAdamState as NAdamState

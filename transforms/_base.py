@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ._errors import NotVmappable
 from ._spec import Spec, spec_of_function
-from ._tree import State, Tree
+from ._tree import State, Tree, fields
 from .axes._env import under_vmap
 
 Scope: TypeAlias = Literal["element", "leaf", "message", "tree"]
@@ -114,8 +114,8 @@ class Optimizer(_Specified):
     """An optimizer in step_param style: what it does to one parameter, pure and in place.
 
     Args:
-        init_param: `param -> state`, a NamedTuple of tensors: each has the parameter's shape or is
-            0-d. The first field is `step`, float32, 0-d: the steps taken.
+        init_param: `param -> state`, a NamedTuple of tensors, of None and of such NamedTuples: each tensor has
+            the parameter's shape or is 0-d. `state.step`, float32, 0-d, counts the steps taken.
         step_param: `(param, grad, state) -> (param, state)`, pure, in differentiable and vmappable
             operations.
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
@@ -153,7 +153,7 @@ class Optimizer(_Specified):
     def common(self) -> tuple[bool, ...]:
         """For each field of the state, whether one value serves all elements of a flat buffer."""
         probe = self.init_param(torch.empty(3, device="meta"))
-        return tuple(field is not None and field.dim() == 0 for field in probe)
+        return tuple(field is not None and field.dim() == 0 for field in fields(probe))
 
     def init(self, params: Tree) -> State:
         """The states of all parameters: the tree of `params` with a state at every leaf."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import optree
@@ -60,6 +60,16 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
         parts = [choose_state(fine, n, o) for n, o in zip(new, old, strict=True)]
         return type(new)(*parts) if hasattr(new, "_fields") else type(new)(parts)
     return new
+
+
+def fields(state: State) -> list[Any]:
+    """The fields of an optimizer's state, those of states inside it included; None where there is none."""
+    return optree.tree_leaves(state, none_is_leaf=True)
+
+
+def with_fields(state: State, new: Iterable[Any]) -> State:
+    """The same state with other fields."""
+    return optree.tree_unflatten(optree.tree_structure(state, none_is_leaf=True), new)
 
 
 def all_finite(tree: Tree) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 from oracle.whole_batch import make_model
 from torch import Tensor
@@ -42,9 +43,7 @@ def train_one_rank(
                     digests.append(digest(state))
     out = {
         "params": {path: p.clone() for path, p in state.params.items()},
-        "optimizer": {
-            path: type(s)(*(f if f is None else f.clone() for f in s)) for path, s in state.pipeline.optimizer.items()
-        },
+        "optimizer": optree.tree_map(torch.clone, state.pipeline.optimizer),
         "losses": losses,
         "calls": calls,
         "digests": digests,
@@ -75,7 +74,7 @@ def digest(state: fjoin.TrainState) -> list[float]:
     """A few numbers that differ where anything in parameters or optimizer state does, to the bit."""
     out = []
     for path, p in state.params.items():
-        fields = [p, *(f for f in state.pipeline.optimizer[path] if f is not None)]
+        fields = [p, *optree.tree_leaves(state.pipeline.optimizer[path])]
         for f in fields:
             flat = f.detach().to(torch.float64).reshape(-1)
             out.append(float((flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64)).sum()))

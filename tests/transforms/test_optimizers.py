@@ -44,7 +44,7 @@ COARSE = {"asgd": (1e-3, 1e-3), "muon": (1e-2, 0.1)}
 
 
 def test_every_optimizer_is_tried_as_a_function() -> None:
-    assert BY_RATE.keys() | {"frozen", "partition"} == OPTIMIZERS.keys()
+    assert BY_RATE.keys() | {"frozen", "partition", "mixed_precision", "inject_hyperparameters"} == OPTIMIZERS.keys()
 
 
 def _loss(p: Tensor) -> Tensor:

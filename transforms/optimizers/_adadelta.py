@@ -10,7 +10,7 @@ from torch.optim.adadelta import adadelta as torch_adadelta
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at
+from ._formula import rate_at, used
 from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots, within
 from ._schedules import ScalarOrSchedule
 
@@ -67,7 +67,7 @@ def adadelta(
     def step_param(param: Tensor, grad: Tensor, state: AdadeltaState) -> tuple[Tensor, AdadeltaState]:
         if maximize:
             grad = -grad
-        if weight_decay:
+        if used(weight_decay):
             grad = grad + weight_decay * param
         square_avg = rho * state.square_avg + (1 - rho) * grad * grad
         delta = (state.acc_delta + eps).sqrt() / (square_avg + eps).sqrt() * grad

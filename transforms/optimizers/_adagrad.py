@@ -10,7 +10,7 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root
+from ._formula import rate_at, root, used
 from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -66,12 +66,13 @@ def adagrad(
     )
 
     def init_param(param: Tensor) -> AdagradState:
-        return AdagradState(new_step(param), torch.full_like(param, initial_accumulator_value))
+        start = torch.as_tensor(initial_accumulator_value, dtype=param.dtype, device=param.device)
+        return AdagradState(new_step(param), torch.zeros_like(param) + start)
 
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:
         if maximize:
             grad = -grad
-        if weight_decay:
+        if used(weight_decay):
             grad = grad + weight_decay * param
         total = state.sum + grad * grad
         rate = rate_at(lr, state.step) / (1 + state.step.double() * lr_decay)

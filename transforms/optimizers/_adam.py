@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root
+from ._formula import rate_at, root, used
 from ._inplace import check_betas, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule
 
@@ -115,7 +115,7 @@ def _adam(
             grad = -grad
         if decoupled:
             param = param * (1 - rate * weight_decay).to(dtype)
-        elif weight_decay:
+        elif used(weight_decay):
             grad = grad + weight_decay * param
         exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad

@@ -10,7 +10,7 @@ from torch.optim.adamax import adamax as torch_adamax
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at
+from ._formula import rate_at, used
 from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -67,7 +67,7 @@ def adamax(
         rate, step = rate_at(lr, state.step), state.step + 1
         if maximize:
             grad = -grad
-        if weight_decay:
+        if used(weight_decay):
             grad = grad + weight_decay * param
         exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
         exp_inf = torch.maximum(beta2 * state.exp_inf, grad.abs() + eps)

@@ -10,7 +10,7 @@ from torch.optim.asgd import asgd as torch_asgd
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at
+from ._formula import rate_at, used
 from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -71,7 +71,7 @@ def asgd(
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         if maximize:
             grad = -grad
-        if weight_decay:
+        if used(weight_decay):
             grad = grad + weight_decay * param
         eta = state.eta.double()
         param = param * (1 - lambd * eta).to(dtype) - eta.to(dtype) * grad

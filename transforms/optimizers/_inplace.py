@@ -42,7 +42,7 @@ def copy_like(param: Tensor, value: Tensor) -> Tensor:
     """A copy of `value` that lies in memory as the parameter does: kernels go through memory, not through indices."""
     value = value.detach()
     like = value.shape == param.shape and value.stride() != param.stride()
-    return torch.empty_like(param).copy_(value) if like else value.clone()
+    return torch.empty_like(param, dtype=value.dtype).copy_(value) if like else value.clone()
 
 
 def laid_out(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:

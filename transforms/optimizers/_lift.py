@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._base import Optimizer
-from .._tree import State, Tree, check_dense, check_same, path_string, plain
+from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
 from ._inplace import copy_like
 
 
@@ -30,9 +30,8 @@ def init(optimizer: Optimizer, params: Tree) -> State:
         state = part.init_param(param.detach())
         # Equal 0-d fields are one tensor, so that `step` sees that one kernel can serve.
         first = shared.setdefault((id(part), param.dtype, param.device), state)
-        return type(state)(
-            *(a if one_for_all else b for a, b, one_for_all in zip(first or state, state, part.common, strict=True))
-        )
+        pairs = zip(fields(first), fields(state), part.common, strict=True)
+        return with_fields(state, [a if one_for_all else b for a, b, one_for_all in pairs])
 
     return optree.tree_map_with_path(one, params)
 
@@ -48,14 +47,15 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
     groups: dict[Any, list[int]] = {}
     for i, (path, param) in enumerate(zip(paths, leaves, strict=True)):
         part = optimizer.at(path_string(path))
-        common = tuple(id(field) for field, c in zip(states[i], part.common, strict=True) if c)
+        common = tuple(id(field) for field, c in zip(fields(states[i]), part.common, strict=True) if c)
         groups.setdefault((id(part), param.dtype, param.device, *common), []).append(i)
     new_leaves, new_states = list(leaves), list(states)
     for members in groups.values():
         part = optimizer.at(path_string(paths[members[0]]))
         chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
-        hyper = [value for _, value in part.spec.args if isinstance(value, Tensor)]
-        run = _on_copies if plain(*chosen, hyper) else _leafwise
+        hyper = {name: value for name, value in part.spec.args if isinstance(value, Tensor)}
+        # Kernels take numbers, and for the learning rate a tensor too.
+        run = _on_copies if plain(*chosen, hyper) and hyper.keys() <= {"lr"} else _leafwise
         for i, (param, new) in zip(members, run(part, *chosen), strict=True):
             new_leaves[i], new_states[i] = param, new
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
@@ -77,18 +77,18 @@ def _on_copies(
     with torch.no_grad():
         if part.step_params_ is None:
             new_states = [
-                type(s)(*(None if f is None else f.detach().clone() if c else copy_like(p, f)
-                          for f, c in zip(s, part.common, strict=True)))
+                with_fields(s, [None if f is None else f.detach().clone() if c else copy_like(p, f)
+                                for f, c in zip(fields(s), part.common, strict=True)])
                 for p, s in zip(new_params, states, strict=True)
             ]  # fmt: skip
             for p, g, s in zip(new_params, grads, new_states, strict=True):
                 part.step_param_(p, copy_like(p, g), s)
         else:
             # The 0-d fields stay shared: one kernel counts them once.
-            shared = [f.clone() if c else None for f, c in zip(states[0], part.common, strict=True)]
+            shared = [f.clone() if c else None for f, c in zip(fields(states[0]), part.common, strict=True)]
             new_states = [
-                type(s)(*(one if c else None if f is None else copy_like(p, f)
-                          for f, one, c in zip(s, shared, part.common, strict=True)))
+                with_fields(s, [one if c else None if f is None else copy_like(p, f)
+                                for f, one, c in zip(fields(s), shared, part.common, strict=True)])
                 for p, s in zip(new_params, states, strict=True)
             ]  # fmt: skip
             part.step_params_(new_params, [g.detach() for g in grads], new_states)

@@ -10,7 +10,7 @@ from torch.optim.nadam import nadam as torch_nadam
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root
+from ._formula import rate_at, root, used
 from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -60,7 +60,7 @@ def nadam(
     >>> opt = nadam(0.1)
     >>> p = torch.tensor([1.0])
     >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
-    tensor([0.8827])
+    tensor([0.8944])
     """
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay)
     check_betas(betas)
@@ -76,7 +76,7 @@ def nadam(
             grad = -grad
         if decoupled_weight_decay:
             param = param * (1 - rate * weight_decay).to(dtype)
-        elif weight_decay:
+        elif used(weight_decay):
             grad = grad + weight_decay * param
         wide = step.double()
         mu, mu_next = (beta1 * (1 - 0.5 * torch.pow(0.96, t * momentum_decay)) for t in (wide, wide + 1))

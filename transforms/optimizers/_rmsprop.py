@@ -10,7 +10,7 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root
+from ._formula import rate_at, root, used
 from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -69,7 +69,7 @@ def rmsprop(
         return RMSpropState(
             new_step(param),
             torch.zeros_like(param),
-            torch.zeros_like(param) if momentum else None,
+            torch.zeros_like(param) if used(momentum) else None,
             torch.zeros_like(param) if centered else None,
         )
 
@@ -77,7 +77,7 @@ def rmsprop(
         rate = rate_at(lr, state.step).to(param.dtype)
         if maximize:
             grad = -grad
-        if weight_decay:
+        if used(weight_decay):
             grad = grad + weight_decay * param
         square_avg = alpha * state.square_avg + (1 - alpha) * grad * grad
         second, grad_avg, velocity = square_avg, state.grad_avg, state.momentum

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
+from ._formula import used
 from ._inplace import kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
@@ -62,19 +63,19 @@ def sgd(
         )
 
     def init_param(param: Tensor) -> SGDState:
-        return SGDState(new_step(param), torch.zeros_like(param) if momentum else None)
+        return SGDState(new_step(param), torch.zeros_like(param) if used(momentum) else None)
 
     def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         rate = value_at(lr, state.step)
         rate = rate.to(param.dtype) if isinstance(rate, Tensor) else rate
         if maximize:
             grad = -grad
-        if weight_decay:
+        if used(weight_decay):
             grad = grad + weight_decay * param
         velocity = state.momentum
         if velocity is not None:
             velocity = momentum * velocity + (1 - dampening) * grad
-            if dampening:
+            if used(dampening):
                 velocity = torch.where(state.step == 0, grad, velocity)
             grad = grad + momentum * velocity if nesterov else velocity
         return param - rate * grad, SGDState(state.step + 1, velocity)

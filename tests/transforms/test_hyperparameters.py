@@ -1,0 +1,186 @@
+"""Hyperparameters in the state, mapped over, and master copies of parameters of few bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, params_like, raises_text, same_bits
+from parity_table import KINDS
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def _trees(steps: int, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    trees = [{k: v for k, v in params_like(i, dtype).items() if v.numel()} for i in range(steps + 1)]
+    return trees[0], trees[1:]
+
+
+def _steps(opt: tx.Optimizer, params: Any, state: Any, grads: list[Any]) -> tuple[Any, Any]:
+    for g in grads:
+        params, state = opt.step(params, g, state)
+    return params, state
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.matrices])
+def test_injected_is_the_same(name: str) -> None:
+    """Every third combination of options, to the bit."""
+    params, grads = _trees(4)
+    for options in KINDS[name].options[::3]:
+        plain = KINDS[name].ours(**options)
+        opt = tx.inject_hyperparameters(plain)
+        want, want_state = _steps(plain, params, plain.init(params), grads)
+        got, state = _steps(opt, params, opt.init(params), grads)
+        assert same_bits(got, want) and same_bits({k: s.inner for k, s in state.items()}, want_state)
+
+
+def test_a_change_at_run_time_is_that_of_param_groups() -> None:
+    params, grads = _trees(6)
+    own = [p.clone().requires_grad_() for p in params.values()]
+    torchs = torch.optim.SGD(own, 0.1, momentum=0.9, weight_decay=0.1, fused=True)
+    opt = tx.inject_hyperparameters(tx.sgd(0.1, momentum=0.9, weight_decay=0.1))
+    ours, state = params, opt.init(params)
+    for i, g in enumerate(grads):
+        if i == 3:
+            torchs.param_groups[0].update(lr=0.01, momentum=0.5, weight_decay=0.0)
+            before = state
+            state = tx.with_hyperparameters(state, lr=0.01, momentum=0.5, weight_decay=0.0)
+            assert before["scale"].hyperparameters["lr"] == 0.1, "a new state"
+        for p, gradient in zip(own, g.values(), strict=True):
+            p.grad = gradient.clone()
+        torchs.step()
+        ours, state = opt.step(ours, g, state)
+    assert max_diff(list(ours.values()), [p.detach() for p in own]) < 1e-15
+
+
+def test_schedules_of_any_hyperparameter() -> None:
+    params, grads = _trees(5)
+    opt = tx.inject_hyperparameters(tx.adamw(tx.linear(0.1, 0.0, 5), weight_decay=tx.linear(0.0, 0.5, 5)))  # type: ignore[arg-type]
+    state, ours, want = opt.init(params), params, params
+    plain_state = tx.adamw(0.1).init(params)
+    for i, g in enumerate(grads):
+        assert abs(state["scale"].hyperparameters["weight_decay"] - 0.1 * i) < 1e-15
+        ours, state = opt.step(ours, g, state)
+        now = tx.adamw(0.1 - 0.02 * i, weight_decay=0.1 * i)
+        want, plain_state = now.step(want, g, plain_state)
+    assert max_diff(ours, want) < 1e-15
+
+
+def test_in_a_training_step() -> None:
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        return (params["w"] * batch).sum()
+
+    pipeline = tx.fuse(tx.mean("data"), tx.inject_hyperparameters(tx.partition({"w": tx.sgd(0.5), "*": tx.adam(0.1)})))
+    step = fjoin.train_step(loss_fn, pipeline)
+    state = step.init({"w": torch.zeros(2), "v": torch.zeros(1)})
+    state, _ = step(state, torch.ones(2))
+    old, state = state, state.with_hyperparameters(lr=0.25)
+    raises_text(fjoin.DonatedState, lambda: old.params, "donated")
+    state, _ = step(state, torch.ones(2))
+    assert state.params["w"].tolist() == [-0.75, -0.75]
+    assert state.pipeline.optimizer["v"].hyperparameters["lr"] == 0.25
+    raises_text(ValueError, lambda: state.with_hyperparameters(rate=1.0), "['rate']", "'lr'")
+
+
+def test_what_cannot_be_injected() -> None:
+    params, (grads,) = _trees(1)
+    by_hand = tx.Optimizer(tx.sgd().init_param, tx.sgd().step_param, tx.sgd().step_param_)
+    raises_text(TypeError, lambda: tx.inject_hyperparameters(by_hand), "made by no factory")
+    raises_text(TypeError, lambda: tx.inject_hyperparameters("sgd"), "expected an Optimizer", "'sgd'")  # type: ignore[arg-type]
+    opt = tx.inject_hyperparameters(tx.sgd(0.1))
+    state = opt.init(params)
+    raises_text(ValueError, lambda: tx.with_hyperparameters(state, momentum=0.9), "['momentum']", "'lr'")
+    bad = tx.with_hyperparameters(state, lr=-1.0)
+    raises_text(ValueError, lambda: opt.step(params, grads, bad), "lr must be at least 0")
+
+
+# Hyperparameters that may be tensors, of optimizers that have them.
+MAPPED: dict[str, Any] = {
+    "sgd": lambda x: tx.sgd(x, momentum=x, weight_decay=x),
+    "sgd, dampening": lambda x: tx.sgd(0.1, momentum=0.9, dampening=x),
+    "adam": lambda x: tx.adam(x, eps=x, weight_decay=x),
+    "adamw": lambda x: tx.adamw(x, eps=x, weight_decay=x),
+    "nadam": lambda x: tx.nadam(x, eps=x, weight_decay=x, momentum_decay=x),
+    "radam": lambda x: tx.radam(x, eps=x, weight_decay=x),
+    "adamax": lambda x: tx.adamax(x, eps=x, weight_decay=x),
+    "adagrad": lambda x: tx.adagrad(x, lr_decay=x, weight_decay=x, initial_accumulator_value=x, eps=x),
+    "adadelta": lambda x: tx.adadelta(x, rho=x, eps=x, weight_decay=x),
+    "rmsprop": lambda x: tx.rmsprop(x, alpha=x, eps=x, weight_decay=x, momentum=x),
+    "asgd": lambda x: tx.asgd(x, lambd=x, alpha=x, weight_decay=x),
+    "lion": lambda x: tx.lion(x, weight_decay=x),
+    "lamb": lambda x: tx.lamb(x, eps=x, weight_decay=x),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_sweep_in_one_call(name: str) -> None:
+    params, grads = _trees(3)
+    values = torch.tensor([0.01, 0.1, 0.3, 0.9], dtype=torch.float64)
+
+    def one(x: Any) -> Any:
+        opt = MAPPED[name](x)
+        return _steps(opt, params, opt.init(params), grads)[0]
+
+    out = torch.func.vmap(one)(values)
+    for i, x in enumerate(values.tolist()):
+        assert max_diff({k: v[i] for k, v in out.items()}, one(x)) < 1e-13
+        assert max_diff(one(torch.tensor(x, dtype=torch.float64)), one(x)) < 1e-13
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.matrices])
+@pytest.mark.parametrize("pure", [False, True])
+def test_masters_are_torchs_float32(name: str, pure: bool) -> None:
+    """bfloat16 parameters, stepped through float32: torch.optim on the master copies, 100 steps, to the tolerance."""
+    kind = KINDS[name]
+    start = {k: v for k, v in params_like(0, torch.bfloat16).items() if v.numel()}
+    g = torch.Generator().manual_seed(1)
+    grads = [{k: torch.randn(p.shape, generator=g).bfloat16() for k, p in start.items()} for _ in range(100)]
+    for options in kind.options[::7]:
+        masters = [p.float().requires_grad_() for p in start.values()]
+        torchs = kind.torchs(masters, foreach=False, **options)
+        opt, params = tx.mixed_precision(kind.ours(**options)), start
+        state = opt.init(params)
+        for step in grads:
+            for p, gradient in zip(masters, step.values(), strict=True):
+                p.grad = gradient.float()
+            torchs.step()
+            if pure:
+                both = {k: opt.step_param(p, step[k], state[k]) for k, p in params.items()}
+                params, state = {k: p for k, (p, _) in both.items()}, {k: s for k, (_, s) in both.items()}
+            else:
+                params, state = opt.step(params, step, state)
+        for (k, p), master in zip(params.items(), masters, strict=True):
+            room = 1e-7 * (master.abs().max() + 3) * 50
+            assert p.dtype == torch.bfloat16 and (state[k].master - master.detach()).abs().max() <= room
+            assert torch.equal(p, state[k].master.bfloat16())
+
+
+def test_wide_parameters_need_no_master() -> None:
+    params, grads = _trees(3, torch.float32)
+    opt, plain = tx.mixed_precision(tx.adamw(0.1)), tx.adamw(0.1)
+    got, state = _steps(opt, params, opt.init(params), grads)
+    assert state["scale"].master is None and same_bits(got, _steps(plain, params, plain.init(params), grads)[0])
+    raises_text(TypeError, lambda: tx.mixed_precision(tx.adamw(), torch.int32), "torch.int32")
+    raises_text(TypeError, lambda: tx.mixed_precision(tx.mean("data")), "Optimizer", "mean('data')")  # type: ignore[arg-type]
+
+
+def test_masters_in_a_training_step() -> None:
+    """One step in 16 bits would be lost; on flat buffers as on trees."""
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        return (params["w"].float() * batch).sum()
+
+    def one_rank(batches: list[Tensor]) -> Tensor:
+        opt = tx.mixed_precision(tx.sgd(0.25))
+        step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), opt))
+        state = step.init({"w": torch.full((3,), 256.0).bfloat16()})
+        for batch in step.join(batches):
+            state, _ = step(state, batch)
+        assert state.pipeline.optimizer["w"].master.tolist() == [254.0] * 3
+        return state.params["w"].clone()
+
+    for out in tx.simulate(one_rank, {"data": 2}, [[torch.ones(3)] * 8, [torch.ones(3)] * 5]):
+        assert out.dtype == torch.bfloat16 and out.tolist() == [254.0] * 3

@@ -1,0 +1,148 @@
+"""Hyperparameters as part of the state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import Optimizer
+from .._spec import _FACTORIES, factory
+from .._tree import State, fields
+from ._inplace import one_param
+from ._wrap import each_part, step_in_place
+
+
+class InjectState(NamedTuple):
+    inner: Any  # the other optimizer's state
+    hyperparameters: dict[str, Tensor]  # name -> value in the next step, 0-d float64
+
+    @property
+    def step(self) -> Tensor:
+        return self.inner.step
+
+
+@factory
+def inject_hyperparameters(optimizer: Optimizer) -> Optimizer:
+    """Keep an optimizer's hyperparameters in its state, where `with_hyperparameters` changes them at run time.
+
+    They are those of its arguments that are floats, such as lr, momentum, eps and weight_decay, and those that are
+    schedules, whose present value is in the state to be looked at. Pairs such as betas, and switches, stay as they are,
+    and so does what is 0 and would need another state if it were not, such as momentum.
+
+    Args:
+        optimizer: What one of this package's factories has made, also a `partition` of such.
+
+    Returns:
+        An `Optimizer`. State: `InjectState(inner, hyperparameters)`.
+
+    Raises:
+        TypeError: an optimizer that no factory has made.
+        ValueError: at a step: a value that the factory refuses.
+
+    Same as: optax.inject_hyperparams; param_groups of torch.optim.
+
+    >>> from fjoin import transforms as tx
+    >>> opt, params = inject_hyperparameters(tx.sgd(0.5)), {"w": torch.tensor(1.0)}
+    >>> state = opt.init(params)
+    >>> state = with_hyperparameters(state, lr=0.25)
+    >>> opt.step(params, {"w": torch.tensor(1.0)}, state)[0]
+    {'w': tensor(0.7500)}
+    """
+    return each_part(optimizer, _injected)
+
+
+def with_hyperparameters(state: State, **values: float) -> State:
+    """The same optimizer states with other hyperparameters.
+
+    Args:
+        state: A tree of states, or of pipelines' states, with `InjectState`s in it.
+        values: Name -> value, in all of them that have this name.
+
+    Raises:
+        ValueError: a name that none of them has; the message lists what there is.
+
+    >>> from fjoin import transforms as tx
+    >>> opt = inject_hyperparameters(tx.sgd(0.5, momentum=0.9))
+    >>> state = with_hyperparameters(opt.init({"w": torch.tensor(1.0)}), momentum=0.8)
+    >>> state["w"].hyperparameters["momentum"].item()
+    0.8
+    """
+    known: set[str] = set()
+
+    def change(node: Any) -> Any:
+        if not isinstance(node, InjectState):
+            return node
+        known.update(node.hyperparameters)
+        changed = {
+            name: torch.full_like(old, values[name]) if name in values else old
+            for name, old in node.hyperparameters.items()
+        }
+        return node._replace(hyperparameters=changed)
+
+    out = optree.tree_map(change, state, is_leaf=lambda node: isinstance(node, InjectState))
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ValueError(f"no state has the hyperparameters {unknown}; there are {sorted(known)}")
+    return out
+
+
+def _injected(part: Optimizer) -> Optimizer:
+    make = _FACTORIES.get(part.spec.name)
+    if make is None:
+        raise TypeError(f"inject_hyperparameters: {part!r} was made by no factory, so its arguments are not known")
+    args = dict(part.spec.args)
+    schedules: dict[str, Callable[[Any], Any]] = {
+        name: value for name, value in args.items() if callable(value) and not isinstance(value, Optimizer)
+    }
+
+    def at(values: dict[str, Any]) -> Optimizer:
+        return make(**{**args, **values})  # type: ignore[no-any-return]
+
+    @functools.lru_cache(maxsize=2)  # of the last steps: making an optimizer takes longer than a small step
+    def fixed(*values: tuple[str, float]) -> Optimizer:
+        return at(dict(values))
+
+    def free(name: str, value: Any) -> bool:
+        if isinstance(value, Tensor) or value != 0.0:
+            return True
+        probe = torch.empty(0, device="meta")
+        try:
+            with_it, without = at({name: 1.0}).init_param(probe), part.init_param(probe)
+        except ValueError:  # it must be 0
+            return False
+        return [f is None for f in fields(with_it)] == [f is None for f in fields(without)]
+
+    numbers = {name: value for name, value in args.items() if isinstance(value, (float, Tensor)) and free(name, value)}
+
+    def now(state: InjectState) -> dict[str, Tensor]:
+        """The hyperparameters of this step."""
+        found = {name: torch.as_tensor(s(state.step), dtype=torch.float64) for name, s in schedules.items()}
+        return {**state.hyperparameters, **found}
+
+    def init_param(param: Tensor) -> InjectState:
+        state = part.init_param(param)
+        values = {name: torch.as_tensor(value, dtype=torch.float64).clone() for name, value in numbers.items()}
+        return InjectState(state, now(InjectState(state, values)))
+
+    def step_param(param: Tensor, grad: Tensor, state: InjectState) -> tuple[Tensor, InjectState]:
+        values = now(state)
+        param, inner = at(values).step_param(param, grad, state.inner)
+        return param, InjectState(inner, now(InjectState(inner, values)))
+
+    def step_params_(
+        params: list[Tensor], grads: list[Tensor], states: list[InjectState], **guards: Tensor | None
+    ) -> None:
+        values = now(states[0])
+        part = fixed(*((name, value.item()) for name, value in values.items()))
+        step_in_place(part, params, grads, [state.inner for state in states], **guards)
+        for name, schedule in schedules.items():
+            states[0].hyperparameters[name].copy_(torch.as_tensor(schedule(states[0].step)))
+
+    return Optimizer(
+        init_param, step_param, one_param(step_params_), step_params_, elementwise=part.elementwise, check=part.check
+    )

@@ -1,0 +1,44 @@
+"""What optimizers share that run another one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .._base import Optimizer
+from .._tree import fields, with_fields
+
+
+def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer]) -> Optimizer:
+    """An optimizer wrapped, or each part of one that differs by path."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"expected an Optimizer, got {optimizer!r}")
+    if optimizer.select is None:
+        return wrap(optimizer)
+    select, wrapped = optimizer.select, functools.cache(wrap)  # one part stays one, whatever the path
+    return Optimizer(
+        optimizer.init_param,
+        optimizer.step_param,
+        optimizer.step_param_,
+        elementwise=optimizer.elementwise,
+        select=lambda path: wrapped(select(path)),
+        check=optimizer.check,
+    )
+
+
+def step_in_place(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
+) -> None:
+    """Step lists by whatever the optimizer has; states that share 0-d fields are of one age, and counted once."""
+    if part.step_params_ is not None:
+        part.step_params_(params, grads, states, **guards)
+        return
+    before = [field.clone() if c else None for field, c in zip(fields(states[0]), part.common, strict=True)]
+    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+        if i:
+            pairs = zip(fields(state), before, strict=True)
+            state = with_fields(state, [own if old is None else old.clone() for own, old in pairs])
+        part.step_param_(param, grad, state, **guards)
