@@ -269,8 +269,9 @@ def is_data(make: Callable[[], Any]) -> None:
 def _functions(part: Any) -> list[Any]:
     found = []
     for _, value in part.spec.args:
-        if callable(value) and not hasattr(value, "spec"):
-            found.append(value)
+        for item in value if isinstance(value, tuple) else (value,):
+            if callable(item) and not hasattr(item, "spec"):
+                found.append(item)
     return found + [f for child in part.spec.children for f in _functions(child)]
 
 

@@ -13,6 +13,7 @@ schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cyc
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
              axis_index  axis_size
 run          simulate
+optax        from_optax  to_optax
 look         explain  fingerprint  to_json  from_json  factory
 """
 
@@ -41,6 +42,9 @@ from ._fuse import fuse as fuse
 from ._join import JoinHook as JoinHook
 from ._join import broadcast_from_last as broadcast_from_last
 from ._join import last_joiner as last_joiner
+from ._optax import OptaxState as OptaxState
+from ._optax import from_optax as from_optax
+from ._optax import to_optax as to_optax
 from ._spec import Spec as Spec
 from ._spec import factory as factory
 from ._spec import fingerprint as fingerprint

@@ -88,7 +88,8 @@ class Transform(_Specified):
     def __post_init__(self) -> None:
         if self.scope not in ("element", "leaf", "message", "tree"):
             raise ValueError(f"scope must be 'element', 'leaf', 'message' or 'tree', got {self.scope!r}")
-        if not self.vmappable and not getattr(self.update, "_refuses_vmap", False):
+        if not self.vmappable or not all(getattr(child, "vmappable", True) for child in self.spec.children):
+            object.__setattr__(self, "vmappable", False)
             object.__setattr__(self, "update", _refuse_vmap(self.update, self))
 
     def with_spec(self, spec: Spec) -> Transform:
@@ -100,12 +101,14 @@ class Transform(_Specified):
 
 
 def _refuse_vmap(update: Callable[..., Any], owner: Transform) -> Callable[..., Any]:
+    update = getattr(update, "_allows_vmap", update)
+
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if under_vmap():
             raise NotVmappable(f"{owner!r} does not run under the vmap engine; use simulate(..., engine='lockstep')")
         return update(*args, **kwargs)
 
-    guarded._refuses_vmap = True  # type: ignore[attr-defined]
+    guarded._allows_vmap = update  # type: ignore[attr-defined]
     return guarded
 
 

@@ -84,6 +84,8 @@ def _show(value: Any) -> str:
         return repr(value.spec)
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
+    if isinstance(value, tuple) and any(map(callable, value)):
+        return f"({', '.join(map(_show, value))})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in value.items()) + "}"
     return repr(value)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import laws
+import optax
 import optimizer_laws
 import pytest
 import torch
@@ -34,6 +35,11 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)],
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "every": [lambda: tx.every(2, tx.mean("data"))],
+    "from_optax": [
+        lambda: tx.from_optax(optax.clip(0.5)),
+        lambda: tx.from_optax(optax.chain(optax.trace(0.9), optax.scale_by_adam())),
+        lambda: tx.chain(tx.mean("data"), tx.from_optax(optax.clip_by_global_norm(0.5))),
+    ],
     "identity": [tx.identity],
     "masked": [
         lambda: tx.masked(tx.mean("data"), "layer.*"),

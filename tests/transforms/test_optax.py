@@ -1,0 +1,146 @@
+"""optax's transformations as stages, and stages in optax."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+from helpers import max_diff, params_like, raises_text, same_bits
+from one_rank import train_one_rank
+from oracle import optax_run
+from oracle.whole_batch import make_batches
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+ADD = tx.sgd(1.0, maximize=True)  # what an optax optimizer returns is to be added
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw, a schedule": lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1),
+    "lamb, per leaf": lambda: optax.lamb(0.1, weight_decay=0.1),
+    "clipped, by path": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.partition(
+            {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, {"layer.weight": "a", "layer.bias": "b", "scale": "b"}
+        ),
+    ),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=1),
+}
+
+
+def _trees(dtype: torch.dtype, n: int = 6) -> list[dict[str, Tensor]]:
+    return [{k: v for k, v in params_like(i, dtype).items() if v.numel()} for i in range(n)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("dtype", "room"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
+def test_it_is_optax(name: str, dtype: torch.dtype, room: float) -> None:
+    start, *grads = _trees(dtype)
+    pipeline = tx.fuse(tx.from_optax(OPTIMIZERS[name]()), ADD)
+    params, state = start, pipeline.init(start)
+    for g in grads:
+        params, state = pipeline.step(params, g, state)
+    own, lists = OPTIMIZERS[name](), [start, *grads]
+    if "path" in name:  # the oracle gives optax lists, this test gives the paths' dict
+        with jax.enable_x64(dtype is torch.float64):
+            theirs: Any = {k: jnp.asarray(v.numpy()) for k, v in start.items()}
+            first, kept = theirs, own.init(theirs)
+            for g in grads:
+                updates, kept = own.update({k: jnp.asarray(v.numpy()) for k, v in g.items()}, kept, theirs)
+                theirs = optax.apply_updates(theirs, updates)
+            want = {k: torch.tensor((theirs[k] - first[k]).tolist(), dtype=dtype) for k in start}
+    else:
+        moved = optax_run.run(own, list(start.values()), [list(g.values()) for g in lists[1:]])
+        want = dict(zip(start, moved, strict=True))
+    for k in start:
+        assert (params[k] - start[k] - want[k]).abs().max() < room, k
+
+
+def test_several_dtypes_and_nothing_at_all() -> None:
+    """Tensors of each dtype cross together; optax's own state, counters included, comes back as tensors."""
+    grads = {
+        "a": torch.tensor([3.0, -0.5]),
+        "b": [torch.tensor(2.0).bfloat16(), torch.zeros(0, 2)],
+        "c": torch.tensor(4.0).double(),
+    }
+    clip = tx.from_optax(optax.clip(1.0))
+    out, _ = clip.update(grads, clip.init(grads))
+    assert out["a"].tolist() == [1.0, -0.5] and out["b"][0].dtype is torch.bfloat16 and out["b"][0] == 1
+    assert out["b"][1].shape == (0, 2) and out["c"].dtype is torch.float64
+    assert clip.update({}, clip.init({})) == ({}, tx.OptaxState(()))
+    adam = tx.from_optax(optax.scale_by_adam())
+    state = adam.init({"w": torch.ones(3)})
+    _, state = adam.update({"w": torch.ones(3)}, state)
+    assert sorted(str(flat.dtype) for flat in state.flats) == ["torch.float32", "torch.int32"]
+    assert {flat.numel() for flat in state.flats} == {6, 1}
+
+
+def test_one_crossing_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    crossings = []
+    real = jax.dlpack.from_dlpack
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda x: crossings.append(x) or real(x))
+    many = {str(i): torch.randn(64) for i in range(50)}
+    adam = tx.from_optax(optax.scale_by_adam())
+    state = adam.init(many)
+    crossings.clear()
+    adam.update(many, state, many)
+    assert len(crossings) == 4  # gradients, parameters, and the state's floats and its count
+
+
+def test_in_a_training_step() -> None:
+    """On ranks with uneven inputs: optax's adamw on the mean is adamw."""
+    batches = make_batches(1, [[3, 2, 4], [5], []])
+    ours = tx.fuse(tx.mean("data"), tx.adamw(0.05, weight_decay=0.1))
+    theirs = tx.fuse(tx.chain(tx.mean("data"), tx.from_optax(optax.adamw(0.05, weight_decay=0.1))), ADD)
+    a, b = (tx.simulate(lambda own, p=p: train_one_rank(own, p), {"data": 3}, batches) for p in (ours, theirs))
+    for x, y in zip(a, b, strict=True):
+        assert max_diff(x["params"], y["params"]) < 1e-12
+
+
+def test_states_survive_a_file(tmp_path: Any) -> None:
+    start, *grads = _trees(torch.float64)
+    stage = tx.from_optax(optax.chain(optax.trace(0.9), optax.scale_by_adam()))
+    state = stage.init(start)
+    _, state = stage.update(grads[0], state, start)
+    torch.save(tuple(state), tmp_path / "state")
+    loaded = tx.OptaxState(torch.load(tmp_path / "state", weights_only=True)[0])
+    assert same_bits(stage.update(grads[1], state, start), stage.update(grads[1], loaded, start))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_stage_in_optax(jit: bool) -> None:
+    """Clipping of ours inside a chain of optax's; a host counter stays one."""
+    every = tx.to_optax(tx.every(2, tx.clip_by_value(0.5)))
+    chain = optax.chain(every, optax.sgd(0.1))
+    params = {"w": jnp.array([1.0, 2.0])}
+    state = chain.init(params)
+    update = jax.jit(chain.update) if jit else chain.update
+    seen = []
+    for _ in range(4):
+        updates, state = update({"w": jnp.array([3.0, 0.25])}, state, params)
+        seen.append([round(x, 4) for x in (-10 * updates["w"]).tolist()])
+    plain, kept = tx.every(2, tx.clip_by_value(0.5)), tx.every(2, tx.clip_by_value(0.5)).init({"w": torch.zeros(2)})
+    for got in seen:
+        want, kept = plain.update({"w": torch.tensor([3.0, 0.25])}, kept)
+        assert got == want["w"].tolist()
+    assert [3.0, 0.25] in seen and [0.5, 0.25] in seen
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    raises_text(TypeError, lambda: tx.from_optax(tx.mean("data")), "GradientTransformation", "mean('data')")
+    raises_text(TypeError, lambda: tx.from_optax(optax.adam), "GradientTransformation")
+    raises_text(TypeError, lambda: tx.to_optax(tx.sgd(0.1)), "fuse(hook, optimizer)")  # type: ignore[arg-type]
+    stage = tx.from_optax(optax.clip(1.0))
+    raises_text(TypeError, lambda: stage.init({"w": torch.ones(2).to_sparse()}), "'w'", "sparse")
+    raises_text(
+        fjoin.transforms.NotVmappable,
+        lambda: tx.simulate(lambda: stage.update(torch.ones(2), ()), {"data": 2}, engine="vmap"), "from_optax", "lockstep",
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "jax", None)
+    raises_text(ImportError, lambda: tx.from_optax(optax.clip(1.0)), "pip install 'fjoin[optax]'")
