@@ -6,6 +6,7 @@ evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for whatever communicates
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
+as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
 transforms                          the pure part: `from fjoin import transforms as tx`
 """
@@ -40,3 +41,5 @@ from ._mesh import Mesh as Mesh
 from ._metrics import Metrics as Metrics
 from ._state import TrainState as TrainState
 from ._step import TrainStep as TrainStep
+from ._torch_functional import TorchState as TorchState
+from ._torch_functional import as_step_param as as_step_param

@@ -9,6 +9,7 @@ join         JoinHook  broadcast_from_last  last_joiner  current_weight
 layers       sync_batch_norm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
              lion  lamb  muon  frozen  mixed_precision  inject_hyperparameters  with_hyperparameters
+             as_functional_optim  register_functional_optim
 schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  from_torch_scheduler
 collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
              axis_index  axis_size
@@ -82,6 +83,8 @@ from .optimizers._adam import adam as adam
 from .optimizers._adam import adamw as adamw
 from .optimizers._adamax import AdamaxState as AdamaxState
 from .optimizers._adamax import adamax as adamax
+from .optimizers._as_functional import as_functional_optim as as_functional_optim
+from .optimizers._as_functional import register_functional_optim as register_functional_optim
 from .optimizers._asgd import ASGDState as ASGDState
 from .optimizers._asgd import asgd as asgd
 from .optimizers._frozen import FrozenState as FrozenState
