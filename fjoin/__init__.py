@@ -6,6 +6,7 @@ evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for whatever communicates
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
+Optimizer                           ours in the shape of torch.optim's
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
 transforms                          the pure part: `from fjoin import transforms as tx`
@@ -39,6 +40,7 @@ from ._make_mesh import mesh as mesh
 from ._make_step import train_step as train_step
 from ._mesh import Mesh as Mesh
 from ._metrics import Metrics as Metrics
+from ._optimizer import Optimizer as Optimizer
 from ._state import TrainState as TrainState
 from ._step import TrainStep as TrainStep
 from ._torch_functional import TorchState as TorchState

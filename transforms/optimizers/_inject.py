@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -91,33 +92,60 @@ def with_hyperparameters(state: State, **values: float) -> State:
     return out
 
 
-def _injected(part: Optimizer) -> Optimizer:
+def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:
+    """The same optimizer with other arguments, also those of one inside it.
+
+    Raises:
+        TypeError: it was made by no factory.
+    """
     make = _FACTORIES.get(part.spec.name)
     if make is None:
-        raise TypeError(f"inject_hyperparameters: {part!r} was made by no factory, so its arguments are not known")
-    args = dict(part.spec.args)
-    schedules: dict[str, Callable[[Any], Any]] = {
-        name: value for name, value in args.items() if callable(value) and not isinstance(value, Optimizer)
-    }
+        raise TypeError(f"{part!r} was made by no factory, so its arguments are not known")
+    args = {name: remade(value, values) if isinstance(value, Optimizer) else values.get(name, value)
+            for name, value in part.spec.args}  # fmt: skip
+    return make(**args)  # type: ignore[no-any-return]
 
-    def at(values: dict[str, Any]) -> Optimizer:
-        return make(**{**args, **values})  # type: ignore[no-any-return]
+
+def number_arguments(part: Optimizer) -> dict[str, float | Tensor]:
+    """The hyperparameters that may change from step to step, also those of an optimizer inside: name -> value."""
+    found: dict[str, float | Tensor] = {}
+    known = inspect.signature(_FACTORIES[part.spec.name]).parameters if part.spec.name in _FACTORIES else {}
+    for name, value in part.spec.args:
+        if isinstance(value, Optimizer):
+            found.update(number_arguments(value))
+        elif isinstance(value, (float, Tensor)) or (type(value) is int and isinstance(known[name].default, float)):
+            if isinstance(value, Tensor) or value != 0 or _may_change(part, name):
+                found[name] = value if isinstance(value, Tensor) else float(value)
+    return found
+
+
+def _may_change(part: Optimizer, name: str) -> bool:
+    """Whether what is 0 would need no other state if it were not."""
+    probe = torch.empty(0, device="meta")
+    try:
+        with_it, without = remade(part, {name: 1.0}).init_param(probe), part.init_param(probe)
+    except ValueError:  # it must be 0
+        return False
+    return [f is None for f in fields(with_it)] == [f is None for f in fields(without)]
+
+
+def _schedules(part: Optimizer) -> dict[str, Callable[[Any], Any]]:
+    found: dict[str, Callable[[Any], Any]] = {}
+    for name, value in part.spec.args:
+        if isinstance(value, Optimizer):
+            found.update(_schedules(value))
+        elif callable(value):
+            found[name] = value
+    return found
+
+
+def _injected(part: Optimizer) -> Optimizer:
+    remade(part, {})  # or raise
+    schedules, numbers = _schedules(part), number_arguments(part)
 
     @functools.lru_cache(maxsize=2)  # of the last steps: making an optimizer takes longer than a small step
     def fixed(*values: tuple[str, float]) -> Optimizer:
-        return at(dict(values))
-
-    def free(name: str, value: Any) -> bool:
-        if isinstance(value, Tensor) or value != 0.0:
-            return True
-        probe = torch.empty(0, device="meta")
-        try:
-            with_it, without = at({name: 1.0}).init_param(probe), part.init_param(probe)
-        except ValueError:  # it must be 0
-            return False
-        return [f is None for f in fields(with_it)] == [f is None for f in fields(without)]
-
-    numbers = {name: value for name, value in args.items() if isinstance(value, (float, Tensor)) and free(name, value)}
+        return remade(part, dict(values))
 
     def now(state: InjectState) -> dict[str, Tensor]:
         """The hyperparameters of this step."""
@@ -131,7 +159,7 @@ def _injected(part: Optimizer) -> Optimizer:
 
     def step_param(param: Tensor, grad: Tensor, state: InjectState) -> tuple[Tensor, InjectState]:
         values = now(state)
-        param, inner = at(values).step_param(param, grad, state.inner)
+        param, inner = remade(part, values).step_param(param, grad, state.inner)
         return param, InjectState(inner, now(InjectState(inner, values)))
 
     def step_params_(
