@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
+from ._stepper import Item, Stepper, named_fields
 from .transforms import _base
-from .transforms._tree import check_dense, fields, with_fields
+from .transforms._tree import check_dense
 from .transforms.optimizers._inject import number_arguments, remade
-from .transforms.optimizers._wrap import step_in_place
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -54,7 +52,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}"
             )
         self._optimizer = optimizer
-        self._states: dict[Tensor, Any] = {}
+        self._stepper = Stepper(self._show)
         self._made: dict[Any, _base.Optimizer] = {}  # with the hyperparameters of the last steps
         hyperparameters = {} if optimizer.select else number_arguments(optimizer)
         self._names = tuple(hyperparameters)
@@ -81,36 +79,18 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # which a GradScaler sets
-        sharing = Counter(id(state.step) for state in self._states.values())
+        items: list[Item] = []
         for group in self.param_groups:
-            for part, params in self._kinds(group):
-                by_age: dict[int, list[Tensor]] = {}
-                for param in params:
-                    by_age.setdefault(id(self._states[param].step), []).append(param)
-                for age, some in by_age.items():
-                    if len(some) < sharing[age]:
-                        self._share(part, some, self._states[some[0]])
-                    grads = [param.grad for param in some if param.grad is not None]
-                    step_in_place(part, some, grads, [self._states[param] for param in some], **guards)
+            values = tuple((name, float(group[name])) for name in self._names)
+            for name, param in zip(_names(group), group["params"], strict=True):
+                if param.grad is not None:
+                    check_dense(f"the gradient of a parameter of shape {tuple(param.shape)}", param.grad)
+                    items.append((param, self._with(self._optimizer.at(name), values), param, param.grad))
+        self._stepper.step(items, **guards)
         return loss
 
-    def _kinds(self, group: dict[str, Any]) -> list[tuple[_base.Optimizer, list[Tensor]]]:
-        """The parameters of a group that have a gradient, by what one kernel can serve."""
-        values = tuple((name, float(group[name])) for name in self._names)
-        names = group.get("param_names") or [""] * len(group["params"])
-        kinds: dict[Any, tuple[_base.Optimizer, list[Tensor]]] = {}
-        fresh: dict[Any, Any] = {}
-        for name, param in zip(names, group["params"], strict=True):
-            if param.grad is None:
-                continue
-            check_dense(f"the gradient of a parameter of shape {tuple(param.shape)}", param.grad)
-            part = self._with(self._optimizer.at(name), values)
-            key = (id(part), param.dtype, param.device)
-            kinds.setdefault(key, (part, []))[1].append(param)
-            if param not in self._states:  # all that begin together are of one age
-                self._states[param] = part.init_param(param)
-                self._share(part, [param], fresh.setdefault(key, self._states[param]), copy=False)
-        return list(kinds.values())
+    def _show(self, param: Tensor, state: Any) -> None:
+        self.state[param] = named_fields(state)
 
     def _with(self, part: _base.Optimizer, values: tuple[tuple[str, float], ...]) -> _base.Optimizer:
         """An optimizer with other hyperparameters, the same object for the same ones."""
@@ -123,14 +103,6 @@ class Optimizer(torch.optim.Optimizer):
             self._made[key] = remade(part, dict(values))
         return self._made[key]
 
-    def _share(self, part: _base.Optimizer, params: list[Tensor], like: Any, copy: bool = True) -> None:
-        """Let the states of some parameters have the same 0-d fields, which count their age."""
-        common = [f.clone() if c and copy else f if c else None for f, c in zip(fields(like), part.common, strict=True)]
-        for param in params:
-            own = fields(self._states[param])
-            state = with_fields(self._states[param], [o if c is None else c for o, c in zip(own, common, strict=True)])
-            self._states[param], self.state[param] = state, _named(state)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, for the same parameters in the same order.
 
@@ -138,29 +110,16 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: other groups, or states of another optimizer.
         """
         super().load_state_dict(state_dict)
-        order = [param for group in self.param_groups for param in group["params"]]
-        self._states = {}
-        alike: dict[Any, Any] = {}
-        for path, (i, param) in zip(self._by_path(), enumerate(order), strict=True):
-            given = state_dict["state"].get(i)
-            if not given:
-                continue
-            part = self._optimizer.at(path)
-            empty = part.init_param(param)
-            names = _named(empty)
-            if names.keys() != given.keys():
-                raise ValueError(f"the state of parameter {i} has {sorted(given)}, but {part!r} keeps {sorted(names)}")
-            for name, tensor in names.items():
-                tensor.copy_(given[name])  # in its own dtype, which torch would make the parameter's
-            self._states[param] = empty
-            ages = tuple(f.item() for f, c in zip(fields(empty), part.common, strict=True) if c)
-            self._share(part, [param], alike.setdefault((id(part), param.dtype, param.device, ages), empty), copy=False)
+        order = [
+            (name, param)
+            for group in self.param_groups
+            for name, param in zip(_names(group), group["params"], strict=True)
+        ]
+        saved = state_dict["state"]  # in its own dtypes, which torch makes the parameters'
+        self._stepper.load(
+            (param, self._optimizer.at(name), param, saved[i]) for i, (name, param) in enumerate(order) if saved.get(i)
+        )
 
 
-def _named(state: Any) -> dict[str, Tensor]:
-    """The tensors of a state by name, those of states inside it too."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
-    return {
-        ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor): leaf
-        for accessor, leaf in zip(accessors, leaves, strict=True)
-    }
+def _names(group: dict[str, Any]) -> list[str]:
+    return group.get("param_names") or [""] * len(group["params"])
