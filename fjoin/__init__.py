@@ -6,12 +6,14 @@ evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for whatever communicates
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
+ddp.register                        hooks and pipelines in DistributedDataParallel
 Optimizer                           ours in the shape of torch.optim's
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
 transforms                          the pure part: `from fjoin import transforms as tx`
 """
 
+from . import ddp as ddp
 from . import transforms as transforms
 from ._errors import CollectiveTimeout as CollectiveTimeout
 from ._errors import DesyncError as DesyncError

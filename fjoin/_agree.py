@@ -143,3 +143,24 @@ def same_joinables(mesh: Mesh, device: torch.device, joinables: Sequence[Any], t
             f"order",
             rank=odd[0],
         )
+
+
+def same_hook(mesh: Mesh, what: Transform | Pipeline) -> None:
+    """Raise on all ranks unless they register the same hook or pipeline.
+
+    Raises:
+        DesyncError: naming the first rank that differs from rank 0.
+    """
+
+    def odd(values: list[list[str]]) -> Any:
+        for rank, (spec, shown) in enumerate(values):
+            if spec != values[0][0]:
+                return [
+                    rank,
+                    f"rank {rank} registers {shown}, but rank 0 {values[0][1]}; register the same on all ranks",
+                ]
+        return None
+
+    problem = mesh.exchange([what.spec.canonical(), repr(what)], odd)
+    if problem:
+        raise DesyncError(problem[1], rank=problem[0])

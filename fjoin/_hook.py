@@ -85,7 +85,7 @@ class HookRun:
         self.fresh = any(part.spec.name in ("mean", "sum_over") for part in last)
         self.given = 1.0
         self._waves: Waves | None = None
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         self._bound: dict[str, Any] = {}
         self._in_waves = False
         self._side: Any = None  # on CUDA, the stream that buckets' hooks run in
@@ -135,7 +135,7 @@ class HookRun:
             else:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(_Call(self, bucket_state, params, lane["weight"], carried, first))
+            self._calls.append(Call(self, bucket_state, params, lane["weight"], carried, first))
 
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket."""
@@ -210,10 +210,22 @@ class HookRun:
         return self._early.sums(state.buckets[0])  # type: ignore[union-attr,misc]
 
 
-class _Call:
+class GivesCalls(Protocol):
+    """What a `Call` asks of what it belongs to; see `HookRun`."""
+
+    given: float
+    flat: bool
+    fresh: bool
+
+    def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]: ...
+
+
+class Call:
     """One bucket's call of the hook in one step."""
 
-    def __init__(self, run: HookRun, old: Any, params: dict[str, Tensor], weight: float, lane: Any, first: Any) -> None:
+    def __init__(
+        self, run: GivesCalls, old: Any, params: dict[str, Tensor], weight: float, lane: Any, first: Any
+    ) -> None:
         self._run, self._old, self._params, self._weight = run, old, params, weight
         self._lane = lane if first is None else None
         self._first, self.done = first, False

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ._mesh import Mesh
-from ._storage import Storage, apart, put
+from ._storage import apart, put
 from ._wire import Outgoing
 from .transforms._base import Transform
 from .transforms.axes._env import bind_axes
 
 
+class Holds(Protocol):
+    """Where parameters are: path -> parameter, and the memory that they lie in."""
+
+    leaves: dict[str, Tensor]
+    flats: list[Tensor]
+
+
 def run_stages(
-    parts: Sequence[Transform], states: Any, storage: Storage, outgoing: list[Outgoing], mesh: Mesh, **extra: Any
+    parts: Sequence[Transform], states: Any, storage: Holds, outgoing: list[Outgoing], mesh: Mesh, **extra: Any
 ) -> tuple[Any, ...]:
     """Run stages on all gradients, one after the other, and put the result in their place; the new states.
 

@@ -16,6 +16,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
+from ._ddp_hook import REGISTERED
 from ._errors import JoinError
 from ._joinable import JoinHook
 
@@ -47,7 +48,8 @@ class DDPHook(JoinHook):
     """
 
     def __init__(self, ddp: DistributedDataParallel, join: Iteration, notifies: bool, by_world: bool) -> None:
-        self.ddp, self._join, self._notifies, self._by_world = ddp, join, notifies, by_world
+        self.ddp, self._join, self._notifies = ddp, join, notifies
+        self._by_world = by_world or ddp in REGISTERED  # whose hook divides by the weights
         ignored = ddp.parameters_to_ignore
         self.params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         self._handles: list[Any] = []

@@ -1,0 +1,277 @@
+"""Our hooks and pipelines as the communication hook of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ._axis import Work
+from ._guard import Guard
+from ._hook import Call
+from ._mesh import Mesh
+from ._stages import run_stages
+from ._stepper import Stepper
+from ._storage import apart, put
+from ._waves import Waves
+from ._wire import Outgoing
+from .transforms._base import Pipeline, Transform
+from .transforms._bucketwise import merge, restrict
+from .transforms._combine import stages
+from .transforms._layout import Bucket
+from .transforms._plan import make_plan
+from .transforms._tree import choose_state
+from .transforms.axes._env import bind_axes, bound
+from .transforms.optimizers._lift import init as init_states
+from .transforms.sync._mean import MeanState
+
+
+class FromDDP(Outgoing):
+    """One of the module's buckets in one backward pass."""
+
+    def __init__(self, paths: tuple[str, ...], bucket: GradBucket) -> None:
+        self.wire = self.grads = bucket.buffer()
+        self.work: Work | None = None
+        self.seen = torch.zeros((), device=self.grads.device)
+        # The module's own views: they lie in memory as the parameters do.
+        self._by_path = dict(zip(paths, bucket.gradients(), strict=True))
+        self.bucket = Bucket(paths, (), self.grads.numel(), self.grads.dtype, self.grads.device, True, ())
+
+    def by_path(self) -> dict[str, Tensor]:
+        return self._by_path
+
+
+class DDPRun:
+    """What a module's communication hook calls, bucket by bucket, and after the last one.
+
+    Attributes:
+        leaves: Path -> parameter.
+        flats: The parameters' memory, which what a pure function keeps must not share.
+    """
+
+    # What a `Call` asks of the hook that it belongs to.
+    given, flat, fresh = 1.0, False, False
+
+    def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
+        self._mesh, self._pipeline, self._stages = mesh, pipeline, stages(hook)
+        self.skips = pipeline is not None and pipeline.spec.name == "skip_if_nonfinite"
+        self._plan = plan = make_plan(hook, tuple(mesh.shape))
+        ignored = ddp.parameters_to_ignore
+        params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
+        self.leaves, self._path_of = params, {p: path for path, p in params.items()}
+        self.flats = [p.detach() for p in params.values()]
+        self.ranks = math.prod(axis.size for axis in mesh.over(plan.axes))
+        self.unit = 2.0 ** -math.floor(math.log2(self.ranks)) if plan.reduce is not None else 1.0
+        self._guard = Guard(self.ranks, norm=plan.clip is not None, skips=self.skips)
+        held = {path: p.detach() for path, p in params.items()}
+        self.hook_state: tuple[Any, ...] = apart(tuple(part.init(held) for part in self._stages), self.flats)
+        self.after_state = apart(pipeline.after.init(held), self.flats) if pipeline and pipeline.after else ()
+        self.stepper = Stepper()
+        if pipeline is not None:
+            if pipeline.optimizer.check:
+                pipeline.optimizer.check(held)
+            for path, state in init_states(pipeline.optimizer, held).items():
+                self.stepper.states[path] = state
+        self.step, self.skipped, self.total = 0, 0, math.nan
+        self.pending: float | None = None  # the weight of the next pass that is synchronised
+        self._weight = 1.0
+        self._outs: list[Outgoing] = []
+        self._futures: list[torch.futures.Future[Tensor]] = []
+        self._calls: list[Call] = []
+        self._waves: Waves | None = None
+        self._lane: tuple[Tensor, Work] | None = None
+        self._used: set[str] | None = None
+        if pipeline is not None and (ddp.find_unused_parameters or ddp.static_graph):
+            self._used = used = set()
+            for path, p in params.items():
+                p.register_hook(lambda grad, path=path: used.add(path))
+
+    # -- bucket by bucket -------------------------------------------------------------------------------
+
+    def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Send one bucket; what is returned is complete once the last one has been."""
+        if bucket.index() == 0:
+            self._begin()
+        out = FromDDP(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[out.grads.device] if out.grads.is_cuda else None
+        )
+        self._outs.append(out)
+        self._futures.append(future)
+        try:
+            with torch.no_grad():
+                self._launch(out)
+                if bucket.is_last():
+                    self._finish()
+        except BaseException:
+            self._forget()
+            raise
+        return future
+
+    def _begin(self) -> None:
+        self._forget()
+        shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
+        self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
+
+    def _forget(self) -> None:
+        """Drop a pass that has ended, or failed."""
+        if self._waves is not None:
+            self._waves.clear()
+        self._outs, self._futures, self._calls, self._waves, self._lane = [], [], [], None, None
+
+    def _share(self) -> float:
+        """What this rank counts in the sum."""
+        assert self._plan.reduce is not None
+        by_weight = self._plan.reduce.spec.name == "sum_over" or self._plan.reduce.spec["over"] == "weight"
+        return self._weight if by_weight else float(self._weight > 0)
+
+    def _launch(self, out: FromDDP) -> None:
+        first = len(self._outs) == 1
+        if self._plan.reduce is not None:
+            factor = self._share() * self.unit
+            if factor == 0.0:
+                out.grads.zero_()  # 0 times NaN is NaN
+            elif factor != 1.0:
+                out.grads.mul_(factor)
+            if first:
+                share = torch.full((1,), self._share(), dtype=torch.float64, device=out.grads.device)
+                self._lane = share, self._mesh.reduce_(share, self._plan.axes)
+            out.work = self._mesh.reduce_(out.grads, self._plan.axes)
+            return
+        if self._plan.early is None:
+            return
+        if first:
+            self._waves = Waves(self._mesh.axes) if out.grads.device.type == "cpu" and self.ranks > 1 else None
+        paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
+        count = len(stages(self._plan.early))
+        states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])
+        old = states if count > 1 else states[0]
+        call = Call(self, old, params, self._weight, None, self._calls[0] if self._calls else None)
+        call.out = out
+        self._calls.append(call)
+        if self._waves is not None:
+            out.work = self._waves.start(call)
+        else:
+            with bind_axes({**bound(), **self._mesh.axes}):
+                call()
+
+    def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
+        """Call the stages that run bucket by bucket."""
+        assert self._plan.early is not None
+        return self._plan.early.update(*args, lane_dtype=torch.float64, **extra)
+
+    # -- after the last -----------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        for out in self._outs:
+            out.arrive()
+        new: tuple[Any, ...] = ()
+        weight, divisor, clip = self._weight, 1.0, None
+        if self._plan.reduce is not None:
+            new, weight, divisor = self._summed()
+        elif self._calls:
+            new, weight = self._called()
+        rest, states = self._stages[len(new) :], self.hook_state[len(new) :]
+        if self._pipeline is not None and self._plan.reduce is not None and not self._plan.rest:
+            rest, clip = [], self._plan.clip  # the optimizer's kernel divides, and clips
+        elif divisor not in (0.0, 1.0):
+            for out in self._outs:
+                out.grads.div_(divisor)
+            divisor = 1.0
+        if rest:
+            states = run_stages(
+                rest, states, self, self._outs, self._mesh, weight=weight, lane=None, lane_dtype=torch.float64
+            )
+        if self._pipeline is None:
+            self.hook_state = (*new, *states)
+        else:
+            self._step(self._pipeline, (*new, *states), divisor, clip)
+        self.step += 1
+        for future, out in zip(self._futures, self._outs, strict=True):
+            future.set_result(out.grads)
+        self._forget()
+
+    def _summed(self) -> tuple[tuple[Any, ...], float, float]:
+        """Of a plain reduction its state, the total of the weights, and what the sums are still to be divided by."""
+        assert self._plan.reduce is not None and self._lane is not None
+        words, work = self._lane
+        work.wait()
+        self.total = float(words.item())
+        wide, spec = torch.tensor(self.total, dtype=torch.float64), self._plan.reduce.spec
+        if spec.name == "sum_over":
+            divisor = 1.0
+        else:
+            divisor = float(self.ranks) if spec["over"] == "world" else self.total
+        state = self.hook_state[0]
+        if isinstance(state, MeanState):
+            state = MeanState(wide, {})
+        return (state,), self.total, divisor * self.unit
+
+    def _called(self) -> tuple[tuple[Any, ...], Any]:
+        """Of the stages that ran bucket by bucket their states, and the weight for those behind them."""
+        early = self._plan.early
+        assert early is not None
+        states = [call.state for call in self._calls]
+        merged = merge(states, self.leaves)
+        new = merged if len(stages(early)) > 1 else (merged,)
+        if early.sums is None:
+            return new, self._weight
+        total = early.sums(states[0]).total
+        self.total = float(total)
+        return new, total
+
+    def _step(self, pipeline: Pipeline, state: tuple[Any, ...], divisor: float, clip: float | None) -> None:
+        """Judge the gradients, and step the module's parameters in place."""
+        outs = self._outs
+        for out in outs:
+            self._guard.look(out)
+        total = self.total if not math.isnan(self.total) else 1.0
+        sums: dict[str, Any] = {"weight": total, "total": total, "loss": 0.0}
+        if not self._plan.carries:  # the ranks' gradients differ, and so may what they make of them
+            bad = torch.tensor([float(self._guard.bad(outs))], device=self._mesh.device)
+            self._mesh.reduce_(bad, self._plan.axes).wait()
+            sums["nonfinite0"] = float(bad.item())
+        verdict = self._guard.judge(self.step, sums, outs, divisor, clip)
+        if verdict.error is not None:
+            if not self.skips:
+                raise verdict.error
+            self.skipped += 1
+        if not verdict.changes:
+            return
+        self.hook_state = state
+        used = self._used_anywhere()
+        items = [
+            (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
+            for out in outs for path, grad in out.by_path().items() if used is None or path in used
+        ]  # fmt: skip
+        self.stepper.step(items, grad_scale=verdict.scale, found_inf=verdict.found_inf)
+        for _, _, param, _ in items:
+            torch.autograd.graph.increment_version(param)
+        if pipeline.after is not None:
+            params = {path: p.detach() for path, p in self.leaves.items()}
+            with bind_axes(self._mesh.axes):
+                new, after = pipeline.after.update(params, self.after_state, params, weight=self._weight)
+            after = apart(after, self.flats)
+            if verdict.found_inf is not None:
+                new, after = choose_state(verdict.found_inf == 0, (new, after), (params, self.after_state))
+            self.after_state = after
+            put(params, new)
+
+    def _used_anywhere(self) -> set[str] | None:
+        """The parameters that have a gradient on some rank, where not all must have one: one small message."""
+        if self._used is None:
+            return None
+        paths = list(self.leaves)
+        bits = torch.tensor([float(path in self._used) for path in paths], device=self._mesh.device)
+        self._used.clear()
+        self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
+        return {path for path, bit in zip(paths, bits.tolist(), strict=True) if bit}
+
+
+# The modules whose hook is ours: it divides by itself.
+REGISTERED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

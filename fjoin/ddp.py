@@ -1,0 +1,158 @@
+"""torch's DistributedDataParallel with the hooks and pipelines of fjoin.transforms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ._agree import same_hook
+from ._ddp_hook import REGISTERED, DDPRun
+from ._group_mesh import mesh_over
+from ._mesh import Mesh
+from ._stepper import named_fields
+from .transforms._base import Pipeline, Transform
+from .transforms._plan import axes_of, make_plan
+
+
+class Handle:
+    """A registered hook; made by `fjoin.ddp.register`.
+
+    Attributes:
+        step: Synchronised backward passes so far.
+        skipped: Steps left out by `skip_if_nonfinite`.
+        total: The sum of the ranks' weights in the last of them; NaN where the hook does not reduce.
+    """
+
+    def __init__(self, run: DDPRun) -> None:
+        self._run = run
+
+    def weight(self, weight: float) -> None:
+        """Set this rank's weight in the mean, for the next backward pass that is synchronised; 1 where it is not set.
+
+        Raises:
+            ValueError: a weight that is negative or not finite.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"a weight must be a finite number, at least 0, got {weight!r}")
+        self._run.pending = float(weight)
+
+    @property
+    def step(self) -> int:
+        return self._run.step
+
+    @property
+    def skipped(self) -> int:
+        return self._run.skipped
+
+    @property
+    def total(self) -> float:
+        return self._run.total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
+        run = self._run
+        return {
+            "step": run.step,
+            "skipped": run.skipped,
+            "hook": named_fields(run.hook_state),
+            "after": named_fields(run.after_state),
+            "optimizer": {path: named_fields(state) for path, state in run.stepper.states.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, for the same pipeline and parameters.
+
+        Raises:
+            ValueError: the state of another pipeline, or of other parameters.
+        """
+        run = self._run
+        new: dict[str, Any] = {}
+        for name, old in (("hook", run.hook_state), ("after", run.after_state)):
+            tree: Any = old
+            have, want = named_fields(old), state_dict[name]
+            if have.keys() != want.keys():
+                raise ValueError(f"the state of the {name} has {sorted(want)}, but here it has {sorted(have)}")
+            new[name] = optree.tree_unflatten(
+                optree.tree_structure(tree), [v.clone() if isinstance(v, Tensor) else v for v in want.values()]
+            )
+        if run.stepper.states.keys() != state_dict["optimizer"].keys():
+            raise ValueError(
+                f"the optimizer's state is of the parameters {sorted(state_dict['optimizer'])}, but the module has "
+                f"{sorted(run.stepper.states)}"
+            )
+        optimizer = run._pipeline.optimizer if run._pipeline is not None else None
+        if optimizer is not None:
+            run.stepper.load(
+                (path, optimizer.at(path), run.leaves[path].detach(), named)
+                for path, named in state_dict["optimizer"].items()
+            )
+        run.hook_state, run.after_state = new["hook"], new["after"]
+        run.step, run.skipped = state_dict["step"], state_dict["skipped"]
+
+
+def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: Mesh | None = None) -> Handle:
+    """Let a hook, or a whole fused pipeline, be the communication hook of a DistributedDataParallel.
+
+    The buckets' messages travel while backward goes on, in a fixed order; after the last bucket come the stages that need
+    all gradients, and with a pipeline the optimizer's step, in place on the module's own parameters. After
+    `loss.backward()` the gradients are what the hook made of them, and with a pipeline the parameters have been stepped:
+    there is no `optimizer.step()`. `zero_grad()` is still needed, since DistributedDataParallel adds what comes next to
+    what is there. Under `no_sync` nothing is sent or stepped; what has been added up then goes with the next pass.
+
+    A mean over weights takes the weight that `handle.weight(w)` has set before backward, one extra message of one number
+    with the first bucket. In a Join, torch's or ours, a rank without input counts 0; so with a pipeline all ranks
+    take every step. Divisors of the Join have no effect: the hook divides.
+
+    With a pipeline, parameters that no rank uses, where find_unused_parameters or static_graph allow that, are left
+    alone, as by torch.optim: one more small message in each step.
+
+    Args:
+        model: The module; it can be given one hook.
+        what: A `Transform` or a `Pipeline`.
+        mesh: The ranks, where the hook has several axes; by default those of the module's group, as the hook's one axis.
+
+    Returns:
+        A `Handle`.
+
+    Raises:
+        TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline, or a transform that acts
+            on a flat message.
+        ValueError: the module has a hook already; the hook's axes are not those of the module's group.
+        DesyncError: on all ranks: they register different things.
+        NonFinite: out of backward, on all ranks, with a pipeline that is not in `skip_if_nonfinite`; nothing is stepped.
+
+    Same as: register_comm_hook, _register_fused_optim.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"register takes a DistributedDataParallel, got a {type(model).__name__}")
+    if not isinstance(what, (Transform, Pipeline)):
+        raise TypeError(f"register takes a transform or a pipeline, got {what!r}; for example mean('data')")
+    if model._comm_hooks:
+        raise ValueError("this module has a communication hook already; a module can be given one only")
+    hook = what.hook if isinstance(what, Pipeline) else what
+    if mesh is None:
+        named = axes_of(hook, ())
+        if len(named) > 1:
+            raise ValueError(f"{hook!r} has the axes {sorted(named)}; pass mesh=fjoin.mesh(...) that has them")
+        mesh = mesh_over(model.process_group, next(iter(named), "data"))
+    if mesh.size != model.process_group.size():
+        raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
+    early = make_plan(hook, tuple(mesh.shape)).early
+    if early is not None and early.scope == "message":
+        raise TypeError(f"{early!r} acts on one flat message of a known layout, which a module's bucket is not")
+    same_hook(mesh, what)
+    run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
+
+    def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return state(bucket)
+
+    fjoin_hook.__annotations__ = {}  # which torch compares with objects, not with the texts that they are here
+    model.register_comm_hook(run, fjoin_hook)
+    REGISTERED.add(model)
+    return Handle(run)
