@@ -18,6 +18,9 @@ TITLES = {
     "10m": "10M transformer",
     "50m": "50M MLP, large tensors",
     "join": "10M transformer, epochs of 14 against 10 batches",
+    "step 1m": "1M MLP, optimizer alone",
+    "step 10m": "10M transformer, optimizer alone",
+    "step 50m": "50M MLP, optimizer alone",
     "link": "10M transformer at 1 Gbit/s",
 }
 
@@ -53,6 +56,31 @@ ROWS = [
     Row("DDP and its optimizer in fjoin's Join / DDP in torch's Join", "join", "ddp our join", "ddp join"),
     Row("fjoin in join / DDP in torch's Join", "join", "ours join uneven", "ddp join"),
     Row("fused AdamW / DDP's _hook_then_optimizer", "10m", "ours", "ddp fused hook", 0.82),
+    Row("DDP with fjoin's pipeline as its hook / DDP", "10m", "ddp our hook", "ddp", 1.00),
+    Row(
+        "DDP with fjoin's pipeline as its hook / DDP's _hook_then_optimizer",
+        "10m",
+        "ddp our hook",
+        "ddp fused hook",
+        0.95,
+    ),
+    *(
+        Row(
+            f"{kind}, {text}",
+            f"step {model}",
+            f"O {name}{what}".strip(),
+            f"O {name}{base}".strip(),
+            target and target(model),
+        )
+        for model in ("1m", "10m", "50m")
+        for kind, name in (("AdamW", ""), ("SGD momentum", "sgd "))
+        for text, what, base, target in (
+            ("flat / torch's fused", "flat", "", lambda model: 0.95 if model == "10m" else None),
+            ("flat / torch's foreach", "flat", "foreach", None),
+            ("flat / torch's step_param loop", "flat", "loop", lambda model: 0.60 if model == "10m" else None),
+            ("fjoin.Optimizer / torch's fused", "list", "", None),
+        )
+    ),
     Row("pure reference path / DDP", "1m", "pure", "ddp", 1.12),
     Row("pure reference path / DDP", "10m", "pure", "ddp", 1.12),
 ]

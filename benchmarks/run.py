@@ -34,12 +34,28 @@ class Group(NamedTuple):
 
 
 DDP, PIECES = ("ddp", "ddp again"), ("C", "M", "O")
+STEPS = (
+    *DDP,
+    "O",
+    "O foreach",
+    "O loop",
+    "O list",
+    "O flat",
+    "O sgd",
+    "O sgd foreach",
+    "O sgd loop",
+    "O sgd list",
+    "O sgd flat",
+)
 GROUPS = {
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", "ddp our join", *PIECES)),
     "1m": Group("1m", 80, 4, (*DDP, "ours", "ours join", "pure", *PIECES)),
-    "10m": Group("10m", 40, 3, (*DDP, "ours", "ddp fused hook", "pure", *PIECES)),
+    "10m": Group("10m", 40, 3, (*DDP, "ours", "ddp fused hook", "ddp our hook", "pure", *PIECES)),
     "50m": Group("50m", 25, 2, (*DDP, "ours", "ours overlap_step", *PIECES)),
     "join": Group("10m epoch", 6, 1, (*DDP, "ddp join", "ddp our join", "ours join uneven")),
+    "step 10m": Group("10m", 40, 3, STEPS),
+    "step 1m": Group("1m", 60, 3, STEPS),
+    "step 50m": Group("50m", 15, 2, STEPS),
     "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", "ours overlap_step", *PIECES)),
 }
 ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import models
@@ -21,17 +22,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin._storage import Storage
+from fjoin.transforms._layout import make_layout
+
+with contextlib.redirect_stderr(io.StringIO()):  # they announce their deprecation past all filters
+    from torch.distributed.optim.functional_adamw import _FunctionalAdamW
+    from torch.distributed.optim.functional_sgd import _FunctionalSGD
 
 LR = 1e-3
 Variant = tuple[Callable[[int], None], Callable[[], list[Tensor]] | None]
 
 
-def ddp(name: str, batch: Any, mesh: Any, join: str = "", fused_hook: bool = False, **options: Any) -> Variant:
-    """torch's DistributedDataParallel with the fused AdamW: as a whole, in torch's or our Join, or stepped in its hook."""
+def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", **options: Any) -> Variant:
+    """torch's DistributedDataParallel with the fused AdamW: as a whole, in torch's or our Join, or stepped in its hook,
+    by torch or by our adapter."""
     x, y = batch
     model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    if fused_hook:
+    if hook == "ours":
+        fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)))
+    elif hook == "torch":
         with contextlib.redirect_stderr(io.StringIO()):  # it announces its deprecation past all filters
             model._register_fused_optim(torch.optim.AdamW, lr=LR)
 
@@ -39,7 +49,7 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", fused_hook: bool = Fal
         for _ in range(n):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            if not fused_hook:
+            if not hook:
                 optimizer.step()
 
     def run_joined(n: int) -> None:
@@ -128,16 +138,55 @@ def messages(name: str, batch: Any, mesh: Any) -> Variant:
     return run, None
 
 
-def optimizer(name: str, batch: Any, mesh: Any) -> Variant:
-    """O: torch's fused AdamW alone."""
+ADAMW = partial(torch.optim.AdamW, lr=LR, fused=True)
+SGD = partial(torch.optim.SGD, lr=LR, momentum=0.9)
+
+
+def with_grads(name: str) -> torch.nn.Module:
     model = models.model(name)
     for p in model.parameters():
         p.grad = torch.full_like(p, 1e-3)
-    adamw = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return model
+
+
+def optimizer(name: str, batch: Any, mesh: Any, make: Callable[[Any], Any] = ADAMW) -> Variant:
+    """An optimizer's step alone; O is torch's fused AdamW."""
+    stepped = make(with_grads(name).parameters())
 
     def run(n: int) -> None:
         for _ in range(n):
-            adamw.step()
+            stepped.step()
+
+    return run, None
+
+
+def loop(name: str, batch: Any, mesh: Any, make: Callable[..., Any]) -> Variant:
+    """torch's functional optimizer, parameter by parameter."""
+    params = list(with_grads(name).parameters())
+    with contextlib.redirect_stderr(io.StringIO()):
+        functional = make(params, lr=LR)
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            for p in params:
+                functional.step_param(p, p.grad)
+
+    return run, None
+
+
+def flat(name: str, batch: Any, mesh: Any, made: tx.Optimizer) -> Variant:
+    """Our step on the flat buffers of a training step."""
+    params = {path: p.detach() for path, p in models.model(name).named_parameters()}
+    layout = make_layout(params, lambda path: "")
+    storage = Storage(layout, params, made)
+    storage.make_slots()
+    grads = [torch.full_like(buffer, 1e-3) for buffer in storage.flats]
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            for i, grad in enumerate(grads):
+                for part, param, g, slots in storage.ranges(i, grad):
+                    part.step_param_(param, g, slots)
 
     return run, None
 
@@ -149,7 +198,8 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp 10": lambda *a: ddp(*a, bucket_cap_mb=10),
     "ddp join": lambda *a: ddp(*a, join="torch"),
     "ddp our join": lambda *a: ddp(*a, join="ours"),
-    "ddp fused hook": lambda *a: ddp(*a, fused_hook=True),
+    "ddp fused hook": lambda *a: ddp(*a, hook="torch"),
+    "ddp our hook": lambda *a: ddp(*a, hook="ours"),
     "ours": ours,
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
@@ -158,4 +208,13 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "C": compute,
     "M": messages,
     "O": optimizer,
+    "O foreach": lambda *a: optimizer(*a, partial(torch.optim.AdamW, foreach=True)),
+    "O loop": lambda *a: loop(*a, _FunctionalAdamW),
+    "O list": lambda *a: optimizer(*a, lambda ps: fjoin.Optimizer(ps, tx.adamw(LR))),
+    "O flat": lambda *a: flat(*a, tx.adamw(LR)),
+    "O sgd": lambda *a: optimizer(*a, partial(SGD, fused=True)),
+    "O sgd foreach": lambda *a: optimizer(*a, partial(SGD, foreach=True)),
+    "O sgd loop": lambda *a: loop(*a, partial(_FunctionalSGD, momentum=0.9)),
+    "O sgd list": lambda *a: optimizer(*a, lambda ps: fjoin.Optimizer(ps, tx.sgd(LR, momentum=0.9))),
+    "O sgd flat": lambda *a: flat(*a, tx.sgd(LR, momentum=0.9)),
 }
