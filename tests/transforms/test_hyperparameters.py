@@ -62,7 +62,7 @@ def test_schedules_of_any_hyperparameter() -> None:
     state, ours, want = opt.init(params), params, params
     plain_state = tx.adamw(0.1).init(params)
     for i, g in enumerate(grads):
-        assert abs(state["scale"].hyperparameters["weight_decay"] - 0.1 * i) < 1e-15
+        assert abs(state["scale"].scheduled["weight_decay"] - 0.1 * i) < 1e-15
         ours, state = opt.step(ours, g, state)
         now = tx.adamw(0.1 - 0.02 * i, weight_decay=0.1 * i)
         want, plain_state = now.step(want, g, plain_state)
@@ -93,6 +93,8 @@ def test_what_cannot_be_injected() -> None:
     opt = tx.inject_hyperparameters(tx.sgd(0.1))
     state = opt.init(params)
     raises_text(ValueError, lambda: tx.with_hyperparameters(state, momentum=0.9), "['momentum']", "'lr'")
+    follows = tx.inject_hyperparameters(tx.sgd(tx.constant(0.1))).init(params)
+    raises_text(ValueError, lambda: tx.with_hyperparameters(follows, lr=0.2), "['lr']")
     bad = tx.with_hyperparameters(state, lr=-1.0)
     raises_text(ValueError, lambda: opt.step(params, grads, bad), "lr must be at least 0")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root
+from ._formula import rate_at, wide_root
 from ._inplace import by_formula, in_place, new_step, not_negative, one_param
 from ._schedules import ScalarOrSchedule
 
@@ -63,9 +63,9 @@ def adafactor(
     """
     eps1, eps2 = eps
     not_negative(lr=lr, weight_decay=weight_decay, eps1=eps1, eps2=eps2)
-    if not beta2_decay <= 0:
+    if isinstance(beta2_decay, (int, float)) and not beta2_decay <= 0:
         raise ValueError(f"beta2_decay must be at most 0, got {beta2_decay!r}")
-    if not d >= 1:
+    if isinstance(d, (int, float)) and not d >= 1:
         raise ValueError(f"d must be at least 1, got {d!r}")
 
     def init_param(param: Tensor) -> AdafactorState:
@@ -101,4 +101,4 @@ def adafactor(
 
 
 def _rms(x: Tensor) -> Tensor:
-    return root((x * x).mean())
+    return wide_root(x, torch.mean).to(x.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root, used
+from ._formula import lerp, rate_at, root, used
 from ._inplace import check_betas, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule
 
@@ -117,7 +117,7 @@ def _adam(
             param = param * (1 - rate * weight_decay).to(dtype)
         elif used(weight_decay):
             grad = grad + weight_decay * param
-        exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
+        exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         largest = None if state.max_exp_avg_sq is None else torch.maximum(state.max_exp_avg_sq, exp_avg_sq)
         second = exp_avg_sq if largest is None else largest

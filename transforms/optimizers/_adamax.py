@@ -10,7 +10,7 @@ from torch.optim.adamax import adamax as torch_adamax
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, used
+from ._formula import lerp, rate_at, used
 from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -69,7 +69,7 @@ def adamax(
             grad = -grad
         if used(weight_decay):
             grad = grad + weight_decay * param
-        exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
+        exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_inf = torch.maximum(beta2 * state.exp_inf, grad.abs() + eps)
         rate = rate / (1 - torch.pow(beta1, step.double()))
         return param - rate.to(param.dtype) * (exp_avg / exp_inf), AdamaxState(step, exp_avg, exp_inf)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._tree import fields, with_fields
 from ._schedules import ScalarOrSchedule, value_at
 
 
 def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:
     """The learning rate of a step, 0-d float64."""
+    if step.is_meta:  # where only the form of a state is asked for
+        return torch.zeros((), dtype=torch.float64)
     return torch.as_tensor(value_at(lr, step), dtype=torch.float64)
 
 
@@ -24,3 +28,20 @@ def root(x: Tensor) -> Tensor:
     """The square root, with derivative 1 at 0, where it has none: so that one can differentiate through training."""
     zero = x == 0
     return torch.where(zero, x, torch.where(zero, torch.ones_like(x), x).sqrt())
+
+
+def lerp(start: Tensor, end: Tensor, share: Any) -> Tensor:
+    """start + share (end - start), without losing what is small beside the other."""
+    return torch.lerp(start, end, share.to(start.dtype) if isinstance(share, Tensor) else share)
+
+
+def wide_root(x: Tensor, reduced: Callable[[Tensor], Tensor]) -> Tensor:
+    """The root of the sum, or the mean, of squares, taken in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return root(reduced(wide * wide))
+
+
+def like(param: Tensor, state: Any, new: Tensor, fields_of: Any) -> tuple[Tensor, Any]:
+    """A step's result in the dtypes from before it: 0-d tensors take those of 0-d hyperparameters."""
+    pairs = zip(fields(state), fields(fields_of), strict=True)
+    return new.to(param.dtype), with_fields(fields_of, [b if a is None else b.to(a.dtype) for a, b in pairs])

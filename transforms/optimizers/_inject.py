@@ -14,13 +14,15 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import _FACTORIES, factory
 from .._tree import State, fields
+from ._formula import like, rate_at
 from ._inplace import one_param
 from ._wrap import each_part, step_in_place
 
 
 class InjectState(NamedTuple):
     inner: Any  # the other optimizer's state
-    hyperparameters: dict[str, Tensor]  # name -> value in the next step, 0-d float64
+    hyperparameters: dict[str, Tensor]  # name -> value, 0-d float64, until another is given
+    scheduled: dict[str, Tensor]  # name -> value in the next step, 0-d float64, of those that follow a schedule
 
     @property
     def step(self) -> Tensor:
@@ -39,7 +41,7 @@ def inject_hyperparameters(optimizer: Optimizer) -> Optimizer:
         optimizer: What one of this package's factories has made, also a `partition` of such.
 
     Returns:
-        An `Optimizer`. State: `InjectState(inner, hyperparameters)`.
+        An `Optimizer`. State: `InjectState(inner, hyperparameters, scheduled)`.
 
     Raises:
         TypeError: an optimizer that no factory has made.
@@ -54,7 +56,7 @@ def inject_hyperparameters(optimizer: Optimizer) -> Optimizer:
     >>> opt.step(params, {"w": torch.tensor(1.0)}, state)[0]
     {'w': tensor(0.7500)}
     """
-    return each_part(optimizer, _injected)
+    return each_part(optimizer, _injected, "inject_hyperparameters")
 
 
 def with_hyperparameters(state: State, **values: float) -> State:
@@ -65,7 +67,7 @@ def with_hyperparameters(state: State, **values: float) -> State:
         values: Name -> value, in all of them that have this name.
 
     Raises:
-        ValueError: a name that none of them has; the message lists what there is.
+        ValueError: a name that none of them has, or that follows a schedule; the message lists what there is.
 
     >>> from fjoin import transforms as tx
     >>> opt = inject_hyperparameters(tx.sgd(0.5, momentum=0.9))
@@ -74,15 +76,15 @@ def with_hyperparameters(state: State, **values: float) -> State:
     0.8
     """
     known: set[str] = set()
+    new: dict[int, Tensor] = {}
 
     def change(node: Any) -> Any:
         if not isinstance(node, InjectState):
             return node
         known.update(node.hyperparameters)
-        changed = {
-            name: torch.full_like(old, values[name]) if name in values else old
-            for name, old in node.hyperparameters.items()
-        }
+        changed = dict(node.hyperparameters)
+        for name in values.keys() & changed.keys():  # what many states share, they share again
+            changed[name] = new.setdefault(id(changed[name]), torch.full_like(changed[name], values[name]))
         return node._replace(hyperparameters=changed)
 
     out = optree.tree_map(change, state, is_leaf=lambda node: isinstance(node, InjectState))
@@ -147,29 +149,28 @@ def _injected(part: Optimizer) -> Optimizer:
     def fixed(*values: tuple[str, float]) -> Optimizer:
         return remade(part, dict(values))
 
-    def now(state: InjectState) -> dict[str, Tensor]:
-        """The hyperparameters of this step."""
-        found = {name: torch.as_tensor(s(state.step), dtype=torch.float64) for name, s in schedules.items()}
-        return {**state.hyperparameters, **found}
+    def scheduled(step: Tensor) -> dict[str, Tensor]:
+        return {name: rate_at(schedule, step) for name, schedule in schedules.items()}
 
     def init_param(param: Tensor) -> InjectState:
-        state = part.init_param(param)
+        inner = part.init_param(param)
         values = {name: torch.as_tensor(value, dtype=torch.float64).clone() for name, value in numbers.items()}
-        return InjectState(state, now(InjectState(state, values)))
+        return InjectState(inner, values, scheduled(inner.step))
 
     def step_param(param: Tensor, grad: Tensor, state: InjectState) -> tuple[Tensor, InjectState]:
-        values = now(state)
-        param, inner = remade(part, values).step_param(param, grad, state.inner)
-        return param, InjectState(inner, now(InjectState(inner, values)))
+        now = remade(part, {**state.hyperparameters, **scheduled(state.step)})
+        param, inner = like(param, state.inner, *now.step_param(param, grad, state.inner))
+        return param, InjectState(inner, state.hyperparameters, scheduled(inner.step))
 
     def step_params_(
         params: list[Tensor], grads: list[Tensor], states: list[InjectState], **guards: Tensor | None
     ) -> None:
-        values = now(states[0])
-        part = fixed(*((name, value.item()) for name, value in values.items()))
-        step_in_place(part, params, grads, [state.inner for state in states], **guards)
-        for name, schedule in schedules.items():
-            states[0].hyperparameters[name].copy_(torch.as_tensor(schedule(states[0].step)))
+        first = states[0]
+        values = {**first.hyperparameters, **scheduled(first.step)}
+        now = fixed(*((name, value.item()) for name, value in values.items()))
+        step_in_place(now, params, grads, [state.inner for state in states], **guards)
+        for name, value in scheduled(first.step).items():
+            first.scheduled[name].copy_(value)
 
     return Optimizer(
         init_param, step_param, one_param(step_params_), step_params_, elementwise=part.elementwise, check=part.check

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._adam import AdamState
-from ._formula import rate_at, root
+from ._formula import lerp, rate_at, root, wide_root
 from ._inplace import by_formula, check_betas, in_place, new_step, not_negative, one_param
 from ._schedules import ScalarOrSchedule
 
@@ -59,18 +59,18 @@ def lamb(
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         if maximize:
             grad = -grad
-        exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
+        exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         wide = step.double()
         correction1, correction2 = 1 - torch.pow(beta1, wide), (1 - torch.pow(beta2, wide)).sqrt()
         update = exp_avg / correction1.to(dtype) / (root(exp_avg_sq) / correction2.to(dtype) + eps)
         update = update + weight_decay * param
-        length, step_length = root((param * param).sum()), root((update * update).sum())
+        length, step_length = wide_root(param, torch.sum), wide_root(update, torch.sum)
         both = (length > 0) & (step_length > 0)
         ratio = torch.where(
             both, length / torch.where(both, step_length, torch.ones_like(length)), torch.ones_like(length)
         )
-        return param - rate.to(dtype) * ratio * update, AdamState(step, exp_avg, exp_avg_sq, None)
+        return param - rate.to(dtype) * ratio.to(dtype) * update, AdamState(step, exp_avg, exp_avg_sq, None)
 
     step_params_ = in_place(by_formula(step_param))
     return Optimizer(init_param, step_param, one_param(step_params_), step_params_, elementwise=False)

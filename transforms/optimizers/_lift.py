@@ -7,6 +7,7 @@ where a gradient is wanted it runs `step_param` leaf by leaf.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import optree
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
+from ._formula import like
 from ._inplace import copy_like
 
 
@@ -53,7 +55,7 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
     for members in groups.values():
         part = optimizer.at(path_string(paths[members[0]]))
         chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
-        hyper = {name: value for name, value in part.spec.args if isinstance(value, Tensor)}
+        hyper = dict(_tensor_arguments(part))
         # Kernels take numbers, and for the learning rate a tensor too.
         run = _on_copies if plain(*chosen, hyper) and hyper.keys() <= {"lr"} else _leafwise
         for i, (param, new) in zip(members, run(part, *chosen), strict=True):
@@ -61,10 +63,18 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
+def _tensor_arguments(part: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, value in part.spec.args:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, Optimizer):
+            yield from _tensor_arguments(value)
+
+
 def _leafwise(
     part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
 ) -> list[tuple[Tensor, Any]]:
-    return [part.step_param(p, g, s) for p, g, s in zip(params, grads, states, strict=True)]
+    return [like(p, s, *part.step_param(p, g, s)) for p, g, s in zip(params, grads, states, strict=True)]
 
 
 def _on_copies(

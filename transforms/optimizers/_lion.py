@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at
+from ._formula import lerp, rate_at
 from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -62,9 +62,9 @@ def lion(
         rate = rate_at(lr, state.step)
         if maximize:
             grad = -grad
-        direction = (state.exp_avg + (1 - beta1) * (grad - state.exp_avg)).sign()
+        direction = lerp(state.exp_avg, grad, 1 - beta1).sign()
         param = param * (1 - rate * weight_decay).to(param.dtype) - rate.to(param.dtype) * direction
-        return param, LionState(state.step + 1, state.exp_avg + (1 - beta2) * (grad - state.exp_avg))
+        return param, LionState(state.step + 1, lerp(state.exp_avg, grad, 1 - beta2))
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[LionState]) -> None:
         rate, averages = kernel_lr(lr, states[0].step), slots(states, "exp_avg")

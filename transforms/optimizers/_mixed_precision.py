@@ -57,7 +57,7 @@ def mixed_precision(optimizer: Optimizer, dtype: torch.dtype = torch.float32) ->
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"mixed_precision: dtype must be a floating-point dtype, got {dtype!r}")
-    return each_part(optimizer, lambda part: _with_master(part, dtype))
+    return each_part(optimizer, lambda part: _with_master(part, dtype), "mixed_precision", dtype=dtype)
 
 
 def _with_master(part: Optimizer, dtype: torch.dtype) -> Optimizer:

@@ -10,7 +10,7 @@ from torch.optim.nadam import nadam as torch_nadam
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root, used
+from ._formula import lerp, rate_at, root, used
 from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -81,7 +81,7 @@ def nadam(
         wide = step.double()
         mu, mu_next = (beta1 * (1 - 0.5 * torch.pow(0.96, t * momentum_decay)) for t in (wide, wide + 1))
         product = state.mu_product * mu.to(torch.float32)
-        exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
+        exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         below = root(exp_avg_sq / (1 - torch.pow(beta2, wide)).to(dtype)) + eps
         of_grad = rate * (1 - mu) / (1 - product.double())

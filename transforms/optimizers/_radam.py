@@ -10,7 +10,7 @@ from torch.optim.radam import radam as torch_radam
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root, used
+from ._formula import lerp, rate_at, root, used
 from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -76,7 +76,7 @@ def radam(
             param = param * (1 - rate * weight_decay).to(dtype)
         elif used(weight_decay):
             grad = grad + weight_decay * param
-        exp_avg = state.exp_avg + (1 - beta1) * (grad - state.exp_avg)
+        exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         wide = step.double()
         correction2 = 1 - torch.pow(beta2, wide)

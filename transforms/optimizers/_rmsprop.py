@@ -10,7 +10,7 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root, used
+from ._formula import lerp, rate_at, root, used
 from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
 from ._schedules import ScalarOrSchedule
 
@@ -82,7 +82,7 @@ def rmsprop(
         square_avg = alpha * state.square_avg + (1 - alpha) * grad * grad
         second, grad_avg, velocity = square_avg, state.grad_avg, state.momentum
         if grad_avg is not None:
-            grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
+            grad_avg = lerp(grad_avg, grad, 1 - alpha)
             second = square_avg - grad_avg * grad_avg
         direction = grad / (root(second) + eps)
         if velocity is not None:

@@ -57,7 +57,8 @@ def sgd(
     tensor([0.8000])
     """
     not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
-    if nesterov and (momentum <= 0 or dampening != 0):
+    known = isinstance(momentum, (int, float)) and isinstance(dampening, (int, float))
+    if nesterov and known and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"nesterov needs momentum above 0 and dampening 0, got momentum={momentum!r}, dampening={dampening!r}"
         )

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from .._base import Optimizer
+from .._spec import Spec
 from .._tree import fields, with_fields
 
 
-def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer]) -> Optimizer:
-    """An optimizer wrapped, or each part of one that differs by path."""
+def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name: str, **args: Any) -> Optimizer:
+    """An optimizer wrapped, or each part of one that differs by path.
+
+    Args:
+        name, args: Of the factory that wraps, which the parts then seem to be made by.
+    """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected an Optimizer, got {optimizer!r}")
     if optimizer.select is None:
         return wrap(optimizer)
-    select, wrapped = optimizer.select, functools.cache(wrap)  # one part stays one, whatever the path
+    select = optimizer.select
+    wrapped: dict[int, tuple[Optimizer, Optimizer]] = {}  # one part stays one, whatever the path; they are kept alive
+
+    def at(path: str) -> Optimizer:
+        part = select(path)
+        if id(part) not in wrapped:
+            spec = Spec(name, (("optimizer", part), *args.items()))
+            wrapped[id(part)] = part, wrap(part).with_spec(spec)
+        return wrapped[id(part)][1]
+
     return Optimizer(
         optimizer.init_param,
         optimizer.step_param,
         optimizer.step_param_,
         elementwise=optimizer.elementwise,
-        select=lambda path: wrapped(select(path)),
+        select=at,
         check=optimizer.check,
     )
 
