@@ -58,7 +58,7 @@ class DDPRun:
     given, flat, fresh = 1.0, False, False
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
-        self._mesh, self._pipeline, self._stages = mesh, pipeline, stages(hook)
+        self._mesh, self.pipeline, self._stages = mesh, pipeline, stages(hook)
         self.skips = pipeline is not None and pipeline.spec.name == "skip_if_nonfinite"
         self._plan = plan = make_plan(hook, tuple(mesh.shape))
         ignored = ddp.parameters_to_ignore
@@ -67,7 +67,7 @@ class DDPRun:
         self.flats = [p.detach() for p in params.values()]
         self.ranks = math.prod(axis.size for axis in mesh.over(plan.axes))
         self.unit = 2.0 ** -math.floor(math.log2(self.ranks)) if plan.reduce is not None else 1.0
-        self._guard = Guard(self.ranks, norm=plan.clip is not None, skips=self.skips)
+        self._guard = Guard(self.ranks, skips=self.skips)
         held = {path: p.detach() for path, p in params.items()}
         self.hook_state: tuple[Any, ...] = apart(tuple(part.init(held) for part in self._stages), self.flats)
         self.after_state = apart(pipeline.after.init(held), self.flats) if pipeline and pipeline.after else ()
@@ -171,26 +171,23 @@ class DDPRun:
         for out in self._outs:
             out.arrive()
         new: tuple[Any, ...] = ()
-        weight, divisor, clip = self._weight, 1.0, None
+        weight: Any = self._weight
         if self._plan.reduce is not None:
             new, weight, divisor = self._summed()
+            if divisor not in (0.0, 1.0):
+                for out in self._outs:
+                    out.grads.div_(divisor)
         elif self._calls:
             new, weight = self._called()
-        rest, states = self._stages[len(new) :], self.hook_state[len(new) :]
-        if self._pipeline is not None and self._plan.reduce is not None and not self._plan.rest:
-            rest, clip = [], self._plan.clip  # the optimizer's kernel divides, and clips
-        elif divisor not in (0.0, 1.0):
-            for out in self._outs:
-                out.grads.div_(divisor)
-            divisor = 1.0
-        if rest:
+        states = self.hook_state[len(new) :]
+        if rest := self._stages[len(new) :]:
             states = run_stages(
                 rest, states, self, self._outs, self._mesh, weight=weight, lane=None, lane_dtype=torch.float64
             )
-        if self._pipeline is None:
+        if self.pipeline is None:
             self.hook_state = (*new, *states)
         else:
-            self._step(self._pipeline, (*new, *states), divisor, clip)
+            self._step(self.pipeline, (*new, *states))
         self.step += 1
         for future, out in zip(self._futures, self._outs, strict=True):
             future.set_result(out.grads)
@@ -225,9 +222,9 @@ class DDPRun:
         self.total = float(total)
         return new, total
 
-    def _step(self, pipeline: Pipeline, state: tuple[Any, ...], divisor: float, clip: float | None) -> None:
+    def _step(self, pipeline: Pipeline, state: tuple[Any, ...]) -> None:
         """Judge the gradients, and step the module's parameters in place."""
-        outs = self._outs
+        outs, used = self._outs, self._used_anywhere()
         for out in outs:
             self._guard.look(out)
         total = self.total if not math.isnan(self.total) else 1.0
@@ -236,7 +233,7 @@ class DDPRun:
             bad = torch.tensor([float(self._guard.bad(outs))], device=self._mesh.device)
             self._mesh.reduce_(bad, self._plan.axes).wait()
             sums["nonfinite0"] = float(bad.item())
-        verdict = self._guard.judge(self.step, sums, outs, divisor, clip)
+        verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
         if verdict.error is not None:
             if not self.skips:
                 raise verdict.error
@@ -244,14 +241,11 @@ class DDPRun:
         if not verdict.changes:
             return
         self.hook_state = state
-        used = self._used_anywhere()
         items = [
             (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
             for out in outs for path, grad in out.by_path().items() if used is None or path in used
         ]  # fmt: skip
-        self.stepper.step(items, grad_scale=verdict.scale, found_inf=verdict.found_inf)
-        for _, _, param, _ in items:
-            torch.autograd.graph.increment_version(param)
+        self.stepper.step(items, found_inf=verdict.found_inf)
         if pipeline.after is not None:
             params = {path: p.detach() for path, p in self.leaves.items()}
             with bind_axes(self._mesh.axes):

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._axis import GroupAxis
 from ._errors import CollectiveTimeout, FjoinError, PeerLost
 from ._mesh import Mesh
-from ._sockets import connections, shut
+from ._sockets import Connections, shut
 
 TIMEOUT_S = 600.0
 # How long a rank whose connection broke waits for the failed rank's own account of it.
@@ -37,7 +37,7 @@ class GroupMesh(Mesh):
     """A mesh over process groups, which it takes down where a rank fails.
 
     Args:
-        loops: The event loops of these groups' connections, where they are known.
+        connections: Those of these groups, where they are known.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GroupMesh(Mesh):
         everyone: Any,
         timeout_s: float,
         ordered: bool,
-        loops: Collection[int] = (),
+        connections: Connections | None = None,
     ) -> None:
         self._everyone = GroupAxis(everyone, ordered)
         # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
@@ -64,7 +64,7 @@ class GroupMesh(Mesh):
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._cuda = "nccl" in dist.get_backend_config(everyone)
-        self._loops = loops
+        self._connections = connections or Connections()
         self._down = False
 
     @property
@@ -140,10 +140,10 @@ class GroupMesh(Mesh):
                 account = {"rank": self.rank, "step": step, "error": f"{type(error).__name__}: {error}"}
                 if self._store.add("failures", 1) == 1:
                     self._store.set("failure", json.dumps(account))
-        open_ = connections(self._loops)
+        opened = self._connections.opened()
         self.take_down()
         # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
-        shut(open_)
+        shut(opened)
 
     def take_down(self) -> None:
         """Destroy the groups of this mesh; peers that wait in them get an error at once."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._group_mesh import TIMEOUT_S, GroupMesh, mesh_over
 from ._mesh import Mesh, SimulatedMesh
-from ._sockets import event_loops
+from ._sockets import Connections, event_loops
 from .transforms._errors import NotVmappable
 from .transforms.axes._env import One, bind_axes, bound, under_vmap
 from .transforms.axes._lockstep import SimulatedAxis
@@ -80,7 +80,7 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
             if dist.get_rank() in line:
                 groups[name] = group
     everyone = next(iter(groups.values())) if len(groups) == 1 else dist.new_group(timeout=timeout)
-    made = GroupMesh(sizes, groups, everyone, timeout_s, ordered, event_loops() - before)
+    made = GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before))
     _MADE.add(made)
     return made
 
@@ -125,7 +125,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
         everyone = next(iter(groups.values()))
     else:
         everyone = _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)
-    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, event_loops() - before)
+    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before))
 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:

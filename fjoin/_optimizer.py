@@ -51,14 +51,37 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}"
             )
+        if optimizer.spec.name == "inject_hyperparameters":
+            raise TypeError(
+                f"{optimizer!r} keeps its hyperparameters in its state; here they stand in param_groups: leave it away"
+            )
         self._optimizer = optimizer
         self._stepper = Stepper(self._show)
         self._made: dict[Any, _base.Optimizer] = {}  # with the hyperparameters of the last steps
         hyperparameters = {} if optimizer.select else number_arguments(optimizer)
         self._names = tuple(hyperparameters)
         super().__init__(params, hyperparameters)
-        if optimizer.check:
-            optimizer.check(self._by_path())
+        self._check()
+        self._ready = True
+
+    def _check(self) -> None:
+        by_path = self._by_path()
+        if self._optimizer.check:
+            self._optimizer.check(by_path)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; a group that the optimizer cannot serve is not added."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_ready"):  # not while the first groups come
+            try:
+                self._check()
+            except ValueError:
+                self.param_groups.pop()
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_optimizer", "_names", "_stepper", "_ready")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_made": {}}  # type: ignore[no-untyped-call]
 
     def _by_path(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -109,16 +132,17 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, or states of another optimizer.
         """
-        super().load_state_dict(state_dict)
         order = [
             (name, param)
             for group in self.param_groups
             for name, param in zip(_names(group), group["params"], strict=True)
         ]
         saved = state_dict["state"]  # in its own dtypes, which torch makes the parameters'
-        self._stepper.load(
+        states = self._stepper.prepared(
             (param, self._optimizer.at(name), param, saved[i]) for i, (name, param) in enumerate(order) if saved.get(i)
         )
+        super().load_state_dict(state_dict)
+        self._stepper.adopt(states)
 
 
 def _names(group: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from .transforms._base import Optimizer
@@ -36,7 +37,7 @@ class Stepper:
             key, part, param, _ = item
             kind = (id(part), param.dtype, param.device)
             if key not in self.states:  # all that begin together are of one age
-                state = part.init_param(param)
+                state = part.init_param(param.detach())
                 self.share(part, key, state, fresh.setdefault(kind, state))
             kinds.setdefault((*kind, id(self.states[key].step)), []).append(item)
         for some in kinds.values():
@@ -46,32 +47,60 @@ class Stepper:
                                             for f, c in zip(fields(first), part.common, strict=True)])  # fmt: skip
                 for key, *_ in some:
                     self.share(part, key, self.states[key], first)
-            states = [self.states[key] for key, *_ in some]
-            step_in_place(part, [item[2] for item in some], [item[3] for item in some], states, **guards)
+            states, params = [self.states[key] for key, *_ in some], [param for _, _, param, _ in some]
+            here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
+            step_in_place(part, params, [grad for *_, grad in some], states, **here)
+            # Fused kernels do not count as writes: a graph that still needs the old values would silently use the new.
+            torch.autograd.graph.increment_version(params)
 
     def share(self, part: Optimizer, key: Any, state: Any, like: Any) -> None:
         """Put a state under a key, its 0-d fields being those of another state."""
-        pairs = zip(fields(state), fields(like), part.common, strict=True)
-        self.states[key] = with_fields(state, [other if common else own for own, other, common in pairs])
+        self.states[key] = _sharing(part, state, like)
         self._changed(key, self.states[key])
 
-    def load(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Tensor]]]) -> None:
-        """Take over states of tensors by name, for (key, optimizer, parameter, state) each; equal ages are shared again.
+    def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Tensor]]]) -> dict[Any, Any]:
+        """States from tensors by name, for (key, optimizer, parameter, state) each; equal ages are shared again.
 
         Raises:
-            ValueError: a state of another optimizer.
+            ValueError: a state of another optimizer, or of a parameter of another shape.
         """
-        self.states.clear()
+        new: dict[Any, Any] = {}
         alike: dict[Any, Any] = {}
         for key, part, param, named in given:
-            state = part.init_param(param)
-            names = named_fields(state)
-            if names.keys() != named.keys():
-                raise ValueError(f"the state of {_whose(key)} has {sorted(named)}, but {part!r} keeps {sorted(names)}")
-            for name, tensor in names.items():
-                tensor.copy_(named[name])
+            state = part.init_param(param.detach())
+            fill(f"the state of {_whose(key)}", named_fields(state), named)
             ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
-            self.share(part, key, state, alike.setdefault((id(part), param.dtype, param.device, ages), state))
+            like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
+            new[key] = _sharing(part, state, like)
+        return new
+
+    def adopt(self, states: dict[Any, Any]) -> None:
+        """Go on with what `prepared` made."""
+        self.states = states
+        for key, state in states.items():
+            self._changed(key, state)
+
+
+def fill(what: str, places: dict[str, Any], given: dict[str, Any]) -> None:
+    """Write tensors to the places of the same names, in the dtypes and on the devices of these.
+
+    Raises:
+        ValueError: other names or shapes.
+    """
+    if places.keys() != given.keys():
+        raise ValueError(f"{what} has {sorted(given)}, but here it has {sorted(places)}")
+    for name, place in places.items():
+        if isinstance(place, Tensor) and place.shape != given[name].shape:
+            raise ValueError(f"{what}: {name!r} has shape {tuple(given[name].shape)}, but here {tuple(place.shape)}")
+    for name, place in places.items():
+        if isinstance(place, Tensor):
+            place.copy_(given[name])
+
+
+def _sharing(part: Optimizer, state: Any, like: Any) -> Any:
+    """A state whose 0-d fields are those of another."""
+    pairs = zip(fields(state), fields(like), part.common, strict=True)
+    return with_fields(state, [other if common else own for own, other, common in pairs])
 
 
 def _whose(key: Any) -> str:

@@ -47,6 +47,8 @@ def as_step_param(functional: Any) -> Optimizer:
     if not (one or several) or not isinstance(getattr(functional, "state", None), dict):
         raise TypeError(f"as_step_param takes one of torch's functional optimizers, got {functional!r}")
 
+    defaults = getattr(functional, "defaults", {})
+
     def run(param: Tensor, grad: Tensor, slots: dict[str, Any] | None) -> dict[str, Any]:
         """One step of torch's in place; what it remembers then."""
         functional.state.clear()
@@ -61,7 +63,7 @@ def as_step_param(functional: Any) -> Optimizer:
 
     def start(param: Tensor) -> dict[str, Any] | None:
         """What some make in their constructor, for its parameters: Adagrad's sum."""
-        value = functional.defaults.get("initial_accumulator_value")
+        value = defaults.get("initial_accumulator_value")
         return None if value is None else {"sum": torch.full_like(param, value), "step": torch.tensor(0.0)}
 
     def init_param(param: Tensor) -> TorchState:
@@ -105,5 +107,6 @@ def as_step_param(functional: Any) -> Optimizer:
         return param, state
 
     kind = f"{type(functional).__module__}.{type(functional).__qualname__}"
-    spec = Spec("as_step_param", (("functional", kind), ("defaults", dict(functional.defaults))))
+    settings = {name: value for name, value in vars(functional).items() if isinstance(value, (bool, int, float, tuple))}
+    spec = Spec("as_step_param", (("functional", kind), ("defaults", dict(defaults)), ("settings", settings)))
     return Optimizer(init_param, step_param, step_param_, spec=spec)

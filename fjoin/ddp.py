@@ -15,7 +15,7 @@ from ._agree import same_hook
 from ._ddp_hook import REGISTERED, DDPRun
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
-from ._stepper import named_fields
+from ._stepper import fill, named_fields
 from .transforms._base import Pipeline, Transform
 from .transforms._plan import axes_of, make_plan
 
@@ -26,7 +26,8 @@ class Handle:
     Attributes:
         step: Synchronised backward passes so far.
         skipped: Steps left out by `skip_if_nonfinite`.
-        total: The sum of the ranks' weights in the last of them; NaN where the hook does not reduce.
+        total: The sum of the ranks' weights in the last of them, or the number of ranks that had one where the mean is over
+            those; NaN where the hook does not reduce.
     """
 
     def __init__(self, run: DDPRun) -> None:
@@ -72,27 +73,23 @@ class Handle:
             ValueError: the state of another pipeline, or of other parameters.
         """
         run = self._run
-        new: dict[str, Any] = {}
-        for name, old in (("hook", run.hook_state), ("after", run.after_state)):
-            tree: Any = old
-            have, want = named_fields(old), state_dict[name]
-            if have.keys() != want.keys():
-                raise ValueError(f"the state of the {name} has {sorted(want)}, but here it has {sorted(have)}")
-            new[name] = optree.tree_unflatten(
-                optree.tree_structure(tree), [v.clone() if isinstance(v, Tensor) else v for v in want.values()]
-            )
-        if run.stepper.states.keys() != state_dict["optimizer"].keys():
+        new: list[Any] = []
+        for name, held in (("hook", run.hook_state), ("after", run.after_state)):
+            tree: Any = held
+            mine = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+            given, named = state_dict[name], named_fields(mine)
+            fill(f"the state of the {name}", named, given)
+            values = [place if isinstance(place, Tensor) else given[key] for key, place in named.items()]
+            new.append(optree.tree_unflatten(optree.tree_structure(mine), values))
+        saved = state_dict["optimizer"]
+        if run.stepper.states.keys() != saved.keys():
             raise ValueError(
-                f"the optimizer's state is of the parameters {sorted(state_dict['optimizer'])}, but the module has "
-                f"{sorted(run.stepper.states)}"
+                f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(run.stepper.states)}"
             )
-        optimizer = run._pipeline.optimizer if run._pipeline is not None else None
-        if optimizer is not None:
-            run.stepper.load(
-                (path, optimizer.at(path), run.leaves[path].detach(), named)
-                for path, named in state_dict["optimizer"].items()
-            )
-        run.hook_state, run.after_state = new["hook"], new["after"]
+        if run.pipeline is not None:
+            at = run.pipeline.optimizer.at
+            run.stepper.adopt(run.stepper.prepared((path, at(path), run.leaves[path], s) for path, s in saved.items()))
+        run.hook_state, run.after_state = new
         run.step, run.skipped = state_dict["step"], state_dict["skipped"]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._base import Scope, Transform, check_transform
 from ._spec import factory
-from ._tree import State, Tree, check_dense, named_leaves
+from ._tree import State, Tree, check_dense, named_leaves, plain
 
 
 class OptaxState(NamedTuple):
@@ -23,7 +23,7 @@ class OptaxState(NamedTuple):
 
 @factory
 def from_optax(transformation: Any, scope: Scope = "tree") -> Transform:
-    """Any optax transformation as a stage.
+    """An optax transformation as a stage: any that needs no more than gradients and parameters.
 
     It is compiled by jax for the tree at hand. All tensors of one dtype cross to jax and back as one flat tensor, by
     DLPack, without a copy where memory is aligned; jax cuts them into leaves.
@@ -41,6 +41,7 @@ def from_optax(transformation: Any, scope: Scope = "tree") -> Transform:
     Raises:
         ImportError: jax is not installed.
         TypeError: what is no pair of `init` and `update`.
+        RuntimeError: at `update`: gradients or parameters that something differentiates through.
 
     Same as: optax, with torch's tensors.
 
@@ -66,7 +67,16 @@ def from_optax(transformation: Any, scope: Scope = "tree") -> Transform:
 
     def update(grads: Tree, state: OptaxState, params: Tree = None, **extra: Any) -> tuple[Tree, OptaxState]:
         del extra
-        run = compiled(_Shapes.of(grads))
+        if not plain(grads, params):
+            raise RuntimeError(
+                "torch cannot differentiate through optax; use a stage of fjoin.transforms, or torch.no_grad()"
+            )
+        form = _Shapes.of(grads)
+        if params is not None and (other := _Shapes.of(params)) != form:
+            raise ValueError(
+                f"grads and params differ: {form.shapes} of {form.dtypes}, but {other.shapes} of {other.dtypes}"
+            )
+        run = compiled(form)
         with run.precision():
             given = () if params is None else run.enter(params)
             out, new = run.update(run.enter(grads), [_to_jax(flat) for flat in state.flats], given)
@@ -190,7 +200,7 @@ def to_optax(transform: Transform) -> Any:
     jax = _jax()
     import optax  # type: ignore[import-untyped]
 
-    def plain(state: State) -> list[Any]:
+    def arrays(state: State) -> list[Any]:
         """The leaves of a state as numpy arrays, of dtypes that jax has at the time."""
         arrays = [np.asarray(leaf) for leaf in optree.tree_leaves(state)]
         return [array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
@@ -199,8 +209,8 @@ def to_optax(transform: Transform) -> Any:
         return transform.init(jax.tree.map(_from_numpy, params))
 
     def init(params: Any) -> Any:
-        form = jax.tree.map(_like, plain(begin(jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params))))
-        return jax.pure_callback(lambda given: plain(begin(jax.tree.map(np.asarray, given))), form, params)
+        form = jax.tree.map(_like, arrays(begin(jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params))))
+        return jax.pure_callback(lambda given: arrays(begin(jax.tree.map(np.asarray, given))), form, params)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def call(grads: Any, leaves: Any, given: Any) -> tuple[Any, Any]:
@@ -216,7 +226,7 @@ def to_optax(transform: Transform) -> Any:
             ]
             old = optree.tree_unflatten(optree.tree_structure(first), held)
             new, after = transform.update(grads, old, given)
-            return jax.tree.map(lambda t: t.numpy(), new), plain(after)
+            return jax.tree.map(lambda t: t.numpy(), new), arrays(after)
 
         form = jax.tree.map(_like, (updates, state))
         return jax.pure_callback(call, form, updates, state, params)  # type: ignore[no-any-return]
@@ -225,6 +235,8 @@ def to_optax(transform: Transform) -> Any:
 
 
 def _from_numpy(array: Any) -> Tensor:
+    if array.dtype.kind == "V":
+        raise TypeError(f"to_optax cannot hand a jax array of {array.dtype.name} to torch; cast it to float32")
     return torch.from_numpy(np.array(array))  # a copy: jax's arrays are read-only
 
 

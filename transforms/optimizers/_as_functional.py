@@ -71,6 +71,8 @@ def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Optimizer:
     if inspect.isclass(optim_cls):
         bound = inspect.signature(optim_cls).bind(None, *args, **kwargs).arguments
         given = {name: value for name, value in list(bound.items())[1:] if name not in _HOW}
+        if make is adam and given.pop("decoupled_weight_decay", False):
+            make = adamw
         return make(**given)
     return make(*args, **kwargs)
 
