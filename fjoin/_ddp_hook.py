@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ._axis import Work
+from ._axis import Once, Work
 from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
@@ -31,6 +31,20 @@ from .transforms.optimizers._lift import init as init_states
 from .transforms.sync._mean import MeanState
 
 
+def gradients(bucket: GradBucket) -> list[Tensor]:
+    """The gradients in one of the module's buckets, lying there as the parameters do.
+
+    The views that torch gives are contiguous in shape, over memory in the parameters' own order.
+    """
+    views = []
+    for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # it keeps the strides of what has no gaps
+        views.append(
+            g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
+        )
+    return views
+
+
 class FromDDP(Outgoing):
     """One of the module's buckets in one backward pass."""
 
@@ -38,8 +52,7 @@ class FromDDP(Outgoing):
         self.wire = self.grads = bucket.buffer()
         self.work: Work | None = None
         self.seen = torch.zeros((), device=self.grads.device)
-        # The module's own views: they lie in memory as the parameters do.
-        self._by_path = dict(zip(paths, bucket.gradients(), strict=True))
+        self._by_path = dict(zip(paths, gradients(bucket), strict=True))
         self.bucket = Bucket(paths, (), self.grads.numel(), self.grads.dtype, self.grads.device, True, ())
 
     def by_path(self) -> dict[str, Tensor]:
@@ -66,7 +79,6 @@ class DDPRun:
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
         self.ranks = math.prod(axis.size for axis in mesh.over(plan.axes))
-        self.unit = 2.0 ** -math.floor(math.log2(self.ranks)) if plan.reduce is not None else 1.0
         self._guard = Guard(self.ranks, skips=self.skips)
         held = {path: p.detach() for path, p in params.items()}
         self.hook_state: tuple[Any, ...] = apart(tuple(part.init(held) for part in self._stages), self.flats)
@@ -79,7 +91,7 @@ class DDPRun:
                 self.stepper.states[path] = state
         self.step, self.skipped, self.total = 0, 0, math.nan
         self.pending: float | None = None  # the weight of the next pass that is synchronised
-        self._weight = 1.0
+        self._weight, self._unit = 1.0, 1.0
         self._outs: list[Outgoing] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._calls: list[Call] = []
@@ -89,12 +101,16 @@ class DDPRun:
         if pipeline is not None and (ddp.find_unused_parameters or ddp.static_graph):
             self._used = used = set()
             for path, p in params.items():
-                p.register_hook(lambda grad, path=path: used.add(path))
+                p.register_post_accumulate_grad_hook(lambda p, path=path: used.add(path))
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Send one bucket; what is returned is complete once the last one has been."""
+        if bucket.buffer().is_sparse:
+            raise TypeError(
+                "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
+            )
         if bucket.index() == 0:
             self._begin()
         out = FromDDP(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
@@ -133,14 +149,19 @@ class DDPRun:
     def _launch(self, out: FromDDP) -> None:
         first = len(self._outs) == 1
         if self._plan.reduce is not None:
-            factor = self._share() * self.unit
+            if first:
+                share = torch.full((1,), self._share(), dtype=torch.float64, device=out.grads.device)
+                self._lane = share, Once(self._mesh.reduce_(share, self._plan.axes))
+                if not self.total > 0:  # of the last pass: none yet
+                    self._lane[1].wait()
+                    self.total = float(share.item())
+                # Sums of gradients times weights would not fit into 16 bits: a power of two costs no bit.
+                self._unit = 2.0 ** -math.floor(math.log2(self.total)) if 0 < self.total < math.inf else 1.0
+            factor = self._share() * self._unit
             if factor == 0.0:
                 out.grads.zero_()  # 0 times NaN is NaN
             elif factor != 1.0:
                 out.grads.mul_(factor)
-            if first:
-                share = torch.full((1,), self._share(), dtype=torch.float64, device=out.grads.device)
-                self._lane = share, self._mesh.reduce_(share, self._plan.axes)
             out.work = self._mesh.reduce_(out.grads, self._plan.axes)
             return
         if self._plan.early is None:
@@ -207,7 +228,7 @@ class DDPRun:
         state = self.hook_state[0]
         if isinstance(state, MeanState):
             state = MeanState(wide, {})
-        return (state,), self.total, divisor * self.unit
+        return (state,), self.total, divisor * self._unit
 
     def _called(self) -> tuple[tuple[Any, ...], Any]:
         """Of the stages that ran bucket by bucket their states, and the weight for those behind them."""
@@ -236,8 +257,8 @@ class DDPRun:
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
         if verdict.error is not None:
             if not self.skips:
-                raise verdict.error
-            self.skipped += 1
+                _raise_after_backward(verdict.error)
+            self.skipped += self.skips
         if not verdict.changes:
             return
         self.hook_state = state
@@ -265,6 +286,18 @@ class DDPRun:
         self._used.clear()
         self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
         return {path for path, bit in zip(paths, bits.tolist(), strict=True) if bit}
+
+
+def _raise_after_backward(error: Exception) -> None:
+    """Raise once the module has finished its pass, which would be unusable if its hook raised."""
+    if torch._C._current_graph_task_id() < 0:
+        raise error
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+    def last() -> None:
+        raise error
+
+    engine.queue_callback(lambda: engine.queue_callback(last))  # behind the module's own, which is still to come
 
 
 # The modules whose hook is ours: it divides by itself.

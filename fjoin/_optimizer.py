@@ -65,9 +65,29 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = True
 
     def _check(self) -> None:
+        """See that the optimizer can serve all groups, and begin its states."""
         by_path = self._by_path()
         if self._optimizer.check:
             self._optimizer.check(by_path)
+        known = _arguments(self._optimizer) - set(self._names)
+        for group in self.param_groups:
+            if fixed := sorted(known & group.keys()):
+                raise ValueError(
+                    f"{fixed} cannot differ by group: it is no number, or the optimizer follows a schedule or differs by path; "
+                    f"groups may have {sorted(self._names)}; for the rest use partition"
+                )
+        # From the start, since torch.distributed.checkpoint takes a step where there is no state.
+        items = [item for item in self._items() if item[2].requires_grad]
+        self._stepper.begin(items)
+
+    def _items(self) -> list[Item]:
+        """For all parameters: (whose state, what steps it with the group's hyperparameters, parameter, gradient)."""
+        items: list[Item] = []
+        for group in self.param_groups:
+            values = tuple((name, float(group[name])) for name in self._names)
+            for name, param in zip(_names(group), group["params"], strict=True):
+                items.append((param, self._with(self._optimizer.at(name), values), param, param.grad))
+        return items
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a group that the optimizer cannot serve is not added."""
@@ -102,13 +122,11 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # which a GradScaler sets
-        items: list[Item] = []
-        for group in self.param_groups:
-            values = tuple((name, float(group[name])) for name in self._names)
-            for name, param in zip(_names(group), group["params"], strict=True):
-                if param.grad is not None:
-                    check_dense(f"the gradient of a parameter of shape {tuple(param.shape)}", param.grad)
-                    items.append((param, self._with(self._optimizer.at(name), values), param, param.grad))
+        items = [item for item in self._items() if item[3] is not None]
+        for _, _, param, grad in items:
+            check_dense(f"the gradient of a parameter of shape {tuple(param.shape)}", grad)
+            if param not in self.state:  # it was cleared: begin anew
+                self._stepper.states.pop(param, None)
         self._stepper.step(items, **guards)
         return loss
 
@@ -137,9 +155,12 @@ class Optimizer(torch.optim.Optimizer):
             for group in self.param_groups
             for name, param in zip(_names(group), group["params"], strict=True)
         ]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
         saved = state_dict["state"]  # in its own dtypes, which torch makes the parameters'
         states = self._stepper.prepared(
-            (param, self._optimizer.at(name), param, saved[i]) for i, (name, param) in enumerate(order) if saved.get(i)
+            (param, self._optimizer.at(name), param, saved[key])
+            for key, (name, param) in zip(keys, order, strict=False)
+            if saved.get(key)
         )
         super().load_state_dict(state_dict)
         self._stepper.adopt(states)
@@ -147,3 +168,10 @@ class Optimizer(torch.optim.Optimizer):
 
 def _names(group: dict[str, Any]) -> list[str]:
     return group.get("param_names") or [""] * len(group["params"])
+
+
+def _arguments(optimizer: _base.Optimizer) -> set[str]:
+    """The names of an optimizer's arguments, and of those in it."""
+    children = optimizer.spec.children
+    inner = [_arguments(child) for child in children if isinstance(child, _base.Optimizer)]
+    return {name for name, _ in optimizer.spec.args}.union(*inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
@@ -14,7 +14,7 @@ from .transforms._base import Optimizer
 from .transforms._tree import fields, with_fields
 from .transforms.optimizers._wrap import step_in_place
 
-Item = tuple[Hashable, Optimizer, Tensor, Tensor]  # whose, what steps it, the parameter, its gradient
+Item = tuple[Any, Optimizer, Tensor, Any]  # whose, what steps it, the parameter, its gradient
 
 
 class Stepper:
@@ -28,18 +28,23 @@ class Stepper:
         self.states: dict[Any, Any] = {}
         self._changed = changed
 
+    def begin(self, items: Iterable[Item]) -> None:
+        """Begin the states of those of these parameters that have none: all are of one age."""
+        fresh: dict[Any, Any] = {}
+        for key, part, param, _ in items:
+            if key not in self.states:
+                state = part.init_param(param.detach())
+                self.share(part, key, state, fresh.setdefault((id(part), param.dtype, param.device), state))
+
     def step(self, items: Iterable[Item], **guards: Tensor | None) -> None:
         """Step these parameters; the others do not age."""
         sharing = Counter(id(state.step) for state in self.states.values())
+        items = list(items)
+        self.begin(items)
         kinds: dict[Any, list[Item]] = {}
-        fresh: dict[Any, Any] = {}
         for item in items:
             key, part, param, _ = item
-            kind = (id(part), param.dtype, param.device)
-            if key not in self.states:  # all that begin together are of one age
-                state = part.init_param(param.detach())
-                self.share(part, key, state, fresh.setdefault(kind, state))
-            kinds.setdefault((*kind, id(self.states[key].step)), []).append(item)
+            kinds.setdefault((id(part), param.dtype, param.device, id(self.states[key].step)), []).append(item)
         for some in kinds.values():
             first, part = self.states[some[0][0]], some[0][1]
             if len(some) < sharing[id(first.step)]:  # the others stay as old as they are

@@ -16,7 +16,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from ._ddp_hook import REGISTERED
+from ._ddp_hook import REGISTERED, gradients
 from ._errors import JoinError
 from ._joinable import JoinHook
 
@@ -147,7 +147,7 @@ class DDPHook(JoinHook):
         for bucket in reducer._get_zeros_like_grad_buckets():
             if self._in_window:
                 self._fill(bucket, 1.0 if self._by_world else ddp.process_group.size() / len(live))
-            into = bucket.buffer(), bucket.parameters(), bucket.gradients()  # a hook may put another buffer there
+            into = bucket.buffer(), bucket.parameters(), gradients(bucket)  # a hook may put another buffer there
             works.append((*into, reducer._run_comm_hook(bucket)))
         self._kept = [None if self._in_window else p.grad for p in self.params]
         self._in_window = False
@@ -175,7 +175,7 @@ class DDPHook(JoinHook):
         ddp = self.ddp
         # Without a hook the reducer divides while it fills a bucket; hooks divide by themselves.
         hooked = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
-        for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        for p, g in zip(bucket.parameters(), gradients(bucket), strict=True):
             if p.grad is not None:
                 g.copy_(p.grad).mul_(factor if hooked else factor / ddp.process_group.size())
 

@@ -18,6 +18,11 @@ from ._mesh import Mesh
 from ._stepper import fill, named_fields
 from .transforms._base import Pipeline, Transform
 from .transforms._plan import axes_of, make_plan
+from .transforms._spec import Spec
+
+
+def _contains(spec: Spec, name: str) -> bool:
+    return spec.name == name or any(_contains(child.spec, name) for child in spec.children)
 
 
 class Handle:
@@ -61,6 +66,7 @@ class Handle:
         return {
             "step": run.step,
             "skipped": run.skipped,
+            "total": run.total,
             "hook": named_fields(run.hook_state),
             "after": named_fields(run.after_state),
             "optimizer": {path: named_fields(state) for path, state in run.stepper.states.items()},
@@ -73,6 +79,9 @@ class Handle:
             ValueError: the state of another pipeline, or of other parameters.
         """
         run = self._run
+        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        if missing:
+            raise ValueError(f"the state has no {missing}; it is not what state_dict() gave")
         new: list[Any] = []
         for name, held in (("hook", run.hook_state), ("after", run.after_state)):
             tree: Any = held
@@ -90,7 +99,7 @@ class Handle:
             at = run.pipeline.optimizer.at
             run.stepper.adopt(run.stepper.prepared((path, at(path), run.leaves[path], s) for path, s in saved.items()))
         run.hook_state, run.after_state = new
-        run.step, run.skipped = state_dict["step"], state_dict["skipped"]
+        run.step, run.skipped, run.total = state_dict["step"], state_dict["skipped"], state_dict["total"]
 
 
 def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: Mesh | None = None) -> Handle:
@@ -101,6 +110,9 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     `loss.backward()` the gradients are what the hook made of them, and with a pipeline the parameters have been stepped:
     there is no `optimizer.step()`. `zero_grad()` is still needed, since DistributedDataParallel adds what comes next to
     what is there. Under `no_sync` nothing is sent or stepped; what has been added up then goes with the next pass.
+
+    The step is taken before backward returns: what a second backward pass through the same graph, or a gradient of an input,
+    needs of the old parameters, it no longer finds, and torch says so.
 
     A mean over weights takes the weight that `handle.weight(w)` has set before backward, one extra message of one number
     with the first bucket. In a Join, torch's or ours, a rank without input counts 0; so with a pipeline all ranks
@@ -120,7 +132,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     Raises:
         TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline, or a transform that acts
             on a flat message.
-        ValueError: the module has a hook already; the hook's axes are not those of the module's group.
+        ValueError: the module has a hook already, or parameters that it keeps from hooks; the hook's axes are not those of
+            the module's group; `accumulate`, whose place no_sync takes.
         DesyncError: on all ranks: they register different things.
         NonFinite: out of backward, on all ranks, with a pipeline that is not in `skip_if_nonfinite`; nothing is stepped.
 
@@ -140,6 +153,10 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         mesh = mesh_over(model.process_group, next(iter(named), "data"))
     if mesh.size != model.process_group.size():
         raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
+    if _contains(what.spec, "accumulate"):
+        raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
+    if model._delay_all_reduce_params:
+        raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
     early = make_plan(hook, tuple(mesh.shape)).early
     if early is not None and early.scope == "message":
         raise TypeError(f"{early!r} acts on one flat message of a known layout, which a module's bucket is not")

@@ -117,6 +117,10 @@ class _Compiled:
         def form() -> tuple[Any, Any]:
             given = [jax.ShapeDtypeStruct((layout.sizes[d],), _name(d)) for d in layout.sizes]
             leaves, structure = jax.tree.flatten(jax.eval_shape(lambda flats: begin(tree_of(flats)), given))
+            if keys := [leaf for leaf in leaves if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]:
+                raise TypeError(
+                    f"the state holds {len(keys)} of jax's typed random keys, which are no tensors; use raw keys"
+                )
             return _Layout([(leaf.shape, str(leaf.dtype)) for leaf in leaves]), structure
 
         with self.precision():

@@ -307,7 +307,7 @@ def test_a_step_that_is_not_finite(pool: Any) -> None:
     """Left out on all ranks, or raised on all, out of backward."""
     assert pool.run(2, nonfinite, True) == [("", 3, 1)] * 2
     for told, step, _ in pool.run(2, nonfinite, False):
-        assert "NonFinite" in told and "step 1" in told and "unchanged" in told and step == 1
+        assert "NonFinite" in told and "step 1" in told and "unchanged" in told and step == 2
 
 
 def failing() -> Any:
@@ -388,3 +388,126 @@ def test_one_message_besides_the_buckets(pool: Any) -> None:
     """Of one number, with the first bucket; the module's first pass has one bucket, and the others two."""
     for sent in pool.run(2, messages, SMALL):
         assert sent == [[1, 66], [1, 24, 42], [1, 24, 42]]
+
+
+class Images(nn.Module):
+    """A convolution whose weights lie in channels-last order, and a transposed matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(4, 2, dtype=torch.float64).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.turned @ self.conv(x).amax((2, 3)).t()).square().mean()
+
+
+def layouts(how: str) -> Any:
+    ddp = DistributedDataParallel(Images(), gradient_as_bucket_view=how == "views")
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.05, weight_decay=0.1)
+    if how in ("fused", "views"):
+        fjoin.ddp.register(
+            ddp, tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), tx.adamw(0.05, weight_decay=0.1))
+        )
+    rank = dist.get_rank()
+    with (
+        fjoin.Join([ddp] if how in ("fused", "views") else [ddp, optimizer])
+        if how != "plain"
+        else contextlib.nullcontext()
+    ):
+        for step in range(3 - (rank if how == "join" else 0)):
+            g = torch.Generator().manual_seed(10 * step + rank)
+            ddp.zero_grad()
+            ddp(torch.randn(2, 3, 5, 5, generator=g, dtype=torch.float64)).backward()
+            if how == "plain":
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            if how in ("plain", "join"):
+                optimizer.step()
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["fused", "views"])
+def test_parameters_that_lie_otherwise_in_memory(pool: Any, how: str) -> None:
+    """torch's views in a bucket have other strides than the parameters."""
+    ours, theirs = pool.run(2, layouts, how), pool.run(2, layouts, "plain")
+    assert max_diff(ours[0], theirs[0]) < 1e-12 and same_bits(ours[0], ours[1])
+
+
+def test_they_do_so_in_our_join_too(pool: Any) -> None:
+    """A rank without input steps with what it receives: the ranks stay equal."""
+    a, b = pool.run(2, layouts, "join")
+    assert same_bits(a, b)
+
+
+def weighted_halves(weight: float) -> Any:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model.half())
+    handle = fjoin.ddp.register(ddp, tx.mean("data"))
+    seen = []
+    for step in range(2):
+        ddp.zero_grad()
+        handle.weight(weight * (1 + dist.get_rank()))
+        ddp(torch.full((1, 1), 30.0 * (step + 1)).half()).sum().backward()
+        seen.append(model.weight.grad.item())
+    return seen
+
+
+@pytest.mark.parametrize("weight", [4096.0, 1e-6])
+def test_weights_do_not_overflow_16_bits(pool: Any, weight: float) -> None:
+    assert pool.run(2, weighted_halves, weight) == [[30.0, 60.0]] * 2
+
+
+def goes_on() -> Any:
+    """After a NonFinite out of backward, and gradients taken beside the module."""
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL)
+    handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.05, weight_decay=0.5)))
+    kinds = []
+    for x, which in ((1.0, [0]), (float("nan"), [0, 1]), (2.0, [0]), (3.0, [0])):
+        torch.autograd.grad(ddp.module(torch.ones(1, 3).double(), [2]), list(ddp.module.branches[2].parameters()))
+        try:
+            ddp.zero_grad(set_to_none=True)
+            ddp(torch.full((1, 3), x).double(), which).backward()
+            kinds.append("fine")
+        except fjoin.NonFinite as error:
+            kinds.append(f"{error.step}")
+    moved = [
+        not same_bits(p.detach(), q.detach())
+        for p, q in zip(ddp.module.parameters(), Branches().parameters(), strict=True)
+    ]
+    return kinds, moved, handle.step
+
+
+def test_a_module_goes_on_after_an_error(pool: Any) -> None:
+    for kinds, moved, step in pool.run(2, goes_on):
+        assert kinds == ["fine", "1", "fine", "fine"] and step == 4
+        assert moved == [True, True, False, False, False, False, False, False], "what was used in no step is left alone"
+
+
+def refused_later() -> bool:
+    table = DistributedDataParallel(nn.Embedding(3, 2, sparse=True))
+    fjoin.ddp.register(table, tx.mean("data"))
+    raises_text(TypeError, lambda: table(torch.tensor([0])).sum().backward(), "sparse=False")
+    ddp = DistributedDataParallel(make_model())
+    raises_text(ValueError, lambda: fjoin.ddp.register(ddp, tx.accumulate(2, tx.mean("data"))), "no_sync()")
+    handle = fjoin.ddp.register(
+        ddp, tx.fuse(tx.chain(tx.mean("data"), tx.every(2, tx.clip_by_value(1.0))), tx.adamw(0.1))
+    )
+    mean_loss(ddp, make_batches(1, EVEN)[0][0]).backward()
+    saved = handle.state_dict()
+    raises_text(ValueError, lambda: handle.load_state_dict({"hook": {}}), "has no", "'optimizer'")
+    first = next(iter(saved["optimizer"]))
+    bad = {
+        **saved,
+        "optimizer": {**saved["optimizer"], first: {**saved["optimizer"][first], "exp_avg": torch.zeros(1)}},
+    }
+    raises_text(ValueError, lambda: handle.load_state_dict(bad), "'exp_avg'", "shape (1,)")
+    turned = {**saved, "hook": dict(reversed(saved["hook"].items()))}
+    handle.load_state_dict(turned)
+    assert same_bits(handle.state_dict()["hook"], saved["hook"]) and same_bits(handle.state_dict(), saved)
+    return True
+
+
+def test_what_is_refused_later(pool: Any) -> None:
+    assert all(pool.run(2, refused_later))

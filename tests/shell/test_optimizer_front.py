@@ -45,7 +45,9 @@ def test_it_trains_as_torch_does(name: str) -> None:
         assert max_diff(a, b) < 1e-12, options
 
 
-@pytest.mark.parametrize("make", [make for name, rows in OPTIMIZERS.items() for make in rows])
+@pytest.mark.parametrize(
+    "make", [make for name, rows in OPTIMIZERS.items() if name != "inject_hyperparameters" for make in rows]
+)
 def test_it_is_the_pure_optimizer(make: Callable[[], tx.Optimizer]) -> None:
     model, opt = make_model(), make()
     start = {path: p.detach().clone() for path, p in model.named_parameters()}
@@ -195,3 +197,61 @@ def test_closures_copies_and_errors() -> None:
     front = fjoin.Optimizer(sparse.parameters(), tx.sgd(0.1))
     sparse(torch.tensor([0])).sum().backward()
     raises_text(TypeError, front.step, "(3, 2)", "sparse")
+
+
+def test_a_copy_goes_on() -> None:
+    model = make_model()
+    optimizer = fjoin.Optimizer(model.parameters(), tx.adamw(0.1))
+    train(model, optimizer, 2)
+    twin, twins = copy.deepcopy((model, optimizer))
+    assert max_diff(train(model, optimizer, 2, first=2), train(twin, twins, 2, first=2)) == 0
+    assert max_diff(dict(model.state_dict()), dict(twin.state_dict())) == 0
+
+
+def test_torchs_checkpoint_functions() -> None:
+    """torch.distributed.checkpoint keys states by name, and takes a step where there is none yet."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model = make_model()
+    optimizer = fjoin.Optimizer(model.parameters(), tx.adamw(0.1, weight_decay=0.5))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    get_optimizer_state_dict(model, optimizer)
+    assert max_diff(dict(model.state_dict()), before) == 0, "looking changes nothing"
+    train(model, optimizer, 3)
+    saved = get_optimizer_state_dict(model, optimizer)
+    other = make_model()
+    other.load_state_dict(model.state_dict())
+    resumed = fjoin.Optimizer(other.parameters(), tx.adamw(0.1, weight_decay=0.5))
+    set_optimizer_state_dict(other, resumed, saved)
+    assert max_diff(dict(other.state_dict()), dict(model.state_dict())) == 0
+    assert max_diff(train(model, optimizer, 2, first=3), train(other, resumed, 2, first=3)) == 0
+
+
+def test_groups_and_states_that_do_not_fit() -> None:
+    model = make_model()
+    first, second = list(model[0].parameters()), list(model[2].parameters())
+    for opt, extra in (
+        (tx.adamw(), {"betas": (0.5, 0.9)}),
+        (tx.sgd(0.1), {"momentum": 0.9}),
+        (tx.sgd(tx.constant(0.1)), {"lr": 0.5}),
+    ):
+        raises_text(
+            ValueError,
+            lambda opt=opt, extra=extra: fjoin.Optimizer([{"params": first, **extra}], opt),
+            next(iter(extra)),
+        )
+    optimizer = fjoin.Optimizer([{"params": [first[0]]}], tx.muon())
+    raises_text(ValueError, lambda: optimizer.add_param_group({"params": [second[1]]}), "matrices only")
+    assert len(optimizer.param_groups) == 1
+    raises_text(TypeError, lambda: fjoin.Optimizer(first, tx.inject_hyperparameters(tx.sgd(0.1))), "param_groups")
+
+    ours = fjoin.Optimizer(model.parameters(), tx.adamw(0.1))
+    train(model, ours, 2)
+    saved = copy.deepcopy(ours.state_dict())
+    bad = copy.deepcopy(saved)
+    bad["param_groups"][0]["lr"], bad["state"][0]["exp_avg"] = 0.01, torch.zeros(1)
+    raises_text(ValueError, lambda: ours.load_state_dict(bad), "'exp_avg'", "(1,)")
+    assert ours.param_groups[0]["lr"] == 0.1 and max_diff(ours.state_dict()["state"], saved["state"]) == 0
+    ours.state.clear()
+    train(model, ours, 1)
+    assert {int(state["step"]) for state in ours.state.values()} == {1}, "cleared states begin anew"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 from helpers import max_diff, params_like, raises_text, same_bits
@@ -186,3 +187,65 @@ def test_masters_in_a_training_step() -> None:
 
     for out in tx.simulate(one_rank, {"data": 2}, [[torch.ones(3)] * 8, [torch.ones(3)] * 5]):
         assert out.dtype == torch.bfloat16 and out.tolist() == [254.0] * 3
+
+
+def test_parts_written_by_hand_stay_apart() -> None:
+    """Two optimizers whose functions differ only in what they close over."""
+
+    def by_hand(rate: float) -> tx.Optimizer:
+        def step_param(param: Tensor, grad: Tensor, state: Any) -> Any:
+            return param - rate * grad, tx.FrozenState(state.step + 1)
+
+        def step_param_(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
+            param.sub_(rate * grad)
+            state.step.add_(1)
+
+        return tx.Optimizer(tx.frozen().init_param, step_param, step_param_)
+
+    opt = tx.mixed_precision(tx.partition({"a": by_hand(0.1), "b": by_hand(0.5)}))
+    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    out, _ = opt.step(params, {"a": torch.ones(2), "b": torch.ones(2)}, opt.init(params))
+    assert out["a"].tolist() == [-torch.tensor(0.1).item()] * 2 and out["b"].tolist() == [-0.5] * 2
+
+
+def test_derivatives_through_wrapped_optimizers() -> None:
+    for wrap in (tx.mixed_precision, lambda opt: tx.partition({"*": tx.mixed_precision(opt)})):
+        lr = torch.tensor(0.1, requires_grad=True)
+        opt, params = wrap(tx.sgd(lr)), {"w": torch.zeros(3)}
+        out, _ = opt.step(params, {"w": torch.ones(3)}, opt.init(params))
+        (slope,) = torch.autograd.grad(out["w"].sum(), lr)
+        assert slope == -3
+
+
+def test_0d_parameters_keep_their_dtype() -> None:
+    params = {"w": torch.tensor(1.0), "v": torch.ones(2)}
+    for opt in (
+        tx.inject_hyperparameters(tx.adamw(0.1)),
+        tx.adamw(torch.tensor(0.1).double(), weight_decay=torch.tensor(0.1).double()),
+    ):
+        state = opt.init(params)
+        for grads in (params, {k: p.clone().requires_grad_() for k, p in params.items()}):
+            out, after = opt.step(params, grads, state)
+            assert out["w"].dtype is out["v"].dtype is torch.float32
+            pairs = zip(optree.tree_leaves(after), optree.tree_leaves(state), strict=True)
+            assert all(a.dtype is b.dtype for a, b in pairs)
+
+
+def test_schedules_of_plain_python() -> None:
+    """A function of a number, which cannot be asked of a tensor without values."""
+    params = {"w": torch.ones(2)}
+    for opt in (make(lambda step: 0.1 if step < 5 else 0.01) for make in (tx.asgd, tx.rprop, tx.sgd)):
+        opt.step(params, params, opt.init(params))
+    opt = tx.inject_hyperparameters(tx.sgd(lambda step: 0.1 if step < 1 else 0.01))  # type: ignore[arg-type]
+    _, state = opt.step(params, params, opt.init(params))
+    assert abs(state["w"].scheduled["lr"] - 0.01) < 1e-12
+
+
+def test_small_numbers_beside_large_ones() -> None:
+    """The moments as torch's lerp: without betas nothing of the old moment is left, whatever its size."""
+    opt, p = tx.adam(0.1, betas=(0.0, 0.0)), torch.zeros(1)
+    state = opt.init_param(p)._replace(exp_avg=torch.tensor([1e8]))
+    assert opt.step_param(p, torch.ones(1), state)[1].exp_avg.item() == 1.0
+    half = torch.ones(100_000).half()
+    out, _ = tx.lamb(0.1).step_param(half, half, tx.lamb(0.1).init_param(half))
+    assert torch.isfinite(out).all() and out[0] < 1
