@@ -424,7 +424,10 @@ def layouts(how: str) -> Any:
                 nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
             if how in ("plain", "join"):
                 optimizer.step()
-    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
+    moments = {
+        f"{path}, moment": optimizer.state[p]["exp_avg"] for path, p in ddp.module.named_parameters() if optimizer.state
+    }
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()} | (moments if how == "join" else {})
 
 
 @pytest.mark.parametrize("how", ["fused", "views"])
@@ -435,9 +438,9 @@ def test_parameters_that_lie_otherwise_in_memory(pool: Any, how: str) -> None:
 
 
 def test_they_do_so_in_our_join_too(pool: Any) -> None:
-    """A rank without input steps with what it receives: the ranks stay equal."""
+    """A rank without input steps with what it receives: the optimizer's state stays equal too."""
     a, b = pool.run(2, layouts, "join")
-    assert same_bits(a, b)
+    assert len(a) == 6 and same_bits(a, b)
 
 
 def weighted_halves(weight: float) -> Any:
