@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,14 +64,16 @@ def launch(
 
 def wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
     """Wait for all; once one has failed the others would hang, so they are killed."""
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for rank in ranks:
+        threading.Thread(target=lambda rank=rank: ended.put(rank.wait()), daemon=True).start()
     end = time.monotonic() + timeout_s
     try:
-        while any(rank.poll() is None for rank in ranks):
-            if any(rank.poll() for rank in ranks):
+        for _ in ranks:
+            if ended.get(timeout=max(0.0, end - time.monotonic())):
                 break
-            if time.monotonic() > end:
-                raise TimeoutError(f"the ranks did not end within {timeout_s:g} s")
-            time.sleep(0.05)
+    except queue.Empty:
+        raise TimeoutError(f"the ranks did not end within {timeout_s:g} s") from None
     finally:
         codes = [rank.poll() for rank in ranks]
         for rank in ranks:

@@ -27,7 +27,6 @@ from .transforms._layout import Bucket
 from .transforms._plan import make_plan
 from .transforms._tree import choose_state
 from .transforms.axes._env import bind_axes, bound
-from .transforms.optimizers._lift import init as init_states
 from .transforms.sync._mean import MeanState
 
 
@@ -87,8 +86,7 @@ class DDPRun:
         if pipeline is not None:
             if pipeline.optimizer.check:
                 pipeline.optimizer.check(held)
-            for path, state in init_states(pipeline.optimizer, held).items():
-                self.stepper.states[path] = state
+            self.stepper.begin((path, pipeline.optimizer.at(path), p, None) for path, p in held.items())
         self.step, self.skipped, self.total = 0, 0, math.nan
         self.pending: float | None = None  # the weight of the next pass that is synchronised
         self._weight, self._unit = 1.0, 1.0
@@ -142,9 +140,7 @@ class DDPRun:
 
     def _share(self) -> float:
         """What this rank counts in the sum."""
-        assert self._plan.reduce is not None
-        by_weight = self._plan.reduce.spec.name == "sum_over" or self._plan.reduce.spec["over"] == "weight"
-        return self._weight if by_weight else float(self._weight > 0)
+        return self._weight if self._plan.by_weight else float(self._weight > 0)
 
     def _launch(self, out: FromDDP) -> None:
         first = len(self._outs) == 1
@@ -216,15 +212,12 @@ class DDPRun:
 
     def _summed(self) -> tuple[tuple[Any, ...], float, float]:
         """Of a plain reduction its state, the total of the weights, and what the sums are still to be divided by."""
-        assert self._plan.reduce is not None and self._lane is not None
+        assert self._lane is not None
         words, work = self._lane
         work.wait()
         self.total = float(words.item())
-        wide, spec = torch.tensor(self.total, dtype=torch.float64), self._plan.reduce.spec
-        if spec.name == "sum_over":
-            divisor = 1.0
-        else:
-            divisor = float(self.ranks) if spec["over"] == "world" else self.total
+        wide, over = torch.tensor(self.total, dtype=torch.float64), self._plan.over
+        divisor = 1.0 if over is None else float(self.ranks) if over == "world" else self.total
         state = self.hook_state[0]
         if isinstance(state, MeanState):
             state = MeanState(wide, {})

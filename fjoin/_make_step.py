@@ -14,7 +14,6 @@ from .transforms._base import Pipeline, Transform, check_transform
 from .transforms._combine import identity
 from .transforms._layout import BUCKET_BYTES
 from .transforms._plan import make_plan
-from .transforms._spec import Spec
 
 
 def train_step(
@@ -89,21 +88,17 @@ def train_step(
             f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
             f"hold, got over={reduce.spec['over']!r}"
         )
-    if pipeline.after is not None and _contains(pipeline.after.spec, "accumulate"):
+    if pipeline.after is not None and pipeline.after.spec.contains("accumulate"):
         raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")
-    if _contains(pipeline.hook.spec, "accumulate"):
+    if pipeline.hook.spec.contains("accumulate"):
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
         )
     on_buffers = identity() if on_buffers is None else on_buffers
     check_transform(on_buffers, "train_step: on_buffers")
-    if _contains(on_buffers.spec, "accumulate"):
+    if on_buffers.spec.contains("accumulate"):
         raise ValueError(
             "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
         )
     run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, on_buffers)
     return TrainStep(run, donate, bucket_bytes, accumulate)
-
-
-def _contains(spec: Spec, name: str) -> bool:
-    return spec.name == name or any(_contains(child.spec, name) for child in spec.children)

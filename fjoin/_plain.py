@@ -35,8 +35,7 @@ class PlainHook:
     def __init__(self, hook: Transform, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard) -> None:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._lane, self._guard = hook, plan, mesh, lane, guard
-        self._over = None if plan.reduce.spec.name == "sum_over" else plan.reduce.spec["over"]
-        self.by_weight = self._over in (None, "weight")
+        self._over, self.by_weight = plan.over, plan.by_weight
         self.unit = 2.0 ** -math.floor(math.log2(guard.ranks))
         self.direct = plan.clip is None and not plan.rest
         self._carrier: Outgoing | None = None  # whose message carries the lane

@@ -36,8 +36,9 @@ def as_step_param(functional: Any) -> Optimizer:
     Same as: what torch's _hook_then_optimizer does with it.
 
     >>> import warnings
-    >>> from torch.distributed.optim.functional_sgd import _FunctionalSGD
-    >>> with warnings.catch_warnings(record=True):  # torch warns at each construction
+    >>> with warnings.catch_warnings(record=True):  # torch warns at the import, and at each construction
+    ...     warnings.simplefilter("always")
+    ...     from torch.distributed.optim.functional_sgd import _FunctionalSGD
     ...     opt = fjoin.as_step_param(_FunctionalSGD([], lr=0.5, _allow_empty_param_list=True))
     >>> opt.step({"w": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}, opt.init({"w": torch.tensor(1.0)}))[0]
     {'w': tensor(0.5000)}

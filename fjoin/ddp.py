@@ -18,11 +18,6 @@ from ._mesh import Mesh
 from ._stepper import fill, named_fields
 from .transforms._base import Pipeline, Transform
 from .transforms._plan import axes_of, make_plan
-from .transforms._spec import Spec
-
-
-def _contains(spec: Spec, name: str) -> bool:
-    return spec.name == name or any(_contains(child.spec, name) for child in spec.children)
 
 
 class Handle:
@@ -153,7 +148,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         mesh = mesh_over(model.process_group, next(iter(named), "data"))
     if mesh.size != model.process_group.size():
         raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
-    if _contains(what.spec, "accumulate"):
+    if what.spec.contains("accumulate"):
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")

@@ -31,6 +31,18 @@ class Plan(NamedTuple):
     axes: tuple[str, ...]
     carries: bool
 
+    @property
+    def over(self) -> str | None:
+        """What `reduce` divides by; None for a sum."""
+        assert self.reduce is not None
+        over: str | None = None if self.reduce.spec.name == "sum_over" else self.reduce.spec["over"]
+        return over
+
+    @property
+    def by_weight(self) -> bool:
+        """Whether ranks count in it by their weights, else by having a batch."""
+        return self.over in (None, "weight")
+
 
 def make_plan(hook: Transform, mesh_axes: Collection[str]) -> Plan:
     parts = stages(hook)

@@ -10,8 +10,8 @@ from torch.optim.adadelta import adadelta as torch_adadelta
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, used
-from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots, within
+from ._formula import penalized, rate_at
+from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots, within
 from ._schedules import ScalarOrSchedule
 
 
@@ -65,10 +65,7 @@ def adadelta(
         return AdadeltaState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
 
     def step_param(param: Tensor, grad: Tensor, state: AdadeltaState) -> tuple[Tensor, AdadeltaState]:
-        if maximize:
-            grad = -grad
-        if used(weight_decay):
-            grad = grad + weight_decay * param
+        grad = penalized(param, grad, weight_decay, maximize)
         square_avg = rho * state.square_avg + (1 - rho) * grad * grad
         delta = (state.acc_delta + eps).sqrt() / (square_avg + eps).sqrt() * grad
         acc_delta = rho * state.acc_delta + (1 - rho) * delta * delta
@@ -82,5 +79,4 @@ def adadelta(
             weight_decay=weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel)
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import rate_at, wide_root
-from ._inplace import by_formula, in_place, new_step, not_negative, one_param
+from ._inplace import by_formula, from_kernel, new_step, not_negative
 from ._schedules import ScalarOrSchedule
 
 
@@ -96,8 +96,7 @@ def adafactor(
         update = update / (_rms(update) / d).clamp(min=1.0)
         return param - size * update, AdafactorState(step, rows, columns, variance)
 
-    step_params_ = in_place(by_formula(step_param))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, elementwise=False)
+    return from_kernel(init_param, step_param, by_formula(step_param), elementwise=False)
 
 
 def _rms(x: Tensor) -> Tensor:

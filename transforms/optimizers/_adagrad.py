@@ -10,8 +10,8 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, root, used
-from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._formula import penalized, rate_at, root
+from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -70,10 +70,7 @@ def adagrad(
         return AdagradState(new_step(param), torch.zeros_like(param) + start)
 
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:
-        if maximize:
-            grad = -grad
-        if used(weight_decay):
-            grad = grad + weight_decay * param
+        grad = penalized(param, grad, weight_decay, maximize)
         total = state.sum + grad * grad
         rate = rate_at(lr, state.step) / (1 + state.step.double() * lr_decay)
         return param - rate.to(param.dtype) * (grad / (root(total) + eps)), AdagradState(state.step + 1, total)
@@ -84,5 +81,4 @@ def adagrad(
             lr=kernel_lr(lr, states[0].step), weight_decay=weight_decay, lr_decay=lr_decay, eps=eps, maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel)
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import lerp, rate_at, root, used
+from ._formula import lerp, penalized, rate_at, root
 from ._inplace import check_betas, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule
 
@@ -111,12 +111,9 @@ def _adam(
         dtype = param.dtype
         rate = rate_at(lr, state.step)
         step = state.step + 1
-        if maximize:
-            grad = -grad
+        grad = penalized(param, grad, 0.0 if decoupled else weight_decay, maximize)
         if decoupled:
             param = param * (1 - rate * weight_decay).to(dtype)
-        elif used(weight_decay):
-            grad = grad + weight_decay * param
         exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         largest = None if state.max_exp_avg_sq is None else torch.maximum(state.max_exp_avg_sq, exp_avg_sq)

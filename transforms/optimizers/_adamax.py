@@ -10,8 +10,8 @@ from torch.optim.adamax import adamax as torch_adamax
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import lerp, rate_at, used
-from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._formula import lerp, penalized, rate_at
+from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -65,10 +65,7 @@ def adamax(
 
     def step_param(param: Tensor, grad: Tensor, state: AdamaxState) -> tuple[Tensor, AdamaxState]:
         rate, step = rate_at(lr, state.step), state.step + 1
-        if maximize:
-            grad = -grad
-        if used(weight_decay):
-            grad = grad + weight_decay * param
+        grad = penalized(param, grad, weight_decay, maximize)
         exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_inf = torch.maximum(beta2 * state.exp_inf, grad.abs() + eps)
         rate = rate / (1 - torch.pow(beta1, step.double()))
@@ -81,5 +78,4 @@ def adamax(
             weight_decay=weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel)
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel)

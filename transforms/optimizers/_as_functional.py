@@ -56,7 +56,7 @@ def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Optimizer:
         ValueError: no counterpart of `optim_cls` is known; the message says how to add one.
         TypeError, ValueError: arguments that the counterpart does not take.
 
-    Same as: torch.distributed.optim.as_functional_optim.
+    Same as: torch's function of this name.
 
     >>> as_functional_optim(torch.optim.SGD, 0.1, momentum=0.9, foreach=True)
     sgd(lr=0.1, momentum=0.9)
@@ -87,7 +87,7 @@ def register_functional_optim(key: Any, factory: Callable[..., Optimizer]) -> No
     Raises:
         ValueError: `key` has a counterpart already, which torch's function of this name keeps silently.
 
-    Same as: torch.distributed.optim.utils.register_functional_optim.
+    Same as: torch's function of this name.
 
     >>> from fjoin import transforms as tx
     >>> tx.register_functional_optim("slow sgd", lambda: tx.sgd(1e-6))

@@ -10,8 +10,8 @@ from torch.optim.asgd import asgd as torch_asgd
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import rate_at, used
-from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._formula import penalized, rate_at
+from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -69,10 +69,7 @@ def asgd(
 
     def step_param(param: Tensor, grad: Tensor, state: ASGDState) -> tuple[Tensor, ASGDState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        if maximize:
-            grad = -grad
-        if used(weight_decay):
-            grad = grad + weight_decay * param
+        grad = penalized(param, grad, weight_decay, maximize)
         eta = state.eta.double()
         param = param * (1 - lambd * eta).to(dtype) - eta.to(dtype) * grad
         average = torch.where(state.mu == 1, param, state.ax + (param - state.ax) * state.mu.to(dtype))
@@ -89,5 +86,4 @@ def asgd(
             alpha=alpha, weight_decay=weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel, ("step", "eta", "mu"))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel, ("step", "eta", "mu"))

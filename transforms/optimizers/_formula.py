@@ -24,6 +24,13 @@ def used(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
 
 
+def penalized(param: Tensor, grad: Tensor, weight_decay: Any, maximize: bool) -> Tensor:
+    """The gradient of what is to be made small, with an L2 penalty."""
+    if maximize:
+        grad = -grad
+    return grad + weight_decay * param if used(weight_decay) else grad
+
+
 def root(x: Tensor) -> Tensor:
     """The square root, with derivative 1 at 0, where it has none: so that one can differentiate through training."""
     zero = x == 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._base import Optimizer
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -131,3 +132,15 @@ def one_param(step_params_: Callable[..., None]) -> Callable[..., None]:
 
 def new_step(param: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=param.device)
+
+
+def from_kernel(
+    init_param: Callable[..., Any],
+    step_param: Callable[..., Any],
+    kernel: Callable[[list[Tensor], list[Tensor], list[Any]], None],
+    common: tuple[str, ...] = ("step",),
+    **settings: Any,
+) -> Optimizer:
+    """An optimizer of a pure formula and a kernel; see `in_place`. `settings`: of `Optimizer`."""
+    step_params_ = in_place(kernel, common)
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, **settings)

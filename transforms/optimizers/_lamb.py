@@ -9,7 +9,7 @@ from .._base import Optimizer
 from .._spec import factory
 from ._adam import AdamState
 from ._formula import lerp, rate_at, root, wide_root
-from ._inplace import by_formula, check_betas, in_place, new_step, not_negative, one_param
+from ._inplace import by_formula, check_betas, from_kernel, new_step, not_negative
 from ._schedules import ScalarOrSchedule
 
 
@@ -72,5 +72,4 @@ def lamb(
         )
         return param - rate.to(dtype) * ratio.to(dtype) * update, AdamState(step, exp_avg, exp_avg_sq, None)
 
-    step_params_ = in_place(by_formula(step_param))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, elementwise=False)
+    return from_kernel(init_param, step_param, by_formula(step_param), elementwise=False)

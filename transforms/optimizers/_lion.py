@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, rate_at
-from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -80,5 +80,4 @@ def lion(
         for state in states:
             state.step.add_(1)
 
-    step_params_ = in_place(kernel)
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel)

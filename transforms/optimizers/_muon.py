@@ -12,7 +12,7 @@ from .._base import Optimizer
 from .._spec import factory
 from .._tree import Tree, named_leaves
 from ._formula import rate_at
-from ._inplace import by_formula, in_place, new_step, not_negative, one_param
+from ._inplace import by_formula, from_kernel, new_step, not_negative
 from ._schedules import ScalarOrSchedule
 
 
@@ -100,8 +100,7 @@ def muon(
         param = param * (1 - rate * weight_decay).to(param.dtype)
         return param - (rate * factor).to(param.dtype) * direction.to(param.dtype), MuonState(state.step + 1, velocity)
 
-    step_params_ = in_place(by_formula(step_param))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, elementwise=False, check=check)
+    return from_kernel(init_param, step_param, by_formula(step_param), elementwise=False, check=check)
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -10,8 +10,8 @@ from torch.optim.nadam import nadam as torch_nadam
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import lerp, rate_at, root, used
-from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._formula import lerp, penalized, rate_at, root
+from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -72,12 +72,9 @@ def nadam(
 
     def step_param(param: Tensor, grad: Tensor, state: NAdamState) -> tuple[Tensor, NAdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        if maximize:
-            grad = -grad
+        grad = penalized(param, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)
         if decoupled_weight_decay:
             param = param * (1 - rate * weight_decay).to(dtype)
-        elif used(weight_decay):
-            grad = grad + weight_decay * param
         wide = step.double()
         mu, mu_next = (beta1 * (1 - 0.5 * torch.pow(0.96, t * momentum_decay)) for t in (wide, wide + 1))
         product = state.mu_product * mu.to(torch.float32)
@@ -97,5 +94,4 @@ def nadam(
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel, ("step", "mu_product"))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel, ("step", "mu_product"))

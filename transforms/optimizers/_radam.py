@@ -10,8 +10,8 @@ from torch.optim.radam import radam as torch_radam
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import lerp, rate_at, root, used
-from ._inplace import check_betas, in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._formula import lerp, penalized, rate_at, root
+from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -70,12 +70,9 @@ def radam(
 
     def step_param(param: Tensor, grad: Tensor, state: RAdamState) -> tuple[Tensor, RAdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        if maximize:
-            grad = -grad
+        grad = penalized(param, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)
         if decoupled_weight_decay:
             param = param * (1 - rate * weight_decay).to(dtype)
-        elif used(weight_decay):
-            grad = grad + weight_decay * param
         exp_avg = lerp(state.exp_avg, grad, 1 - beta1)
         exp_avg_sq = beta2 * state.exp_avg_sq + (1 - beta2) * grad * grad
         wide = step.double()
@@ -98,5 +95,4 @@ def radam(
             weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel)
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel)

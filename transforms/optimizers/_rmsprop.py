@@ -10,8 +10,8 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import lerp, rate_at, root, used
-from ._inplace import in_place, kernel_lr, new_step, not_negative, one_param, slots
+from ._formula import lerp, penalized, rate_at, root, used
+from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -75,10 +75,7 @@ def rmsprop(
 
     def step_param(param: Tensor, grad: Tensor, state: RMSpropState) -> tuple[Tensor, RMSpropState]:
         rate = rate_at(lr, state.step).to(param.dtype)
-        if maximize:
-            grad = -grad
-        if used(weight_decay):
-            grad = grad + weight_decay * param
+        grad = penalized(param, grad, weight_decay, maximize)
         square_avg = alpha * state.square_avg + (1 - alpha) * grad * grad
         second, grad_avg, velocity = square_avg, state.grad_avg, state.momentum
         if grad_avg is not None:
@@ -96,5 +93,4 @@ def rmsprop(
             alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered, maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel)
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel)

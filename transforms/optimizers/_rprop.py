@@ -11,7 +11,7 @@ from torch.optim.rprop import rprop as torch_rprop
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import rate_at
-from ._inplace import in_place, new_step, not_negative, one_param, slots
+from ._inplace import from_kernel, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -81,5 +81,4 @@ def rprop(
             maximize=maximize,
         )  # fmt: skip
 
-    step_params_ = in_place(kernel)
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, kernel)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
-from ._formula import used
+from ._formula import penalized, used
 from ._inplace import kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
@@ -69,10 +69,7 @@ def sgd(
     def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         rate = value_at(lr, state.step)
         rate = rate.to(param.dtype) if isinstance(rate, Tensor) else rate
-        if maximize:
-            grad = -grad
-        if used(weight_decay):
-            grad = grad + weight_decay * param
+        grad = penalized(param, grad, weight_decay, maximize)
         velocity = state.momentum
         if velocity is not None:
             velocity = momentum * velocity + (1 - dampening) * grad

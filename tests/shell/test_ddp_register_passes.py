@@ -1,0 +1,215 @@
+"""What passes of a registered module may be like: accumulation, unused parameters, resuming, memory layouts, few bits."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import max_diff, same_bits
+from oracle import whole_batch
+from oracle.whole_batch import make_batches, make_model, mean_loss
+from register_problem import EVEN, HOOKS, SMALL, Branches, check, samples
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def accumulate() -> Any:
+    """Two micro-batches a step; the weights are those of both."""
+    ddp = DistributedDataParallel(make_model(), **SMALL)
+    handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.05)))
+    own = make_batches(1, [[3, 2, 4, 2], [5, 1, 2, 6]])[dist.get_rank()]
+    for i in range(0, 4, 2):
+        first, second = own[i], own[i + 1]
+        total = samples(first) + samples(second)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            (mean_loss(ddp, first) * samples(first) / total).backward()
+        handle.weight(total)
+        (mean_loss(ddp, second) * samples(second) / total).backward()
+    assert handle.step == 2
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}, handle.total
+
+
+def test_accumulation_under_no_sync(pool: Any) -> None:
+    batches = make_batches(1, [[3, 2, 4, 2], [5, 1, 2, 6]])
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    for i in range(0, 4, 2):
+        live = [own[j] for own in batches for j in (i, i + 1)]
+        optimizer.zero_grad()
+        sum(mean_loss(model, b) * (samples(b) / sum(map(samples, live))) for b in live).backward()
+        optimizer.step()
+    results = pool.run(2, accumulate)
+    check(results, whole_batch.parameters(model))
+    assert results[0][1] == 14.0
+
+
+def unused(ours: bool) -> Any:
+    ddp = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL)
+    if ours:
+        fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.05, weight_decay=0.1)))
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.05, weight_decay=0.1, fused=True)
+    for step in range(4):
+        g = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ddp.zero_grad()
+        ddp(
+            torch.randn(5, 3, generator=g, dtype=torch.float64), [0, 3] if step == 2 else [0, 1 + dist.get_rank()]
+        ).backward()
+        if not ours:
+            optimizer.step()
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
+
+
+def test_what_no_rank_uses_is_left_alone(pool: Any) -> None:
+    """As by torch.optim, which skips parameters without gradient: no decay, no ageing."""
+    ours, theirs = pool.run(2, unused, True), pool.run(2, unused, False)
+    assert max_diff(ours[0], theirs[0]) < 1e-14 and same_bits(ours[0], ours[1])
+
+
+def resume(hook: str) -> Any:
+    """The second epoch, with a new module that loads what was saved: DDP starts with other buckets."""
+
+    def fresh() -> Any:
+        ddp = DistributedDataParallel(make_model(), **SMALL)
+        return ddp, fjoin.ddp.register(
+            ddp, tx.fuse(tx.chain(HOOKS[hook](), tx.every(2, tx.clip_by_value(0.01))), tx.adamw(0.05))
+        )
+
+    def epoch(ddp: Any, handle: Any) -> None:
+        for batch in make_batches(1, EVEN)[dist.get_rank()]:
+            ddp.zero_grad()
+            handle.weight(samples(batch))
+            mean_loss(ddp, batch).backward()
+
+    ddp, handle = fresh()
+    epoch(ddp, handle)
+    file = io.BytesIO()
+    torch.save((ddp.module.state_dict(), handle.state_dict()), file)
+    file.seek(0)
+    weights, saved = torch.load(file, weights_only=True)
+    other, resumed = fresh()
+    other.module.load_state_dict(weights)
+    resumed.load_state_dict(saved)
+    epoch(ddp, handle)
+    epoch(other, resumed)
+    assert resumed.step == handle.step == 6
+    return [{p: v.detach().clone() for p, v in m.module.named_parameters()} for m in (ddp, other)]
+
+
+@pytest.mark.parametrize("hook", ["mean", "clip, mean", "by path"])
+def test_a_saved_state_goes_on(pool: Any, hook: str) -> None:
+    for going_on, resumed in pool.run(2, resume, hook):
+        assert same_bits(going_on, resumed)
+
+
+def messages(options: dict[str, Any]) -> list[list[int]]:
+    """The sizes of what is given to torch.distributed in each pass."""
+    ddp = DistributedDataParallel(make_model(), **options)
+    handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.05)))
+    sent: list[list[int]] = []
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sent[-1].append(args[1 if name == "all_to_all_single" else 0].numel())
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    for name in kept:
+        setattr(dist, name, counted(name))
+    try:
+        for batch in make_batches(1, EVEN)[dist.get_rank()]:
+            sent.append([])
+            ddp.zero_grad()
+            handle.weight(samples(batch))
+            mean_loss(ddp, batch).backward()
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return sent
+
+
+def test_one_message_besides_the_buckets(pool: Any) -> None:
+    """Of one number, with the first bucket; the module's first pass has one bucket, and the others two."""
+    for sent in pool.run(2, messages, SMALL):
+        assert sent == [[1, 66], [1, 24, 42], [1, 24, 42]]
+
+
+class Images(nn.Module):
+    """A convolution whose weights lie in channels-last order, and a transposed matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(4, 2, dtype=torch.float64).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.turned @ self.conv(x).amax((2, 3)).t()).square().mean()
+
+
+def layouts(how: str) -> Any:
+    ddp = DistributedDataParallel(Images(), gradient_as_bucket_view=how == "views")
+    optimizer = torch.optim.AdamW(ddp.parameters(), 0.05, weight_decay=0.1)
+    if how in ("fused", "views"):
+        fjoin.ddp.register(
+            ddp, tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), tx.adamw(0.05, weight_decay=0.1))
+        )
+    rank = dist.get_rank()
+    with (
+        fjoin.Join([ddp] if how in ("fused", "views") else [ddp, optimizer])
+        if how != "plain"
+        else contextlib.nullcontext()
+    ):
+        for step in range(3 - (rank if how == "join" else 0)):
+            g = torch.Generator().manual_seed(10 * step + rank)
+            ddp.zero_grad()
+            ddp(torch.randn(2, 3, 5, 5, generator=g, dtype=torch.float64)).backward()
+            if how == "plain":
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+            if how in ("plain", "join"):
+                optimizer.step()
+    moments = {
+        f"{path}, moment": optimizer.state[p]["exp_avg"] for path, p in ddp.module.named_parameters() if optimizer.state
+    }
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()} | (moments if how == "join" else {})
+
+
+@pytest.mark.parametrize("how", ["fused", "views"])
+def test_parameters_that_lie_otherwise_in_memory(pool: Any, how: str) -> None:
+    """torch's views in a bucket have other strides than the parameters."""
+    ours, theirs = pool.run(2, layouts, how), pool.run(2, layouts, "plain")
+    assert max_diff(ours[0], theirs[0]) < 1e-12 and same_bits(ours[0], ours[1])
+
+
+def test_they_do_so_in_our_join_too(pool: Any) -> None:
+    """A rank without input steps with what it receives: the optimizer's state stays equal too."""
+    a, b = pool.run(2, layouts, "join")
+    assert len(a) == 6 and same_bits(a, b)
+
+
+def weighted_halves(weight: float) -> Any:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model.half())
+    handle = fjoin.ddp.register(ddp, tx.mean("data"))
+    seen = []
+    for step in range(2):
+        ddp.zero_grad()
+        handle.weight(weight * (1 + dist.get_rank()))
+        ddp(torch.full((1, 1), 30.0 * (step + 1)).half()).sum().backward()
+        seen.append(model.weight.grad.item())
+    return seen
+
+
+@pytest.mark.parametrize("weight", [4096.0, 1e-6])
+def test_weights_do_not_overflow_16_bits(pool: Any, weight: float) -> None:
+    assert pool.run(2, weighted_halves, weight) == [[30.0, 60.0]] * 2
