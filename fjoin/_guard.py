@@ -7,15 +7,18 @@ host reads a copy of the verdict later, without waiting.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ._errors import NonFinite
 from ._wire import Outgoing
-from .transforms._clip import clip_factor
 from .transforms.sync._lane import decode_lane, host_lane, ranks_in
+
+# From the norm of the gradients to what they are to be multiplied with.
+Clip: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Verdict(NamedTuple):
@@ -79,7 +82,7 @@ class Guard:
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
 
     def judge(
-        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: float | None
+        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: Clip | None
     ) -> Verdict:
         """Decide on a step.
 
@@ -88,7 +91,7 @@ class Guard:
             sums: The summed lane.
             outgoing: The gradients after the hook, still to be divided.
             divisor: What they are to be divided by.
-            clip: The largest norm of the result, or None.
+            clip: What they are to be multiplied with besides, given their norm once divided; or None.
         """
         if isinstance(sums["weight"], Tensor):
             return self._judge_on_device(step, sums, outgoing, divisor, clip)
@@ -97,18 +100,18 @@ class Guard:
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
         fine = fine and not any(sums[name] for name in sums if name.startswith("nonfinite"))
         fine = fine and not self.bad(outgoing)
-        if clip is not None and fine and not math.isfinite(_norm(outgoing).item()):
+        if clip is not None and fine and not math.isfinite(norm_of(outgoing).item()):
             for out in outgoing:  # finite gradients whose squares are too large for float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
         if not fine:
             return Verdict(False, None, None, _error(step, sums, _nonfinite_paths(outgoing)))
         scale = divisor
         if clip is not None:
-            scale = divisor / clip_factor(_norm(outgoing) / divisor, clip).item()
+            scale = divisor / clip(norm_of(outgoing) / divisor).item()
         return Verdict(True, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64), None, None)
 
     def _judge_on_device(
-        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: float | None
+        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: Clip | None
     ) -> Verdict:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
         masks = torch.stack([value for name, value in sums.items() if name.startswith("nonfinite")])
@@ -118,7 +121,7 @@ class Guard:
         found_inf = (~(fine & (sums["weight"] > 0))).to(torch.float32)
         scale = torch.as_tensor(divisor, dtype=torch.float64, device=found_inf.device)
         if clip is not None:
-            scale = scale / clip_factor(_norm(outgoing) / scale, clip)
+            scale = scale / clip(norm_of(outgoing) / scale)
         if not self.skips:
             self._remember(step, sums, (~fine & ~(sums["weight"] == 0)).to(torch.float32))
         return Verdict(True, scale, found_inf, None)
@@ -152,7 +155,7 @@ class Guard:
                 raise _error(step, self.host(sums), ())
 
 
-def _norm(outgoing: list[Outgoing]) -> Tensor:
+def norm_of(outgoing: Sequence[Outgoing]) -> Tensor:
     """The 2-norm of all gradients together, 0-d float64, from those of the buckets."""
     norms = [out.seen for out in outgoing]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._axis import Work
-from ._guard import Guard
+from ._guard import Clip, Guard
 from ._hook_state import FLAT, Form, HookState
 from ._lane import StepLane
 from ._mesh import Mesh
@@ -34,6 +34,10 @@ class RunsHook(Protocol):
 
     unit: float
     by_weight: bool
+
+    @property
+    def clip(self) -> Clip | None:
+        """What gradients are to be multiplied with behind it, given their norm; None for nothing."""
 
     def init(self, storage: Storage) -> Any:
         """The state to start from."""
@@ -73,6 +77,7 @@ class HookRun:
 
     unit: float = 1.0
     by_weight: bool = True
+    clip = None
 
     def __init__(
         self, hook: Transform, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard, accumulates: bool

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ._axis import Work
-from ._guard import Guard
+from ._guard import Clip, Guard, norm_of
 from ._lane import StepLane
 from ._mesh import Mesh
 from ._stages import run_stages
 from ._storage import Storage, apart
 from ._wire import Outgoing
 from .transforms._base import Transform
+from .transforms._clip import ClipState, clip_factor
 from .transforms._layout import lane_bucket
 from .transforms._plan import Plan
 from .transforms.sync._mean import MeanState
@@ -37,9 +38,16 @@ class PlainHook:
         self._hook, self._plan, self._mesh, self._lane, self._guard = hook, plan, mesh, lane, guard
         self._over, self.by_weight = plan.over, plan.by_weight
         self.unit = 2.0 ** -math.floor(math.log2(guard.ranks))
-        self.direct = plan.clip is None and not plan.rest
+        late = plan.clip is not None and plan.clip.spec["mode"] == "previous"
+        self.direct = (plan.clip is None or late) and not plan.rest
+        self._before: ClipState | None = None  # of the last step, where that decides
         self._carrier: Outgoing | None = None  # whose message carries the lane
         self._alone: Work | None = None  # the message of a lane that none carries
+
+    @property
+    def clip(self) -> Clip | None:
+        """What gradients are to be multiplied with, given their norm; None for nothing."""
+        return None if self._plan.clip is None else self._clip
 
     def init(self, storage: Storage) -> Any:
         """The state to start from."""
@@ -65,11 +73,17 @@ class PlainHook:
 
     def start(self, state: Any, storage: Storage, lane: dict[str, Any]) -> None:
         """Make ready for the buckets of a step."""
+        if self.direct and self.clip:
+            self._before = (state() if callable(state) else state)[1]
         self._lane.write(lane)
         self._alone = self._mesh.reduce_(self._lane.sent, self._plan.axes) if self._carrier is None else None
 
     def launch(self, index: int, out: Outgoing) -> Work:
         return self._mesh.reduce_(out.wire, self._plan.axes)
+
+    def knows_scale(self) -> bool:
+        """Whether nothing but the lane is needed to know what a bucket is to be divided by."""
+        return self._before is None or bool(torch.isfinite(self._before.norm))
 
     def stop(self) -> None:
         """Forget a step that has failed."""
@@ -102,7 +116,7 @@ class PlainHook:
             if not rest:
                 self._guard.look(out)  # while the messages behind it are still under way
         sums = self.sums()
-        state, divisor = self.state(sums), self.divisor(sums)
+        state, divisor = self.state(sums, outgoing), self.divisor(sums)
         if not rest:
             return state, sums, divisor
         for out in outgoing:
@@ -115,20 +129,27 @@ class PlainHook:
             self._guard.look(out)
         return (first, *new), sums, 1.0
 
-    def state(self, sums: dict[str, Any]) -> Callable[[], Any]:
+    def state(self, sums: dict[str, Any], outgoing: list[Outgoing]) -> Callable[[], Any]:
         """The state that the pure hook would have after these messages, made when it is asked for."""
-        clips, total = self._plan.clip is not None, sums["total"] if self._over is None else self._total(sums)
-
-        def wide(value: Any) -> Tensor:
-            return torch.as_tensor(value, dtype=torch.float64)
+        clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
+        norm = norm_of(outgoing) / self.divisor(sums) if self._before is not None else None
 
         def make() -> Any:  # holds nothing of this object, which a state must not keep alive
-            state = MeanState(wide(total), {n: wide(v) for n, v in sums.items() if n != "total"})
-            return (state, ()) if clips else state
+            state = MeanState(_wide(total), {n: _wide(v) for n, v in sums.items() if n != "total"})
+            return (state, () if norm is None else ClipState(norm)) if clips else state
 
         return make
+
+    def _clip(self, norm: Tensor) -> Tensor:
+        assert self._plan.clip is not None
+        norm = norm if self._before is None else self._before.or_else(norm)
+        return clip_factor(norm, self._plan.clip.spec["max_norm"])
 
     def _total(self, sums: dict[str, Any]) -> Any:
         if self._over is None:
             return 1.0
         return float(self._guard.ranks) if self._over == "world" else sums["total"]
+
+
+def _wide(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)

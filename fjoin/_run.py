@@ -43,7 +43,7 @@ class Run:
         self.on_buffers = on_buffers
         self.skips = pipeline.spec.name == "skip_if_nonfinite"
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
-        self.axes, self._clip = plan.axes, plan.clip
+        self.axes = plan.axes
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
         self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=self.skips)
         index = 0
@@ -122,8 +122,9 @@ class Run:
             with queue.muted(storage):
                 _backward(replayed, 0.0)
         queue.finish()
-        if self._early is not None and self.guard.on_host(queue.outgoing):
-            sums = self._step_early(self._early, body, buffers, queue.outgoing, lane, turn)
+        early = self._early
+        if early is not None and self.guard.on_host(queue.outgoing) and early.knows_scale():
+            sums = self._step_early(early, body, buffers, queue.outgoing, lane, turn)
         else:
             sums = self._step_together(body, buffers, queue.outgoing, lane, turn)
         step = body.step
@@ -143,7 +144,7 @@ class Run:
         """After all messages: decide whether this step may change anything, and step; the summed lane."""
         hook, sums, divisor = self.hook.finish(body.hook, body.storage, outgoing, lane)
         self._tell(turn, sums)
-        verdict = self.guard.judge(body.step, sums, outgoing, divisor, self._clip)
+        verdict = self.guard.judge(body.step, sums, outgoing, divisor, self.hook.clip)
         self._raise_or_count(body, verdict)
         if verdict.changes:
             with changing(body):
@@ -168,7 +169,7 @@ class Run:
         """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
         sums = hook.sums()
         self._tell(turn, sums)
-        verdict = self.guard.judge(body.step, sums, [], hook.divisor(sums), None)
+        verdict = self.guard.judge(body.step, sums, [], hook.divisor(sums), hook.clip)
         if not verdict.changes:
             for out in outgoing:
                 out.arrive()
@@ -188,7 +189,7 @@ class Run:
                 step_bucket(body, i, out, verdict)
             run_after(self.pipeline.after, self.mesh, body, lane["weight"], verdict)
             self._keep_buffers(body, buffers, lane["weight"], verdict)
-        body.hook = hook.state(sums)
+        body.hook = hook.state(sums, outgoing)
         return sums
 
     def _keep_buffers(self, body: Body, buffers: Any, weight: float, verdict: Verdict) -> None:

@@ -29,6 +29,7 @@ from ._base import Pipeline as Pipeline
 from ._base import Transform as Transform
 from ._by_path import masked as masked
 from ._by_path import partition as partition
+from ._clip import ClipState as ClipState
 from ._clip import clip_by_global_norm as clip_by_global_norm
 from ._clip import clip_by_value as clip_by_value
 from ._combine import chain as chain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -24,8 +24,17 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
+class ClipState(NamedTuple):
+    norm: torch.Tensor  # of the last call's gradients before clipping, 0-d float64; NaN before the first call
+
+    def or_else(self, norm: torch.Tensor) -> torch.Tensor:
+        """The last call's norm, or another where there is none."""
+        before = self.norm.to(norm)
+        return torch.where(torch.isfinite(before), before, norm)
+
+
 @factory
-def clip_by_global_norm(max_norm: float) -> Transform:
+def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "exact") -> Transform:
     """Scale all gradients so that their norm together is at most `max_norm`.
 
         g <- g min(1, max_norm / (|g| + 1e-6)),   |g|^2 = sum of squares over all leaves
@@ -33,22 +42,39 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     Put it after the reduction: the norm of the mean is meant. It needs the whole tree, so it waits
     for all messages. A NaN or infinity in any leaf makes all of them NaN.
 
+    With mode="previous" |g| is the norm that the last call's gradients had, before they were clipped, so
+    that nothing waits for all of them: with `fjoin.train_step(..., overlap_step=True)` each bucket is
+    stepped as its message comes. What it lets through may be longer than `max_norm`, by as much as the
+    norm has grown since. The first call, and one after a norm that was not finite, is exact.
+
     Args:
         max_norm: The largest norm; above 0.
+        mode: Whose norm: "exact", these gradients' own, or "previous", the last call's.
 
     Returns:
-        A `Transform` without state. `extra["sharded_over"]`, axis names, says over which axes the
-        tree is sharded; the squares are summed across them.
+        A `Transform` without state, or with `ClipState(norm)` where mode="previous".
+        `extra["sharded_over"]`, axis names, says over which axes the tree is sharded; the squares are
+        summed across them.
 
     Raises:
-        ValueError: `max_norm` is not above 0.
+        ValueError: `max_norm` is not above 0; `mode` is none of the two.
 
     Same as: torch.nn.utils.clip_grad_norm_, norm_type=2; optax.clip_by_global_norm has no 1e-6.
 
     >>> clip_by_global_norm(1.0).update({"w": torch.tensor([3.0, 4.0])}, ())[0]
     {'w': tensor([0.6000, 0.8000])}
+    >>> late = clip_by_global_norm(1.0, mode="previous")
+    >>> _, state = late.update(torch.tensor(4.0), late.init(torch.tensor(0.0)))
+    >>> late.update(torch.tensor(2.0), state)[0]
+    tensor(0.5000)
     """
     _positive("max_norm", max_norm)
+    if mode not in ("exact", "previous"):
+        raise ValueError(f"mode must be 'exact' or 'previous', got {mode!r}")
+
+    def init(params: Tree) -> State:
+        del params
+        return ClipState(torch.tensor(float("nan"), dtype=torch.float64)) if mode == "previous" else ()
 
     def update(
         grads: Tree, state: State, params: Tree = None, *, sharded_over: AxisName = (), **extra: Any
@@ -57,10 +83,11 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         norm = global_norm(grads)
         if sharded_over:
             norm = psum(norm * norm, sharded_over).sqrt()
-        factor = clip_factor(norm, max_norm)
-        return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), state
+        factor = clip_factor(norm if mode == "exact" else state.or_else(norm), max_norm)
+        new = state if mode == "exact" else ClipState(norm.to(torch.float64))
+        return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), new
 
-    return Transform(init_empty, update, scope="tree")
+    return Transform(init, update, scope="tree")
 
 
 @factory

@@ -17,8 +17,8 @@ class Plan(NamedTuple):
         place while backward goes on, and its division is left to the optimizer's kernel.
     early: the stages before the first that needs the whole tree, as one transform: run on each bucket
         while backward goes on.
-    clip: the norm of a `clip_by_global_norm` that stands alone between `reduce` and the optimizer: it
-        too becomes part of the kernel's scale.
+    clip: a `clip_by_global_norm` that stands alone between `reduce` and the optimizer: it too becomes
+        part of the kernel's scale.
     rest: the stages that run on the whole tree after that.
     axes: the axes that the ranks of a step share: all that the hook may communicate over.
     carries: whether the step's lane rides with the hook's own messages.
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
     reduce: Transform | None
     early: Transform | None
-    clip: float | None
+    clip: Transform | None
     rest: tuple[Transform, ...]
     axes: tuple[str, ...]
     carries: bool
@@ -54,7 +54,7 @@ def make_plan(hook: Transform, mesh_axes: Collection[str]) -> Plan:
         # Where a later stage communicates too, only the last one knows the sums over all ranks.
         if reach <= set(own) and not any(part.sums for part in parts[1:]):
             if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":
-                return Plan(first, None, parts[1].spec["max_norm"], (), own, True)
+                return Plan(first, None, parts[1], (), own, True)
             return Plan(first, None, None, tuple(parts[1:]), own, True)
     whole = next((i for i, part in enumerate(parts) if part.scope == "tree"), len(parts))
     carries = hook.sums is not None and _summed_over(hook, mesh_axes) >= set(axes)

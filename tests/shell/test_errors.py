@@ -58,6 +58,7 @@ X = torch.ones(2)
         (lambda: tx.skip_if_nonfinite(tx.sgd(0.1)), TypeError, ["fuse(hook, optimizer)"]),
         (lambda: tx.clip_by_global_norm(0), ValueError, ["max_norm", "0"]),
         (lambda: tx.clip_by_value(-1.0), ValueError, ["max_value", "-1.0"]),
+        (lambda: tx.clip_by_global_norm(1.0, mode="late"), ValueError, ["mode", "'exact' or 'previous'", "'late'"]),
         (lambda: tx.stateless(torch.sign, scope="tree"), ValueError, ["'leaf' or 'element'"]),
         (lambda: tx.sgd(-0.1), ValueError, ["lr", "-0.1"]),
         (lambda: tx.sgd(0.1, nesterov=True), ValueError, ["nesterov needs momentum"]),

@@ -140,6 +140,7 @@ def test_a_verdict_on_the_device_changes_nothing_and_is_told_later() -> None:
     for hook in (
         tx.mean("data"),
         tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+        tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0, mode="previous")),
         tx.chain(tx.mean("data"), tx.clip_by_value(9.0)),
     ):
         step, state = step_of(pipeline=tx.fuse(hook, tx.adamw(0.1)))

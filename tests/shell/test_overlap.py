@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -23,11 +24,12 @@ LAYERS = [f"p{i}" for i in range(4)]
 class Late:
     """A message that takes a while, from its launch: those of one rank travel side by side."""
 
-    def __init__(self, work: Any) -> None:
-        self._work, self._end = work, time.perf_counter() + DELAY_S
+    def __init__(self, work: Any, order: list[str]) -> None:
+        self._work, self._order, self._end = work, order, time.perf_counter() + DELAY_S
 
     def wait(self) -> Any:
         time.sleep(max(0.0, self._end - time.perf_counter()))
+        self._order.append("arrived")
         return self._work.wait()
 
 
@@ -38,11 +40,11 @@ def slow_messages(order: list[str]) -> Iterator[None]:
 
     def slow_reduce(x: Any, *args: Any, **kwargs: Any) -> Any:
         order.append("max" if dist.ReduceOp.MAX in args else "sum")
-        return Late(reduce(x, *args, **kwargs))
+        return Late(reduce(x, *args, **kwargs), order)
 
     def slow_swap(*args: Any, **kwargs: Any) -> Any:
         order.append("sum")
-        return Late(swap(*args, **kwargs))
+        return Late(swap(*args, **kwargs), order)
 
     dist.all_reduce, dist.all_to_all_single = slow_reduce, slow_swap
     try:
@@ -104,3 +106,40 @@ def test_messages_travel_while_backward_goes_on(pool: Any, hook: str, messages: 
         assert order.index("sum") < order.index("gradient of p0"), order
         assert [what for what in order if what in ("sum", "max")][: len(messages)] == messages, order
         assert took < limit_s, took
+
+
+def steps_of(clip: str | None, overlap_step: bool) -> list[list[str]]:
+    """For each of two steps, when messages arrived and buckets were stepped."""
+    order: list[str] = []
+    sgd = tx.sgd(0.1)
+
+    def step_param_(*args: Any, **guards: Any) -> None:
+        order.append("stepped")
+        sgd.step_param_(*args, **guards)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return sum((params[name] * batch).sum() for name in LAYERS)
+
+    clips = [] if clip is None else [tx.clip_by_global_norm(1.0, mode=clip)]
+    pipeline = tx.fuse(tx.chain(tx.mean("data"), *clips), dataclasses.replace(sgd, step_param_=step_param_))
+    step = fjoin.train_step(loss_fn, pipeline, mesh=fjoin.mesh({"data": -1}), bucket_bytes=1, overlap_step=overlap_step)
+    state, orders = step.init({name: torch.ones(8) for name in LAYERS}), []
+    with slow_messages(order):
+        for _ in range(2):
+            order.clear()
+            state, _ = step(state, torch.ones(8))
+            orders.append([what for what in order if what != "sum"])
+    step.close()
+    return orders
+
+
+def test_clipping_by_the_norm_before_waits_for_no_other_bucket(pool: Any) -> None:
+    """Where buckets are stepped as they come; the first step, which has no norm yet, waits for all."""
+    all_first = ["arrived"] * 4 + ["stepped"] * 4
+    for _, second in pool.run(2, steps_of, None, True):
+        assert second.index("stepped") < 3, second
+    for first, second in pool.run(2, steps_of, "previous", True):
+        assert first == all_first and second.index("stepped") < 3 and sorted(second) == sorted(all_first), second
+    for clip, overlap in (("previous", False), ("exact", True)):
+        for orders in pool.run(2, steps_of, clip, overlap):
+            assert orders == [all_first] * 2, orders

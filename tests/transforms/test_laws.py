@@ -32,7 +32,10 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
         lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
     ],
-    "clip_by_global_norm": [lambda: tx.clip_by_global_norm(0.5)],
+    "clip_by_global_norm": [
+        lambda: tx.clip_by_global_norm(0.5),
+        lambda: tx.clip_by_global_norm(0.5, mode="previous"),
+    ],
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "every": [lambda: tx.every(2, tx.mean("data"))],
     "from_optax": [

@@ -160,14 +160,41 @@ def test_clipping_is_torchs(dtype: torch.dtype) -> None:
     assert bad["b"].isnan().all()
 
 
-def test_clipping_across_shards() -> None:
+@pytest.mark.parametrize("mode", ["exact", "previous"])
+def test_clipping_across_shards(mode: Any) -> None:
     """A tree that is sharded over an axis: the norm is that of all shards together."""
     whole = torch.arange(1.0, 7.0)
-    clip = tx.clip_by_global_norm(1.0)
-    out = tx.simulate(
-        lambda x: clip.update({"w": x}, (), sharded_over="shard")[0]["w"], {"shard": 3}, list(whole.view(3, 2))
-    )
-    assert torch.allclose(torch.cat(out), clip.update({"w": whole}, ())[0]["w"])
+    clip = tx.clip_by_global_norm(1.0, mode)
+
+    def twice(x: Tensor, **extra: Any) -> Tensor:
+        _, state = clip.update({"w": x}, clip.init({"w": x}), **extra)
+        return clip.update({"w": 2 * x}, state, **extra)[0]["w"]
+
+    out = tx.simulate(lambda x: twice(x, sharded_over="shard"), {"shard": 3}, list(whole.view(3, 2)))
+    assert torch.allclose(torch.cat(out), twice(whole))
+
+
+def test_clipping_by_the_norm_before() -> None:
+    """What torch would clip by, had it the last gradients' norm; the first call's own, and after one that was not finite."""
+    _, grads = _problem(torch.float64)
+    clip = tx.clip_by_global_norm(0.5, mode="previous")
+    state = clip.init(grads[0])
+    norms = [torch.nn.utils.get_total_norm(list(g.values())).item() for g in grads]
+    for i, g in enumerate(grads[:6]):
+        if i == 4:
+            _, state = clip.update({path: leaf * float("nan") for path, leaf in g.items()}, state)
+        got, state = clip.update(g, state)
+        norm = torch.tensor(norms[i if i in (0, 4) else i - 1], dtype=torch.float64)
+        leaves = [_with_grad(leaf) for leaf in g.values()]
+        torch.nn.utils.clip_grads_with_norm_(leaves, 0.5, norm)
+        assert max_diff(list(got.values()), [leaf.grad for leaf in leaves]) < 1e-15
+        assert abs(state.norm.item() - norms[i]) < 1e-12
+
+
+def _with_grad(grad: Tensor) -> Tensor:
+    leaf = torch.zeros_like(grad).requires_grad_()
+    leaf.grad = grad.clone()
+    return leaf
 
 
 def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
