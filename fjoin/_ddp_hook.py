@@ -15,6 +15,7 @@ from ._axis import Once, Work
 from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
+from ._seed import unscale
 from ._stages import run_stages
 from ._stepper import Stepper
 from ._storage import apart, put
@@ -24,6 +25,7 @@ from .transforms._base import Pipeline, Transform
 from .transforms._bucketwise import merge, restrict
 from .transforms._combine import stages
 from .transforms._layout import Bucket
+from .transforms._loss_scale import refuse_float16
 from .transforms._plan import make_plan
 from .transforms._tree import choose_state
 from .transforms.axes._env import bind_axes, bound
@@ -71,15 +73,19 @@ class DDPRun:
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
         self._mesh, self.pipeline, self._stages = mesh, pipeline, stages(hook)
-        self.skips = pipeline is not None and pipeline.spec.name == "skip_if_nonfinite"
+        self.skips = None if pipeline is None else pipeline.skips
+        self.outer: Any = self.skips.begin(()) if self.skips else None
+        self.scaled = False  # whether the loss of the coming pass has been
         self._plan = plan = make_plan(hook, tuple(mesh.shape))
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
         self.ranks = math.prod(axis.size for axis in mesh.over(plan.axes))
-        self._guard = Guard(self.ranks, skips=self.skips)
+        self._guard = Guard(self.ranks, skips=self.skips is not None)
         held = {path: p.detach() for path, p in params.items()}
+        if self.skips and self.skips.scaled:
+            refuse_float16(held)
         self.hook_state: tuple[Any, ...] = apart(tuple(part.init(held) for part in self._stages), self.flats)
         self.after_state = apart(pipeline.after.init(held), self.flats) if pipeline and pipeline.after else ()
         self.stepper = Stepper()
@@ -87,7 +93,7 @@ class DDPRun:
             if pipeline.optimizer.check:
                 pipeline.optimizer.check(held)
             self.stepper.begin((path, pipeline.optimizer.at(path), p, None) for path, p in held.items())
-        self.step, self.skipped, self.total = 0, 0, math.nan
+        self.step, self.total = 0, math.nan
         self.pending: float | None = None  # the weight of the next pass that is synchronised
         self._weight, self._unit = 1.0, 1.0
         self._outs: list[Outgoing] = []
@@ -130,6 +136,9 @@ class DDPRun:
     def _begin(self) -> None:
         self._forget()
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
+        if self.skips and self.skips.scaled and not self.scaled and not shadows:
+            raise RuntimeError("the pipeline takes gradients of a scaled loss; write handle.scale(loss).backward()")
+        self.scaled = False
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
 
     def _forget(self) -> None:
@@ -144,6 +153,8 @@ class DDPRun:
 
     def _launch(self, out: FromDDP) -> None:
         first = len(self._outs) == 1
+        if self.skips and self.skips.scaled:
+            unscale(out.grads, 1 / self.outer.scale.double())
         if self._plan.reduce is not None:
             if first:
                 share = torch.full((1,), self._share(), dtype=torch.float64, device=out.grads.device)
@@ -249,9 +260,10 @@ class DDPRun:
             sums["nonfinite0"] = float(bad.item())
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
         if verdict.error is not None:
-            if not self.skips:
+            if self.skips is None:
                 _raise_after_backward(verdict.error)
-            self.skipped += self.skips
+        if self.skips is not None:
+            self.outer = verdict.settle(self.skips, self.outer)
         if not verdict.changes:
             return
         self.hook_state = state

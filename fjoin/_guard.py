@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ._errors import NonFinite
 from ._wire import Outgoing
+from .transforms._base import Skips
+from .transforms._tree import choose_state
 from .transforms.sync._lane import decode_lane, host_lane, ranks_in
 
 # From the norm of the gradients to what they are to be multiplied with.
@@ -23,9 +25,17 @@ Clip: TypeAlias = Callable[[Tensor], Tensor]
 
 class Verdict(NamedTuple):
     changes: bool  # whether to run the kernels
-    scale: Tensor | None  # what they divide the gradients by
-    found_inf: Tensor | None  # 1 where they are to change nothing; None where the host has looked
-    error: NonFinite | None
+    scale: Tensor | None = None  # what they divide the gradients by
+    found_inf: Tensor | None = None  # 1 where they are to change nothing; None where the host has looked
+    error: NonFinite | None = None
+    idle: Tensor | None = None  # where the host has not looked: whether no rank had weight, 0-d bool
+
+    def settle(self, skips: Skips, outer: Any) -> Any:
+        """What a pipeline that leaves steps out keeps count of, after this one."""
+        if self.found_inf is None or self.idle is None:
+            known = self.changes or self.error is not None
+            return skips.settle(outer, torch.tensor(self.changes)) if known else outer
+        return choose_state(~self.idle, skips.settle(outer, self.found_inf == 0), outer)
 
 
 class Guard:
@@ -96,7 +106,7 @@ class Guard:
         if isinstance(sums["weight"], Tensor):
             return self._judge_on_device(step, sums, outgoing, divisor, clip)
         if sums["weight"] == 0:
-            return Verdict(False, None, None, None)
+            return Verdict(False)
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
         fine = fine and not any(sums[name] for name in sums if name.startswith("nonfinite"))
         fine = fine and not self.bad(outgoing)
@@ -104,11 +114,11 @@ class Guard:
             for out in outgoing:  # finite gradients whose squares are too large for float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
         if not fine:
-            return Verdict(False, None, None, _error(step, sums, _nonfinite_paths(outgoing)))
+            return Verdict(False, error=_error(step, sums, _nonfinite_paths(outgoing)))
         scale = divisor
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor).item()
-        return Verdict(True, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64), None, None)
+        return Verdict(True, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
 
     def _judge_on_device(
         self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: Clip | None
@@ -118,13 +128,14 @@ class Guard:
         fine = torch.isfinite(scalars).all() & (masks == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
-        found_inf = (~(fine & (sums["weight"] > 0))).to(torch.float32)
+        idle = sums["weight"] == 0
+        found_inf = (~fine | idle).to(torch.float32)
         scale = torch.as_tensor(divisor, dtype=torch.float64, device=found_inf.device)
         if clip is not None:
             scale = scale / clip(norm_of(outgoing) / scale)
         if not self.skips:
-            self._remember(step, sums, (~fine & ~(sums["weight"] == 0)).to(torch.float32))
-        return Verdict(True, scale, found_inf, None)
+            self._remember(step, sums, (~fine & ~idle).to(torch.float32))
+        return Verdict(True, scale, found_inf, idle=idle)
 
     def _remember(self, step: int, sums: dict[str, Any], flag: Tensor) -> None:
         event = None

@@ -67,21 +67,6 @@ def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
     return number
 
 
-def as_seed(value: float, dtype: torch.dtype) -> float:
-    """What becomes of the seed of a backward pass in a 16-bit loss.
-
-    Raises:
-        ValueError: it does not fit.
-    """
-    rounded = float(torch.tensor(value, dtype=dtype).item())
-    if not math.isfinite(rounded):
-        raise ValueError(
-            f"the weight {value!r} of this batch is too large for a loss of {dtype}; return the loss as float32, or use "
-            f"smaller weights (only their ratios matter)"
-        )
-    return rounded
-
-
 def user_sums(aux: Any) -> dict[str, Any]:
     """aux["sum"], the numbers to be summed over all ranks: host numbers, or tensors on a device.
 

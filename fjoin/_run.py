@@ -14,16 +14,19 @@ from ._guard import Guard, Verdict
 from ._hook import HookRun, RunsHook
 from ._join import Turn
 from ._lane import StepLane
-from ._loss import Loss, as_seed, user_sums
+from ._loss import Loss, user_sums
 from ._mesh import Mesh
 from ._metrics import Metrics
 from ._plain import PlainHook
+from ._seed import Seed, Unscaling, seed_of
 from ._state import Body
 from ._taps import Taps
 from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline, Transform
 from .transforms._plan import make_plan
 from .transforms.axes._env import bind_axes, bind_weight
+
+NOTHING = Seed(0.0)  # for a backward pass that counts nothing
 
 
 class Run:
@@ -41,11 +44,10 @@ class Run:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
         plan = make_plan(pipeline.hook, tuple(mesh.shape))
         self.on_buffers = on_buffers
-        self.skips = pipeline.spec.name == "skip_if_nonfinite"
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.axes
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
-        self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=self.skips)
+        self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None)
         index = 0
         for name in self.axes:
             index = index * mesh.axes[name].size + int(mesh.axes[name].index())
@@ -54,9 +56,10 @@ class Run:
         self._early: PlainHook | None = None  # where buckets are stepped as they come
         if plan.reduce is not None:
             self.hook = plain = PlainHook(pipeline.hook, plan, mesh, self._lane, self.guard)
-            self._early = plain if overlap_step and plain.direct and not self.skips else None
+            self._early = plain if overlap_step and plain.direct and pipeline.skips is None else None
         else:
             self.hook = HookRun(pipeline.hook, plan, mesh, self._lane, self.guard, accumulate > 1)
+        self._unscaling = Unscaling(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: Queue | None = None
         self.token = object()  # by which states know the step they belong to, without keeping it alive
         self._taps = Taps()
@@ -88,39 +91,39 @@ class Run:
             replayed, _, buffers = self._forward(body, batch, 0.0)
             loss, aux = None, None
         share = weight if self.hook.by_weight else float(weight > 0)
-        seed = self.hook.seed(share)
-        if loss is not None and loss.dtype.itemsize < 4 and seed != 1.0:
-            seed = as_seed(seed, loss.dtype)
-            share = seed / self.hook.unit  # the weight that the gradients will have
-        lane = self._lane.values(share, weight, loss, {} if loss is None else user_sums(aux), body.window)
+        scale = body.outer.scale if self._unscaling is not None else None
+        seed = seed_of(loss, share, self.hook, scale, self._accumulate > 1)
+        lane = self._lane.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
             body.buffers_before = body.buffers
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 with self._taps.keeping():
-                    _backward(loss, seed)
+                    seed.backward(loss)
             elif replayed is not None:
                 with storage.grads_aside(), self._taps.keeping():
-                    _backward(replayed, 0.0)
+                    NOTHING.backward(replayed)
             body.window, body.buffers, body.calls = lane, buffers, body.calls + 1
             body.batches += live
             return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
 
         if self._queue is None:
             settled = self._lane.agree(lane)
-            queue = Queue(self.hook.prepare(storage), self.hook.launch)
+            queue = Queue(self.hook.prepare(storage), (self._unscaling or self.hook).launch)
             self._taps.queue = self._queue = queue if settled else None  # no rank has a batch yet: ask again next time
         else:
             queue = self._queue
         lane = self._lane.complete(lane, turn is not None and turn.has_next)
         queue.start(storage.by_bucket)
         self.hook.start(body.hook, storage, lane)
+        if self._unscaling is not None:
+            self._unscaling.rest = seed.rest
         if loss is not None:
-            _backward(loss, seed)
+            seed.backward(loss)
         elif replayed is not None:
             with queue.muted(storage):
-                _backward(replayed, 0.0)
+                NOTHING.backward(replayed)
         queue.finish()
         early = self._early
         if early is not None and self.guard.on_host(queue.outgoing) and early.knows_scale():
@@ -209,12 +212,8 @@ class Run:
     def _raise_or_count(self, body: Body, verdict: Verdict) -> None:
         if not verdict.changes:
             body.buffers = body.buffers_before
-        if verdict.error is not None and not self.skips:
+        if verdict.error is not None and self.pipeline.skips is None:
             body.window, body.calls = {}, body.calls + 1  # a window that ends like this is lost whole
             raise verdict.error
-        if body.skipped is not None:
-            body.skipped += int(verdict.error is not None) if verdict.found_inf is None else verdict.found_inf.long()
-
-
-def _backward(loss: Tensor, seed: float) -> None:
-    loss.backward(None if seed == 1.0 else torch.full_like(loss, seed))
+        if self.pipeline.skips is not None:
+            body.outer = verdict.settle(self.pipeline.skips, body.outer)

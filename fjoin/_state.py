@@ -12,7 +12,6 @@ from ._errors import DonatedState, TornState
 from ._hook_state import HookState
 from ._storage import Storage
 from .transforms._fuse import PipelineState
-from .transforms._when import SkipState
 from .transforms.optimizers._inject import with_hyperparameters
 
 
@@ -34,7 +33,7 @@ class Body:
     window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
     version: int = 0
     torn: str = ""
-    skipped: Tensor | None = None  # steps left out, 0-d int64, where the pipeline is one that skips
+    outer: Any = None  # where the pipeline leaves steps out, its own state, without that of what it runs
 
     def hook_state(self) -> Any:
         """The hook's state; after a plain reduction it is made only when it is asked for."""
@@ -49,10 +48,7 @@ class Body:
 
     def clone(self) -> Body:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
-        skipped = None if self.skipped is None else self.skipped.clone()
-        return replace(
-            self, skipped=skipped, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0
-        )
+        return replace(self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0)
 
 
 class TrainState:
@@ -109,11 +105,11 @@ class TrainState:
         return self._claim().buffers
 
     @property
-    def pipeline(self) -> PipelineState | SkipState:
+    def pipeline(self) -> Any:
         """The pipeline's state as `pipeline.init` and `pipeline.step` have it: keyed by path, in views."""
         body = self._claim()
         state = PipelineState(body.hook_state(), body.rebuild(body.storage.optimizer_states()), body.after)
-        return state if body.skipped is None else SkipState(state, body.skipped)
+        return state if body.outer is None else body.outer._replace(inner=state)
 
     @property
     def step(self) -> int:

@@ -18,6 +18,7 @@ from ._state import Body, TrainState
 from ._storage import Storage, apart
 from .transforms._combine import identity
 from .transforms._layout import make_layout
+from .transforms._loss_scale import refuse_float16
 
 B = TypeVar("B")
 
@@ -83,6 +84,8 @@ class TrainStep:
         optimizer = self.pipeline.optimizer
         if optimizer.check:
             optimizer.check(flat)
+        if self.pipeline.skips and self.pipeline.skips.scaled:
+            refuse_float16(flat)
 
         def label(path: str) -> Any:
             part = optimizer.at(path)
@@ -112,8 +115,8 @@ class TrainStep:
         self._device = layout[0].device if layout else None
         self._run.close()
         self._run.token = object()  # states of an earlier init may have another layout
-        skipped = torch.zeros((), dtype=torch.int64) if self._run.skips else None
-        body = Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, skipped=skipped)
+        outer = self.pipeline.skips.begin(()) if self.pipeline.skips else None
+        body = Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, outer=outer)
         body.buffers_before = own
         if own is not None:
             body.buffers_state = self._run.on_buffers.init(own)

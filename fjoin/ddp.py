@@ -25,7 +25,7 @@ class Handle:
 
     Attributes:
         step: Synchronised backward passes so far.
-        skipped: Steps left out by `skip_if_nonfinite`.
+        skipped: Steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
         total: The sum of the ranks' weights in the last of them, or the number of ranks that had one where the mean is over
             those; NaN where the hook does not reduce.
     """
@@ -49,7 +49,19 @@ class Handle:
 
     @property
     def skipped(self) -> int:
-        return self._run.skipped
+        return 0 if self._run.outer is None else int(self._run.outer.skipped)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on, where the pipeline is a `dynamic_loss_scale`: times its scale.
+
+        Raises:
+            TypeError: the pipeline scales no losses.
+        """
+        run = self._run
+        if run.skips is None or not run.skips.scaled:
+            raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
+        run.scaled = True
+        return loss * run.outer.scale.to(loss.device)
 
     @property
     def total(self) -> float:
@@ -60,7 +72,7 @@ class Handle:
         run = self._run
         return {
             "step": run.step,
-            "skipped": run.skipped,
+            "outer": named_fields(run.outer),
             "total": run.total,
             "hook": named_fields(run.hook_state),
             "after": named_fields(run.after_state),
@@ -78,7 +90,7 @@ class Handle:
         if missing:
             raise ValueError(f"the state has no {missing}; it is not what state_dict() gave")
         new: list[Any] = []
-        for name, held in (("hook", run.hook_state), ("after", run.after_state)):
+        for name, held in (("hook", run.hook_state), ("after", run.after_state), ("outer", run.outer)):
             tree: Any = held
             mine = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
             given, named = state_dict[name], named_fields(mine)
@@ -93,8 +105,8 @@ class Handle:
         if run.pipeline is not None:
             at = run.pipeline.optimizer.at
             run.stepper.adopt(run.stepper.prepared((path, at(path), run.leaves[path], s) for path, s in saved.items()))
-        run.hook_state, run.after_state = new
-        run.step, run.skipped, run.total = state_dict["step"], state_dict["skipped"], state_dict["total"]
+        run.hook_state, run.after_state, run.outer = new
+        run.step, run.total = state_dict["step"], state_dict["total"]
 
 
 def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: Mesh | None = None) -> Handle:
@@ -130,7 +142,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         ValueError: the module has a hook already, or parameters that it keeps from hooks; the hook's axes are not those of
             the module's group; `accumulate`, whose place no_sync takes.
         DesyncError: on all ranks: they register different things.
-        NonFinite: out of backward, on all ranks, with a pipeline that is not in `skip_if_nonfinite`; nothing is stepped.
+        NonFinite: out of backward, on all ranks, with a pipeline that leaves no such steps out; nothing is stepped.
+        RuntimeError: out of backward: a pipeline in `dynamic_loss_scale` has got gradients of a loss without `handle.scale`.
 
     Same as: register_comm_hook, _register_fused_optim.
     """

@@ -2,7 +2,7 @@
 
 kinds        Transform  Optimizer  Pipeline  Schedule
 combine      chain  identity  stateless  masked  partition  fuse
-when         switch_after  every  accumulate  skip_if_nonfinite
+when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  average_buffers  broadcast_buffers
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
@@ -44,9 +44,13 @@ from ._fuse import fuse as fuse
 from ._join import JoinHook as JoinHook
 from ._join import broadcast_from_last as broadcast_from_last
 from ._join import last_joiner as last_joiner
+from ._loss_scale import LossScaleState as LossScaleState
+from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._optax import OptaxState as OptaxState
 from ._optax import from_optax as from_optax
 from ._optax import to_optax as to_optax
+from ._skip import SkipState as SkipState
+from ._skip import skip_if_nonfinite as skip_if_nonfinite
 from ._spec import Spec as Spec
 from ._spec import factory as factory
 from ._spec import fingerprint as fingerprint
@@ -54,11 +58,9 @@ from ._spec import from_json as from_json
 from ._spec import to_json as to_json
 from ._when import AccumulateState as AccumulateState
 from ._when import EveryState as EveryState
-from ._when import SkipState as SkipState
 from ._when import SwitchState as SwitchState
 from ._when import accumulate as accumulate
 from ._when import every as every
-from ._when import skip_if_nonfinite as skip_if_nonfinite
 from ._when import switch_after as switch_after
 from .axes._collectives import all_gather as all_gather
 from .axes._collectives import all_to_all as all_to_all

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -175,6 +175,14 @@ class Optimizer(_Specified):
         return step(self, params, grads, state)
 
 
+class Skips(NamedTuple):
+    """The state of a pipeline around that of another one, whose steps it leaves out where they are not finite."""
+
+    begin: Callable[[State], Any]  # state of what it runs -> its own, which has that in the field `inner`
+    settle: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
+    scaled: bool = False  # whether it takes gradients of the loss times `state.scale`
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Pipeline(_Specified):
     """Gradient transform, then optimizer, then parameter transform; made by `fuse`.
@@ -184,6 +192,7 @@ class Pipeline(_Specified):
         step: `(params, grads, state, *, weight=None, lane=None) -> (params, state)`, pure.
         hook, optimizer, after: What it is made of; `after` may be None.
         spec: The pipeline as data.
+        skips: For one that leaves out steps that are not finite, how it keeps count of them; else None.
     """
 
     init: Callable[[Tree], State]
@@ -192,6 +201,7 @@ class Pipeline(_Specified):
     optimizer: Optimizer
     after: Transform | None = None
     spec: Spec = Spec("")
+    skips: Skips | None = None
 
     def with_spec(self, spec: Spec) -> Pipeline:
         return replace(self, spec=spec)

@@ -214,8 +214,9 @@ def explain(
         if after is not None:
             for part in stages(after):
                 explain_stage(part, "each step", False)
-        if isinstance(pipeline, Pipeline) and pipeline.spec.name == "skip_if_nonfinite":
-            rows.append(Row("skip_if_nonfinite(...)", "tree", "each step", (), 8))
+        if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
+            own = pipeline.skips.begin(())
+            rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", "tree", "each step", (), _state_bytes(own)))
     return Explanation(tuple(rows), sizes)
 
 

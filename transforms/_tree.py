@@ -50,10 +50,15 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
 
 
 def choose_state(fine: Tensor, new: State, old: State) -> State:
-    """`new` where `fine`, else `old`; host counters go on, since they say what has been called."""
+    """`new` where `fine`, else `old`; host counters go on, since they say what has been called.
+
+    A state that has a method `choose(fine, old)` is asked itself.
+    """
 
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         return torch.where(fine.to(new.device), new, old.to(new.device))
+    if type(new) is type(old) and hasattr(new, "choose"):
+        return new.choose(fine, old)
     if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
         return {key: choose_state(fine, part, old[key]) if key in old else part for key, part in new.items()}
     if isinstance(new, (tuple, list)) and type(new) is type(old) and len(new) == len(old):

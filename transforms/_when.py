@@ -5,17 +5,17 @@ What decides whether a collective runs is a host integer in the state, the same 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from ._base import Optimizer, Pipeline, Transform, check_transform
+from ._base import Transform, check_transform
 from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
-from ._tree import State, Tree, all_finite, choose_state, where, zeros_like
+from ._tree import State, Tree, choose_state, zeros_like
 from .sync._mean import check_weight
 
 
@@ -131,6 +131,10 @@ class AccumulateState(NamedTuple):
     lane: dict[str, Tensor]  # sums of the lane in this window
     inner: State
 
+    def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:
+        """This state, or after a call without effect one that begins a window: what was gathered is lost with it."""
+        return self._replace(inner=choose_state(fine, self.inner, old.inner))
+
 
 @factory
 def accumulate(steps: int, transform: Transform) -> Transform:
@@ -191,81 +195,3 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 
     sums = (lambda state: transform.sums(state.inner)) if transform.sums else None  # type: ignore[misc]
     return Transform(init, update, scope=transform.scope, sums=sums)
-
-
-class SkipState(NamedTuple):
-    inner: State
-    skipped: Tensor  # calls without effect so far, 0-d int64
-    sums: Any = ()  # what a reduction inside has summed in the last call, with effect or not
-
-
-Skippable = TypeVar("Skippable", Transform, Pipeline)
-
-
-@factory
-def skip_if_nonfinite(part: Skippable) -> Skippable:
-    """Let a call whose result holds a NaN or an infinity have no effect.
-
-    Around a pipeline, parameters and state stay as they were: this is what training wants. Around a
-    transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that
-    its momentum moves the parameters.
-
-    All ranks decide alike only if what they test is equal on all of them: put the reduction inside.
-
-    Args:
-        part: A `Pipeline` or a `Transform`.
-
-    Returns:
-        The same kind of thing, with state `SkipState(inner, skipped, sums)`.
-
-    Raises:
-        TypeError: `part` is neither.
-
-    Same as: optax.apply_if_finite; the skipped step of torch.amp.GradScaler.
-
-    >>> from fjoin import transforms as tx
-    >>> safe = tx.skip_if_nonfinite(tx.fuse(tx.identity(), tx.sgd(1.0)))
-    >>> p = torch.tensor(1.0)
-    >>> safe.step(p, torch.tensor(float("nan")), safe.init(p))[0]
-    tensor(1.)
-    """
-    if isinstance(part, Pipeline):
-        return _skip_pipeline(part)
-    if isinstance(part, Optimizer):
-        raise TypeError(
-            "skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))"
-        )
-    return _skip_transform(check_transform(part, "skip_if_nonfinite: part"))
-
-
-def _skip_transform(part: Transform) -> Transform:
-    def sums_of(inner: State) -> Any:
-        return part.sums(inner) if part.sums else ()
-
-    def init(params: Tree) -> State:
-        inner = part.init(params)
-        return SkipState(inner, torch.zeros((), dtype=torch.int64), sums_of(inner))
-
-    def update(
-        grads: Tree, state: SkipState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
-    ) -> tuple[Tree, State]:
-        out, inner = part.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
-        if out is None:
-            return None, state._replace(inner=inner, sums=sums_of(inner))
-        fine = all_finite(out)
-        kept = choose_state(fine, inner, state.inner)
-        return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine, sums_of(inner))
-
-    return Transform(init, update, scope="tree", sums=(lambda state: state.sums) if part.sums else None)
-
-
-def _skip_pipeline(part: Pipeline) -> Pipeline:
-    def init(params: Tree) -> State:
-        return SkipState(part.init(params), torch.zeros((), dtype=torch.int64))
-
-    def step(params: Tree, grads: Tree, state: SkipState, **extra: Any) -> tuple[Tree, State]:
-        new, inner = part.step(params, grads, state.inner, **extra)
-        fine = all_finite(new)
-        return where(fine, new, params), SkipState(choose_state(fine, inner, state.inner), state.skipped + ~fine)
-
-    return Pipeline(init, step, part.hook, part.optimizer, part.after)

@@ -64,7 +64,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
 }
 SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulated", "warmup", "warmup_cosine"}
-PIPELINES = {"fuse"}
+PIPELINES = {"fuse", "dynamic_loss_scale"}
 
 
 def test_every_public_factory_has_a_row() -> None:

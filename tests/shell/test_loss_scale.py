@@ -1,0 +1,238 @@
+"""Dynamic loss scaling: torch's scale, the same steps left out on all ranks, gradients that float16 would lose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import max_diff, raises_text, same_bits
+from oracle import grad_scaler
+from small import product, step_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+INF, NAN = float("inf"), float("nan")
+X = torch.ones(2)
+OPTIONS: list[dict[str, Any]] = [
+    {"init_scale": 16.0, "growth_interval": 3},
+    {"init_scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 1},
+    {"init_scale": 2.0**126, "growth_interval": 2},  # grows no more once it would be infinite
+    {"init_scale": 10.0, "growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_scale_is_torchs(options: dict[str, Any]) -> None:
+    g = torch.Generator().manual_seed(0)
+    grads = [torch.randn(4, generator=g) for _ in range(30)]
+    for i, bad in ((3, INF), (4, NAN), (11, -INF), (20, NAN)):
+        grads[i][i % 4] = bad
+    pipeline = tx.dynamic_loss_scale(tx.fuse(tx.identity(), tx.sgd(0.1, momentum=0.9)), **options)
+    p = {"p": torch.ones(4)}
+    state, params, scales = pipeline.init(p), [], []
+    for g_ in grads:
+        p, state = pipeline.step(p, {"p": g_ * state.scale}, state)
+        params.append(p["p"])
+        scales.append(state.scale.item())
+    want, want_scales = grad_scaler.run(torch.ones(4), grads, 0.1, **options)
+    assert scales == want_scales and len(set(scales)) > 1 and state.skipped >= 4
+    assert max_diff(params, want) <= 1e-6
+
+
+def half_loss(params: Any, batch: Tensor) -> Tensor:
+    """In float16 on the way: a gradient below 6e-8 is lost, one above 65504 is infinite."""
+    return (params["w"].half() * batch.half()).sum().float() * 1e-9 + (params["v"] * batch).sum()
+
+
+def _pure(pipeline: tx.Pipeline, batches: list[Tensor | None], loss: Any = half_loss) -> Any:
+    params = {"w": torch.ones(2), "v": torch.ones(2)}
+    state = pipeline.init(params)
+    for batch in batches:
+        if batch is None:
+            grads, weight = {k: torch.zeros(2) for k in params}, 0.0
+        else:
+            scale = state.scale
+            grads = torch.func.grad(lambda p, b: loss(p, b) * scale)(params, batch)  # noqa: B023
+            weight = batch[0].item()
+        params, state = pipeline.step(params, grads, state, weight=weight)
+    return params, state
+
+
+HOOKS = {
+    "mean": lambda: tx.mean("data"),
+    "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(1e6)),
+    "clip, mean": lambda: tx.chain(tx.clip_by_value(1e6), tx.mean("data"), tx.clip_by_global_norm(1e5)),
+    "norm": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
+}
+# Of 3, 2 and 0 batches; 30000 * 4 is infinite in float16, which clip_by_value would hide.
+BATCHES = [[(2.0, 3.0), (4.0, 30000.0), (1.0, 2.0)], [(5.0, 1.0), (3.0, 1.0)], []]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_in_a_step_as_in_the_pure_pipeline(hook: str, on_device: bool) -> None:
+    """One rank overflows in the second step: all leave it out, and have the same scale."""
+    pipeline = tx.dynamic_loss_scale(
+        tx.fuse(HOOKS[hook](), tx.adamw(0.1)), init_scale=4e9, growth_factor=4.0, growth_interval=1
+    )
+
+    def one_rank(mine: list[Any]) -> Any:
+        batches = [torch.tensor(b) for b in mine]
+        step = fjoin.train_step(half_loss, pipeline, weight=lambda b: b[0].item())
+        step._run.guard.on_device = on_device
+        state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
+        losses, scales = [], []
+        for batch in step.join(batches):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+            scales.append(state.pipeline.scale.item())
+        pure = _pure(pipeline, [*batches, *[None] * (3 - len(batches))])
+        assert max_diff(state.params, pure[0]) < 1e-6
+        assert max_diff(state.pipeline.inner.optimizer, pure[1].inner.optimizer) < 1e-5
+        assert same_bits(state.pipeline._replace(inner=()), pure[1]._replace(inner=()))
+        return losses, scales, {k: p.clone() for k, p in state.params.items()}
+
+    out = tx.simulate(one_rank, {"data": 3}, BATCHES)
+    for losses, scales, params in out:
+        assert scales == [1.6e10, 8e9, 3.2e10] and same_bits(params, out[0][2])
+        assert losses[2] == pytest.approx(3.0, rel=0.2) and (params["w"] != 1).all()
+
+
+def test_what_float16_would_lose_arrives() -> None:
+    """The gradient of w is 1e-9 * batch: nothing in float16, unless it is scaled."""
+    for pipeline, moved in (
+        (tx.fuse(tx.mean("data"), tx.sgd(1.0)), 0.0),
+        (tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(1.0)), init_scale=2.0**30), 3e-9),
+    ):
+        step = fjoin.train_step(half_loss, pipeline)
+        state, metrics = step(step.init({"w": torch.zeros(2), "v": torch.zeros(2)}), torch.full((2,), 3.0))
+        assert torch.allclose(-state.params["w"], torch.full((2,), moved), rtol=1e-3, atol=0)
+        assert metrics.loss == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["plain", "other"]
+)
+def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> None:
+    """The mean of equal gradients is theirs, whatever the loss can hold of weights and scales."""
+
+    def one_rank(n: int) -> Any:
+        step = fjoin.train_step(
+            lambda p, b: product(p, b).to(dtype),
+            tx.dynamic_loss_scale(tx.fuse(hook, tx.sgd(1.0)), init_scale=10.0, growth_factor=1.5, growth_interval=1),
+            weight=lambda b: n,
+            accumulate=3,
+        )
+        state = step.init({"w": torch.zeros(2), "v": torch.zeros(2)})
+        for i in range(6):
+            state, _ = step(state, X if n or i < 4 else X * 7)
+        return state.params["w"].tolist(), state.pipeline.scale.item()
+
+    for params, scale in tx.simulate(one_rank, {"data": 3}, [1001, 77, 0]):
+        assert params == pytest.approx([-2.0, -2.0], abs=1e-5) and scale == 22.5
+
+
+def test_a_rank_that_runs_out_within_a_window_keeps_what_it_has() -> None:
+    pipeline = tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(1.0)), init_scale=1024.0)
+
+    def one_rank(batches: list[Tensor]) -> list[float]:
+        step, state = step_of(pipeline=pipeline, accumulate=2)
+        for batch in step.join(batches):
+            state, _ = step(state, batch)
+        return [float(v) for v in state.params["w"]]
+
+    for w in tx.simulate(one_rank, {"data": 2}, [[X, X], [X * 4]]):
+        assert w == pytest.approx([-1.0, -1.0])  # 1 - (1 + 1 + 4) / 3
+
+
+def test_a_window_that_overflows_is_lost_whole() -> None:
+    """In the pure pipelines with accumulate too: a NaN of one window does not go on into the next."""
+    step, state = step_of(pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5))), accumulate=2)
+    for batch in (X * NAN, X, X, X):
+        state, _ = step(state, batch)
+    assert state.params["w"].tolist() == [0.5, 0.5] and state.pipeline.skipped == 1 and state.pipeline.streak == 1
+    inner = tx.fuse(tx.accumulate(2, tx.identity()), tx.sgd(0.5))
+    for pipeline in (tx.skip_if_nonfinite(inner), tx.dynamic_loss_scale(inner, init_scale=1.0)):
+        p = {"w": torch.ones(2)}
+        pure = pipeline.init(p)
+        for g in (NAN, 1.0, 1.0, 1.0):
+            p, pure = pipeline.step(p, {"w": torch.full((2,), g) * getattr(pure, "scale", 1.0)}, pure)
+        assert p["w"].tolist() == [0.5, 0.5] and pure.skipped == 1
+
+
+def test_no_rank_with_weight_counts_as_no_step() -> None:
+    for on_device in (False, True):
+        step, state = step_of(
+            pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5)), growth_interval=2),
+            weight=lambda b: b[0],
+        )
+        step._run.guard.on_device = on_device
+        for batch in (X, X * 0, X):
+            state, _ = step(state, batch)
+        assert state.pipeline.scale == 2.0**17 and state.pipeline.skipped == 0 and state.pipeline.streak == 0
+
+
+def registered(bad: float) -> Any:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    pipeline = tx.dynamic_loss_scale(
+        tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_value(1e3)), tx.sgd(0.5)), init_scale=64.0, growth_interval=2
+    )
+    handle, rank = fjoin.ddp.register(ddp, pipeline), dist.get_rank()
+    seen: list[Any] = []
+
+    def one(batch: Tensor) -> None:
+        with ddp.no_sync():
+            handle.scale(ddp(torch.zeros(1, 2)).sum()).backward()
+        handle.scale(ddp(batch).sum()).backward()
+        seen.append((handle.skipped, handle._run.outer.scale.item(), ddp.module.weight.detach().flatten().tolist()))
+        ddp.zero_grad()
+
+    ddp.module.weight.data.fill_(1.0)
+    for i in range(4):
+        one(torch.full((1, 2), bad if (i, rank) == (1, 1) else 1.0))
+        if i == 2:
+            saved = handle.state_dict()
+    saved["outer"]["scale"] += 1.0
+    handle.load_state_dict(saved)
+    text = raises_text(RuntimeError, lambda: ddp(torch.ones(1, 2)).sum().backward(), "handle.scale(loss)")
+    return seen, handle._run.outer.scale.item(), text
+
+
+def test_in_distributed_data_parallel(pool: Any) -> None:
+    """The loss is scaled by the handle; an overflow on one rank leaves the step out on both."""
+    for seen, loaded, _ in pool.run(2, registered, INF):
+        assert seen == [(0, 64.0, [0.5, 0.5]), (1, 32.0, [0.5, 0.5]), (1, 32.0, [0.0, 0.0]), (1, 64.0, [-0.5, -0.5])]
+        assert loaded == 33.0
+
+
+def test_what_is_refused() -> None:
+    fused = tx.fuse(tx.mean("data"), tx.sgd(0.1))
+    for options, name in (
+        ({"init_scale": 0.0}, "init_scale"), ({"init_scale": INF}, "init_scale"), ({"growth_factor": 1.0}, "growth_factor"),
+        ({"backoff_factor": 1.0}, "backoff_factor"), ({"growth_interval": 0}, "growth_interval"),
+        ({"growth_interval": 1.5}, "growth_interval"),
+    ):  # fmt: skip
+        raises_text(ValueError, lambda: tx.dynamic_loss_scale(fused, **options), name, repr(options[name]))  # noqa: B023
+    raises_text(TypeError, lambda: tx.dynamic_loss_scale(tx.mean("data")), "mean('data')", "fuse(hook, optimizer)")  # type: ignore[arg-type]
+    scaled = tx.dynamic_loss_scale(fused)
+    for twice in (tx.skip_if_nonfinite, tx.dynamic_loss_scale):
+        raises_text(ValueError, lambda: twice(scaled), "dynamic_loss_scale(fuse", "already")  # noqa: B023
+        raises_text(ValueError, lambda: twice(tx.skip_if_nonfinite(fused)), "already")  # noqa: B023
+    narrow = {"w": torch.ones(2, dtype=torch.float16)}
+    raises_text(TypeError, lambda: scaled.init(narrow), "params['w']", "float16", "autocast")
+    raises_text(TypeError, lambda: fjoin.train_step(product, scaled).init(narrow), "params['w']", "float16")
+
+
+def test_it_is_data_and_is_explained() -> None:
+    scaled = tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.1)), init_scale=8.0)
+    assert tx.from_json(tx.to_json(scaled)) == scaled and repr(scaled).endswith("init_scale=8.0)")
+    table = tx.explain(scaled, {"w": torch.ones(3)}, {"data": 2})
+    assert table.rows[-1].stage == "dynamic_loss_scale(...)" and table.rows[-1].state_bytes == 4 + 8 + 8
+    assert table.messages == tx.explain(scaled.spec["pipeline"], {"w": torch.ones(3)}, {"data": 2}).messages
