@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ._axis import Once, Work
+from ._ddp_buckets import FromDDP, first_buckets
 from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
@@ -24,40 +25,13 @@ from ._wire import Outgoing
 from .transforms._base import Pipeline, Transform
 from .transforms._bucketwise import merge, restrict
 from .transforms._combine import stages
-from .transforms._layout import Bucket
+from .transforms._explain import explain_cut
+from .transforms._explanation import Explanation
 from .transforms._loss_scale import refuse_float16
 from .transforms._plan import make_plan
 from .transforms._tree import choose_state
 from .transforms.axes._env import bind_axes, bound
 from .transforms.sync._mean import MeanState
-
-
-def gradients(bucket: GradBucket) -> list[Tensor]:
-    """The gradients in one of the module's buckets, lying there as the parameters do.
-
-    The views that torch gives are contiguous in shape, over memory in the parameters' own order.
-    """
-    views = []
-    for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # it keeps the strides of what has no gaps
-        views.append(
-            g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
-        )
-    return views
-
-
-class FromDDP(Outgoing):
-    """One of the module's buckets in one backward pass."""
-
-    def __init__(self, paths: tuple[str, ...], bucket: GradBucket) -> None:
-        self.wire = self.grads = bucket.buffer()
-        self.work: Work | None = None
-        self.seen = torch.zeros((), device=self.grads.device)
-        self._by_path = dict(zip(paths, gradients(bucket), strict=True))
-        self.bucket = Bucket(paths, (), self.grads.numel(), self.grads.dtype, self.grads.device, True, ())
-
-    def by_path(self) -> dict[str, Tensor]:
-        return self._by_path
 
 
 class DDPRun:
@@ -72,7 +46,7 @@ class DDPRun:
     given, flat, fresh = 1.0, False, False
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
-        self._mesh, self.pipeline, self._stages = mesh, pipeline, stages(hook)
+        self._mesh, self.pipeline, self._hook, self._stages = mesh, pipeline, hook, stages(hook)
         self.skips = None if pipeline is None else pipeline.skips
         self.outer: Any = self.skips.begin(()) if self.skips else None
         self.scaled = False  # whether the loss of the coming pass has been
@@ -102,10 +76,16 @@ class DDPRun:
         self._waves: Waves | None = None
         self._lane: tuple[Tensor, Work] | None = None
         self._used: set[str] | None = None
+        self._buckets = first_buckets(ddp, params)
         if pipeline is not None and (ddp.find_unused_parameters or ddp.static_graph):
             self._used = used = set()
             for path, p in params.items():
                 p.register_post_accumulate_grad_hook(lambda p, path=path: used.add(path))
+
+    def explain(self) -> Explanation:
+        """What a pass sends, with the buckets of the last one, or of the first."""
+        words = 0 if self._used is None else len(self.leaves)
+        return explain_cut(self.pipeline or self._hook, self.leaves, self._mesh.shape, lambda _: self._buckets, words)
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
@@ -217,6 +197,7 @@ class DDPRun:
         else:
             self._step(self.pipeline, (*new, *states))
         self.step += 1
+        self._buckets = tuple(out.bucket for out in self._outs)
         for future, out in zip(self._futures, self._outs, strict=True):
             future.set_result(out.grads)
         self._forget()

@@ -16,7 +16,8 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from ._ddp_hook import REGISTERED, gradients
+from ._ddp_buckets import gradients
+from ._ddp_hook import REGISTERED
 from ._errors import JoinError
 from ._joinable import JoinHook
 

@@ -17,6 +17,7 @@ from ._group_mesh import mesh_over
 from ._mesh import Mesh
 from ._stepper import fill, named_fields
 from .transforms._base import Pipeline, Transform
+from .transforms._explanation import Explanation
 from .transforms._plan import axes_of, make_plan
 
 
@@ -66,6 +67,14 @@ class Handle:
     @property
     def total(self) -> float:
         return self._run.total
+
+    def explain(self) -> Explanation:
+        """What a synchronised backward pass sends, as by `fjoin.transforms.explain`, before any has run.
+
+        The buckets are those of the last pass, and before the first those of the first. From the second on the module has
+        others, cut in the order in which gradients come.
+        """
+        return self._run.explain()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
@@ -121,9 +130,9 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     The step is taken before backward returns: what a second backward pass through the same graph, or a gradient of an input,
     needs of the old parameters, it no longer finds, and torch says so.
 
-    A mean over weights takes the weight that `handle.weight(w)` has set before backward, one extra message of one number
-    with the first bucket. In a Join, torch's or ours, a rank without input counts 0; so with a pipeline all ranks
-    take every step. Divisors of the Join have no effect: the hook divides.
+    A mean over weights takes the weight that `handle.weight(w)` has set before backward: one message more, of one number,
+    with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input counts 0; so with a
+    pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
 
     With a pipeline, parameters that no rank uses, where find_unused_parameters or static_graph allow that, are left
     alone, as by torch.optim: one more small message in each step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import (
 from ._base import Optimizer, Pipeline, Transform
 from ._bucketwise import Carried, restrict
 from ._combine import stages
+from ._explanation import Explanation as Explanation
+from ._explanation import Message, Row
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
 from ._plan import make_plan, takes_flat
 from ._tree import Tree, named_leaves
@@ -26,87 +28,6 @@ from .axes._collectives import axis_size, psum
 from .axes._env import bind_axes
 from .sync._lane import encode_lane, lane_dtype, step_lane
 from .sync._mean import MeanState
-
-
-class Message(NamedTuple):
-    """One message of one rank in one step."""
-
-    collective: str  # its name in transforms: "psum", "all_gather", ...
-    axis: str  # several joined by " x "
-    dtype: torch.dtype  # what travels
-    payload_bytes: int  # what one rank hands to the collective
-    sent_bytes: int  # what one rank sends, by a ring
-
-
-class Row(NamedTuple):
-    """One stage of a pipeline, as `explain` sees it for one step."""
-
-    stage: str  # its repr
-    scope: str
-    when: str  # in which steps, or for how many parameters, it runs
-    messages: tuple[Message, ...]  # of a step in which it runs
-    state_bytes: int  # that one rank keeps between steps
-
-
-class Explanation(NamedTuple):
-    """What `explain` returns; print it, or read its rows. All figures are of one rank and one step."""
-
-    rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in their order
-    axes: dict[str, int]  # name -> ranks
-
-    @property
-    def messages(self) -> int:
-        """Messages of one step in which every stage runs."""
-        return sum(len(row.messages) for row in self.rows)
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(m.payload_bytes for row in self.rows for m in row.messages)
-
-    @property
-    def sent_bytes(self) -> int:
-        return sum(m.sent_bytes for row in self.rows for m in row.messages)
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(row.state_bytes for row in self.rows)
-
-    def __str__(self) -> str:
-        head = ("stage", "scope", "when", "collective", "dtype", "messages", "payload", "sent", "state")
-        table: list[tuple[str, ...]] = [head]
-        for row in self.rows:
-            groups: dict[tuple[str, str], list[Message]] = {}
-            for m in row.messages:
-                groups.setdefault((f"{m.collective}({m.axis})", str(m.dtype).removeprefix("torch.")), []).append(m)
-            lines = [
-                (*key, str(len(ms)), _bytes(sum(m.payload_bytes for m in ms)), _bytes(sum(m.sent_bytes for m in ms)))
-                for key, ms in groups.items()
-            ] or [("-", "-", "0", "0 B", "0 B")]
-            for i, line in enumerate(lines):
-                lead = (_short(row.stage), row.scope, row.when) if i == 0 else ("", "", "")
-                table.append((*lead, *line, _bytes(row.state_bytes) if i == 0 else ""))
-        table.append(
-            ("total per rank and step", "", "", "", "", str(self.messages), _bytes(self.payload_bytes),
-             _bytes(self.sent_bytes), _bytes(self.state_bytes))
-        )  # fmt: skip
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table
-        )
-
-
-def _short(text: str, width: int = 60) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _bytes(n: int) -> str:
-    value, unit = float(n), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-
 
 # What one rank sends, in units of its payload, on an axis of n ranks.
 _SENT: dict[str, Callable[[int], float]] = {
@@ -172,17 +93,36 @@ def explain(
     >>> what.messages, what.payload_bytes, what.state_bytes
     (1, 4072, 4012)
     """
+    return explain_cut(pipeline, params, axes, lambda leaves: make_layout(leaves, lambda path: 0, bucket_bytes))
+
+
+def explain_cut(
+    pipeline: Pipeline | Transform,
+    params: Tree,
+    axes: Mapping[str, int],
+    cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
+    module_words: int | None = None,
+) -> Explanation:
+    """`explain` for buckets that are cut in some way.
+
+    Args:
+        cut: Path -> leaf, to buckets.
+        module_words: Where the buckets are those of a DistributedDataParallel, so that nothing rides behind their gradients:
+            the words in which it says which parameters are used, 0 if it does not. None where they are not.
+    """
     notes: list[Message] = []
     sizes = dict(axes)
     recorders = {name: _Recorder(name, n, notes, sizes) for name, n in sizes.items()}
     rows: list[Row] = []
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
         fake = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in named_leaves(params).items()}
-        layout = make_layout(fake, lambda path: 0, bucket_bytes)
+        layout = cut(fake)
         hook, optimizer, after = _parts(pipeline)
         plan = make_plan(hook, tuple(sizes))
         ranks = math.prod(sizes.get(name, 1) for name in plan.axes)
-        lane = dict.fromkeys(step_lane(ranks)[1:], 0.0)
+        in_module = module_words is not None
+        lane = None if in_module else dict.fromkeys(step_lane(ranks)[1:], 0.0)
+        wide = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in layout)
 
         def explain_stage(part: Transform, when: str, carries: bool, per_bucket: bool = False) -> None:
             inner = _alternatives(part)
@@ -196,7 +136,7 @@ def explain(
             if part is plan.reduce:
                 messages = _reduction_messages(part, layout, lane, notes)
             elif per_bucket:
-                messages = _bucket_messages(part, layout, fake, lane if carries else None, flat, notes)
+                messages = _bucket_messages(part, layout, fake, lane if carries else None, wide, flat, notes)
             else:
                 messages = _messages(part, fake, lane if carries else None, notes)
             rows.append(Row(repr(part), part.scope, when, messages, _state_bytes(part.init(fake))))
@@ -207,8 +147,12 @@ def explain(
             explain_stage(part, "each step", plan.carries and part.sums is not None, i < len(early))
         if not plan.carries and optimizer is not None and ranks > 1:
             del notes[:]
-            psum(encode_lane({"total": 1.0, **lane}, lane_dtype(b.dtype for b in layout), ranks), plan.axes)
+            psum(torch.zeros(1) if lane is None else encode_lane({"total": 1.0, **lane}, wide, ranks), plan.axes)
             rows.append(Row("(the step's own counts)", "message", "each step", tuple(notes), 0))
+        if module_words and optimizer is not None:
+            del notes[:]
+            psum(torch.zeros(module_words), tuple(sizes))
+            rows.append(Row("(parameters that are used)", "message", "each step", tuple(notes), 0))
         if optimizer is not None:
             rows += _optimizer_rows(optimizer, fake)
         if after is not None:
@@ -275,12 +219,17 @@ def _update(part: Transform, params: dict[str, Tensor], state: Any, **extra: Any
 
 
 def _bucket_messages(
-    part: Transform, layout: tuple[Bucket, ...], params: dict[str, Tensor], lane: Any, flat: bool, notes: list[Message]
+    part: Transform,
+    layout: tuple[Bucket, ...],
+    params: dict[str, Tensor],
+    lane: Any,
+    dtype: torch.dtype,
+    flat: bool,
+    notes: list[Message],
 ) -> tuple[Message, ...]:
     """What a stage sends that runs bucket by bucket: what is common goes with the first."""
     del notes[:]
     full, carried = part.init(params), None
-    dtype = lane_dtype(bucket.dtype for bucket in layout)
     for bucket in layout:
         if flat:
             some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
@@ -296,11 +245,13 @@ def _bucket_messages(
 def _reduction_messages(
     part: Transform, layout: tuple[Bucket, ...], lane: Any, notes: list[Message]
 ) -> tuple[Message, ...]:
-    """What a plain reduction sends bucket by bucket: the lane rides in one of them, if one can."""
+    """What a plain reduction sends bucket by bucket: the lane rides in one of them, if there is one and one can."""
     del notes[:]
-    carrier = lane_bucket(layout)
+    carrier = None if lane is None else lane_bucket(layout)
     total = torch.ones((), dtype=torch.float64)
-    if carrier is None:
+    if lane is None:
+        psum(total.view(1), part.spec["axis"])
+    elif carrier is None:
         words = encode_lane({"total": total, **lane}, lane_dtype(b.dtype for b in layout), axis_size(part.spec["axis"]))
         psum(words, part.spec["axis"])
     for i, bucket in enumerate(layout):

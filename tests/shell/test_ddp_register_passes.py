@@ -109,16 +109,25 @@ def test_a_saved_state_goes_on(pool: Any, hook: str) -> None:
         assert same_bits(going_on, resumed)
 
 
-def messages(options: dict[str, Any]) -> list[list[int]]:
-    """The sizes of what is given to torch.distributed in each pass."""
+def messages(hook: str, alone: bool, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """(elements, dtype) of what is given to torch.distributed in each pass, and of what is announced before and behind it."""
     ddp = DistributedDataParallel(make_model(), **options)
-    handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.05)))
-    sent: list[list[int]] = []
+    made = tx.noop() if hook == "noop" else HOOKS[hook]()
+    handle = fjoin.ddp.register(ddp, made if alone else tx.fuse(made, tx.adamw(0.05)))
+    sent: list[list[Any]] = []
+
+    def explained() -> list[Any]:
+        return sorted(
+            (m.payload_bytes // m.dtype.itemsize, str(m.dtype)) for row in handle.explain().rows for m in row.messages
+        )
+
+    announced = [explained()]
     kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
 
     def counted(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            sent[-1].append(args[1 if name == "all_to_all_single" else 0].numel())
+            x = args[1 if name == "all_to_all_single" else 0]
+            sent[-1].append((x.numel(), str(x.dtype)))
             return kept[name](*args, **kwargs)
 
         return call
@@ -131,16 +140,30 @@ def messages(options: dict[str, Any]) -> list[list[int]]:
             ddp.zero_grad()
             handle.weight(samples(batch))
             mean_loss(ddp, batch).backward()
+            announced.append(explained())
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
-    return sent
+    return sent, announced
 
 
 def test_one_message_besides_the_buckets(pool: Any) -> None:
     """Of one number, with the first bucket; the module's first pass has one bucket, and the others two."""
-    for sent in pool.run(2, messages, SMALL):
-        assert sent == [[1, 66], [1, 24, 42], [1, 24, 42]]
+    wide = "torch.float64"
+    for sent, _ in pool.run(2, messages, "mean", False, SMALL):
+        assert sent == [[(1, wide), (66, wide)], *[[(1, wide), (24, wide), (42, wide)]] * 2]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": None}], ids=str
+)
+@pytest.mark.parametrize("alone", [False, True], ids=["pipeline", "hook"])
+@pytest.mark.parametrize("hook", [*HOOKS, "noop"])
+def test_what_is_announced_is_sent(pool: Any, hook: str, alone: bool, options: dict[str, Any]) -> None:
+    """Before the first pass for that one; then for the pass that was."""
+    for sent, announced in pool.run(2, messages, hook, alone, {**SMALL, **options}):
+        assert [sorted(messages) for messages in sent] == announced[1:] and announced[0] == announced[1]
+        assert all(announced) or (hook == "noop" and alone)
 
 
 class Images(nn.Module):
