@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._stepper import Item, Stepper, named_fields
+from ._stepper import Item, Stepper
 from .transforms import _base
+from .transforms._state_dict import to_state_dict
 from .transforms._tree import check_dense
 from .transforms.optimizers._inject import number_arguments, remade
 
@@ -131,7 +132,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def _show(self, param: Tensor, state: Any) -> None:
-        self.state[param] = named_fields(state)
+        self.state[param] = to_state_dict(state)
 
     def _with(self, part: _base.Optimizer, values: tuple[tuple[str, float], ...]) -> _base.Optimizer:
         """An optimizer with other hyperparameters, the same object for the same ones."""

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from .transforms._base import Optimizer
+from .transforms._state_dict import restored
 from .transforms._tree import fields, with_fields
 from .transforms.optimizers._wrap import step_in_place
 
@@ -72,8 +72,7 @@ class Stepper:
         new: dict[Any, Any] = {}
         alike: dict[Any, Any] = {}
         for key, part, param, named in given:
-            state = part.init_param(param.detach())
-            fill(f"the state of {_whose(key)}", named_fields(state), named)
+            state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
             ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
             like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
             new[key] = _sharing(part, state, like)
@@ -86,22 +85,6 @@ class Stepper:
             self._changed(key, state)
 
 
-def fill(what: str, places: dict[str, Any], given: dict[str, Any]) -> None:
-    """Write tensors to the places of the same names, in the dtypes and on the devices of these.
-
-    Raises:
-        ValueError: other names or shapes.
-    """
-    if places.keys() != given.keys():
-        raise ValueError(f"{what} has {sorted(given)}, but here it has {sorted(places)}")
-    for name, place in places.items():
-        if isinstance(place, Tensor) and place.shape != given[name].shape:
-            raise ValueError(f"{what}: {name!r} has shape {tuple(given[name].shape)}, but here {tuple(place.shape)}")
-    for name, place in places.items():
-        if isinstance(place, Tensor):
-            place.copy_(given[name])
-
-
 def _sharing(part: Optimizer, state: Any, like: Any) -> Any:
     """A state whose 0-d fields are those of another."""
     pairs = zip(fields(state), fields(like), part.common, strict=True)
@@ -110,12 +93,3 @@ def _sharing(part: Optimizer, state: Any, like: Any) -> Any:
 
 def _whose(key: Any) -> str:
     return f"a parameter of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
-
-
-def named_fields(state: Any) -> dict[str, Any]:
-    """The tensors and numbers in a state by name, those of states inside it too."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(state)
-    return {
-        ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor): leaf
-        for accessor, leaf in zip(accessors, leaves, strict=True)
-    }

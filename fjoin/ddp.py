@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
@@ -15,10 +14,10 @@ from ._agree import same_hook
 from ._ddp_hook import REGISTERED, DDPRun
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
-from ._stepper import fill, named_fields
 from .transforms._base import Pipeline, Transform
 from .transforms._explanation import Explanation
 from .transforms._plan import axes_of, make_plan
+from .transforms._state_dict import restored, to_state_dict
 
 
 class Handle:
@@ -81,11 +80,11 @@ class Handle:
         run = self._run
         return {
             "step": run.step,
-            "outer": named_fields(run.outer),
+            "outer": to_state_dict(run.outer),
             "total": run.total,
-            "hook": named_fields(run.hook_state),
-            "after": named_fields(run.after_state),
-            "optimizer": {path: named_fields(state) for path, state in run.stepper.states.items()},
+            "hook": to_state_dict(run.hook_state),
+            "after": to_state_dict(run.after_state),
+            "optimizer": {path: to_state_dict(state) for path, state in run.stepper.states.items()},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -98,14 +97,10 @@ class Handle:
         missing = sorted(self.state_dict().keys() - state_dict.keys())
         if missing:
             raise ValueError(f"the state has no {missing}; it is not what state_dict() gave")
-        new: list[Any] = []
-        for name, held in (("hook", run.hook_state), ("after", run.after_state), ("outer", run.outer)):
-            tree: Any = held
-            mine = optree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
-            given, named = state_dict[name], named_fields(mine)
-            fill(f"the state of the {name}", named, given)
-            values = [place if isinstance(place, Tensor) else given[key] for key, place in named.items()]
-            new.append(optree.tree_unflatten(optree.tree_structure(mine), values))
+        new = [
+            restored(f"the state of the {name}", held, state_dict[name])
+            for name, held in (("hook", run.hook_state), ("after", run.after_state), ("outer", run.outer))
+        ]
         saved = state_dict["optimizer"]
         if run.stepper.states.keys() != saved.keys():
             raise ValueError(

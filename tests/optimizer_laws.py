@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 from helpers import assert_untouched, max_diff, params_like, same_bits, snapshot
-from laws import is_data
+from laws import is_data, saved_and_loaded
 from torch import Tensor
 
 from fjoin import transforms as tx
@@ -84,4 +84,14 @@ def flat_is_leaves(make: Callable[[], tx.Optimizer]) -> None:
     assert max_diff(whole[0], torch.stack([p for p, _ in rows])) == 0
 
 
-OPTIMIZER_LAWS = [step_param_is_pure, in_place_agrees, found_inf_stops_it, tree_step_agrees, flat_is_leaves, is_data]
+def resumes(make: Callable[[], tx.Optimizer]) -> None:
+    """Saved to a file and loaded again, the state goes on to the bit."""
+    opt, start = make(), params_like()
+    params, state = opt.step(start, params_like(100), opt.init(start))
+    loaded = saved_and_loaded(state, like=opt.init(start))
+    assert same_bits(opt.step(params, params_like(101), state), opt.step(params, params_like(101), loaded))
+
+
+OPTIMIZER_LAWS = [
+    step_param_is_pure, in_place_agrees, found_inf_stops_it, tree_step_agrees, flat_is_leaves, resumes, is_data,
+]  # fmt: skip

@@ -16,6 +16,7 @@ collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_
 run          simulate
 optax        from_optax  to_optax
 look         explain  fingerprint  to_json  from_json  factory
+save         to_state_dict  from_state_dict
 """
 
 if __name__ != "fjoin.transforms":
@@ -56,6 +57,8 @@ from ._spec import factory as factory
 from ._spec import fingerprint as fingerprint
 from ._spec import from_json as from_json
 from ._spec import to_json as to_json
+from ._state_dict import from_state_dict as from_state_dict
+from ._state_dict import to_state_dict as to_state_dict
 from ._when import AccumulateState as AccumulateState
 from ._when import EveryState as EveryState
 from ._when import SwitchState as SwitchState

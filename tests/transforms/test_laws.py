@@ -222,6 +222,11 @@ def _step_other(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
     param.sub_(grad)
 
 
+def _step_counts_calls(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
+    _SEEN.append(1)
+    param.sub_(grad * len(_SEEN))
+
+
 def _step_row_norm(param: Tensor, grad: Tensor, state: Any) -> Any:
     return param - grad / grad.norm(), state
 
@@ -232,6 +237,7 @@ BROKEN_OPTIMIZERS = {
     "found_inf_stops_it": _optimizer(step_param_=_step_other),
     "tree_step_agrees": _optimizer(step_param_=_step_other),
     "flat_is_leaves": _optimizer(step_param=_step_row_norm),
+    "resumes": _optimizer(step_param_=_step_counts_calls),
     "is_data": lambda: tx.sgd(_SEEN.append(1) or 0.1 * len(_SEEN)),
 }
 

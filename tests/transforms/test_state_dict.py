@@ -1,0 +1,88 @@
+"""States as flat dicts: through files, with what belongs together still together, and what does not fit refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import params_like, raises_text, same_bits
+from laws import saved_and_loaded
+from small import net_batch, net_loss, net_params
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+HOOK = tx.chain(
+    tx.accumulate(2, tx.mean("data")), tx.switch_after(3, tx.identity(), tx.clip_by_global_norm(1.0, mode="previous"))
+)
+
+
+def test_a_pipeline_goes_on_in_the_middle_of_a_window() -> None:
+    """Windows, host counters, a lane that init knows nothing of, hyperparameters, masters, parts by path."""
+    optimizer = tx.inject_hyperparameters(
+        tx.partition({"*bias": tx.mixed_precision(tx.sgd(0.1, momentum=0.9)), "scale": tx.frozen(), "*": tx.adam(0.01)})
+    )
+    pipeline = tx.dynamic_loss_scale(tx.fuse(HOOK, optimizer))
+
+    def one_rank() -> None:
+        params, grads = params_like(), params_like(100)
+        state = pipeline.init(params)
+        for n in range(5):
+            params, state = pipeline.step(params, grads, state, weight=1.0 + n, lane={"loss": 2.0})
+        loaded = saved_and_loaded(state, pipeline.init(params_like()))
+        assert same_bits(loaded, state)
+        a = pipeline.step(params, grads, state, weight=3.0, lane={"loss": 2.0})
+        assert same_bits(pipeline.step(params, grads, loaded, weight=3.0, lane={"loss": 2.0}), a)
+
+    tx.simulate(one_rank, {"data": 2})
+
+
+def test_what_one_count_serves_it_serves_again() -> None:
+    opt, params = tx.adam(0.1), params_like()
+    _, state = opt.step(params, params_like(100), opt.init(params))
+    loaded = tx.from_state_dict(opt.init(params), tx.to_state_dict(state))
+    assert len({id(s.step) for s in loaded.values()}) == 1
+    aged = {**state, "scale": state["scale"]._replace(step=torch.tensor(7.0))}
+    loaded = tx.from_state_dict(opt.init(params), tx.to_state_dict(aged))
+    assert loaded["scale"].step == 7 and len({id(s.step) for s in loaded.values()}) == 2
+
+
+def test_the_state_of_a_step_is_saved_by_path() -> None:
+    pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.1))
+    step = fjoin.train_step(net_loss, pipeline)
+    state, _ = step(step.init(net_params()), net_batch(0, 0))
+    saved = tx.to_state_dict(state.pipeline)
+    assert "optimizer.a.weight.exp_avg" in saved and saved["hook.total"] == 1
+    assert same_bits(saved_and_loaded(state.pipeline, pipeline.init(net_params())), state.pipeline)
+
+
+def test_what_does_not_fit() -> None:
+    opt, params = tx.sgd(0.1, momentum=0.9), {"w": torch.zeros(2)}
+    like = opt.init(params)
+    saved = tx.to_state_dict(like)
+
+    def load(**changed: Any) -> Any:
+        return tx.from_state_dict(like, {**saved, **changed})
+
+    raises_text(ValueError, lambda: load(x=1), "'x'", "w.momentum")
+    raises_text(ValueError, lambda: tx.from_state_dict(like, {}), "[]", "w.step")
+    raises_text(ValueError, lambda: load(**{"w.momentum": torch.zeros(3)}), "'w.momentum'", "(3,)", "(2,)")
+    raises_text(TypeError, lambda: load(**{"w.momentum": 3}), "'w.momentum'", "expected a tensor")
+    switch = tx.switch_after(1, tx.identity(), tx.identity())
+    raises_text(
+        TypeError, lambda: tx.from_state_dict(switch.init({}), {"step": torch.tensor(1)}), "'step'", "expected a int"
+    )
+    raises_text(ValueError, lambda: tx.to_state_dict({"a": {"b": 1}, "a.b": 2}), "['a.b']", "rename")
+
+
+def test_trees_of_any_form() -> None:
+    trees: list[Any] = [torch.tensor(3.0), {}, (), [], {"a": ()}, {"a": [1, {"b": torch.ones(2)}, None, 2.5]}, 7]
+    for tree in trees:
+        assert same_bits(saved_and_loaded(tree, tree), tree)
+    assert tx.from_state_dict({}, {"a": 1, "b.c": 2}) == {"a": 1, "b.c": 2}
+    narrow = tx.from_state_dict({"a": torch.zeros(2, dtype=torch.bfloat16)}, {"a": torch.ones(2)})
+    assert narrow["a"].dtype is torch.bfloat16
+    kept: Tensor = torch.ones(2)
+    loaded = tx.from_state_dict({"a": kept}, {"a": kept})
+    assert loaded["a"].data_ptr() != kept.data_ptr()

@@ -1,0 +1,115 @@
+"""A state as a flat dict of tensors and numbers, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ._tree import State
+
+
+def to_state_dict(state: State) -> dict[str, Any]:
+    """A state by name, for torch.save and torch.load(weights_only=True), which know no NamedTuples of ours.
+
+    Args:
+        state: Of a transform, an optimizer or a pipeline, or any pytree of tensors and numbers.
+
+    Returns:
+        Name -> tensor or number, the name being the path of fields, keys and indices, joined by dots. The tensors are
+        the state's own.
+
+    Raises:
+        ValueError: two leaves have the same name, as those of {"a": {"b": ...}, "a.b": ...} would.
+
+    Same as: flax.serialization.to_state_dict, but flat.
+
+    >>> from fjoin import transforms as tx
+    >>> opt = tx.sgd(0.1, momentum=0.9)
+    >>> to_state_dict(opt.init({"w": torch.zeros(2)}))
+    {'w.step': tensor(0.), 'w.momentum': tensor([0., 0.])}
+    """
+    names, leaves, _ = _named(state)
+    return {name: leaf for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, dict)}
+
+
+def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
+    """The state that `to_state_dict` was given.
+
+    Args:
+        like: A state of the same form, from `init`. Its contents do not matter, its dtypes and devices are kept. A
+            dict that is empty in it, as that of a lane is at the start, takes all that was saved there.
+        state_dict: What `to_state_dict` returned.
+
+    Returns:
+        A new state in memory of its own. Leaves that are one tensor in `like`, such as the optimizer's step count of
+        all parameters, are one again where they are equal.
+
+    Raises:
+        ValueError: other names or shapes, which the message lists.
+        TypeError: a tensor in the place of a number, or the other way round.
+
+    Same as: flax.serialization.from_state_dict.
+
+    >>> from fjoin import transforms as tx
+    >>> opt, params = tx.sgd(0.1), {"w": torch.zeros(2)}
+    >>> _, state = opt.step(params, params, opt.init(params))
+    >>> from_state_dict(opt.init(params), to_state_dict(state))["w"].step
+    tensor(1.)
+    """
+    return restored("the state", like, state_dict)
+
+
+def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
+    """`from_state_dict`, for a state that errors call `what`."""
+    names, places, structure = _named(like)
+    open_ended = {name: _behind(name, saved) for name, place in zip(names, places, strict=True) if _is_empty(place)}
+    want = set(names) - open_ended.keys()
+    have = saved.keys() - {full for found in open_ended.values() for full in found}
+    if want != have:
+        raise ValueError(f"{what} has {sorted(have)}, but here it has {sorted(want)}")
+    shared: dict[Any, Tensor] = {}
+    leaves: list[Any] = []
+    for name, place in zip(names, places, strict=True):
+        if name in open_ended:
+            leaves.append({key: _copied(saved[full]) for full, key in open_ended[name].items()})
+        elif isinstance(place, Tensor):
+            given = saved[name]
+            if not isinstance(given, Tensor):
+                raise TypeError(f"{what}: {name!r} is {given!r}, expected a tensor")
+            if place.shape != given.shape:
+                raise ValueError(f"{what}: {name!r} has shape {tuple(given.shape)}, but here {tuple(place.shape)}")
+            value = torch.empty_like(place).copy_(given)
+            leaves.append(value if place.dim() else shared.setdefault((id(place), given.item()), value))
+        elif type(saved[name]) is not type(place):
+            raise TypeError(f"{what}: {name!r} is {saved[name]!r}, expected a {type(place).__name__} like {place!r}")
+        else:
+            leaves.append(saved[name])
+    return optree.tree_unflatten(structure, leaves)
+
+
+def _named(state: State) -> tuple[list[str], list[Any], Any]:
+    """Names, leaves and the structure; empty dicts are leaves."""
+    accessors, leaves, structure = optree.tree_flatten_with_accessor(state, is_leaf=_is_empty)
+    names = [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"several leaves of the state are called {twice}; rename a parameter")
+    return names, leaves, structure
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, dict) and not node
+
+
+def _behind(name: str, saved: Mapping[str, Any]) -> dict[str, str]:
+    """The names that begin with this one, and what comes behind it."""
+    prefix = name + "." if name else ""
+    return {full: full.removeprefix(prefix) for full in saved if full.startswith(prefix)}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
