@@ -34,7 +34,13 @@ def gradients(bucket: GradBucket) -> list[Tensor]:
 
 
 class FromDDP(Outgoing):
-    """One of the module's buckets in one backward pass."""
+    """One of the module's buckets in one backward pass.
+
+    Attributes:
+        unit: What its gradients are multiplied with while they travel.
+    """
+
+    unit = 1.0
 
     def __init__(self, paths: tuple[str, ...], bucket: GradBucket) -> None:
         self.wire = self.grads = bucket.buffer()

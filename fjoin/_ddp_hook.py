@@ -18,10 +18,9 @@ from ._hook import Call
 from ._mesh import Mesh
 from ._seed import unscale
 from ._stages import run_stages
-from ._stepper import Stepper
+from ._stepper import Stepper, divides
 from ._storage import apart, put
 from ._waves import Waves
-from ._wire import Outgoing
 from .transforms._base import Pipeline, Transform
 from .transforms._bucketwise import merge, restrict
 from .transforms._combine import stages
@@ -67,10 +66,16 @@ class DDPRun:
             if pipeline.optimizer.check:
                 pipeline.optimizer.check(held)
             self.stepper.begin((path, pipeline.optimizer.at(path), p, None) for path, p in held.items())
+        # Whether nothing stands between a plain sum and the optimizer, and whether the kernels can divide it.
+        self._bare = pipeline is not None and plan.reduce is not None and len(self._stages) == 1
+        self._kernels_divide = pipeline is not None and all(
+            divides(part, dtype)
+            for part, dtype in {(pipeline.optimizer.at(path), p.dtype) for path, p in params.items()}
+        )
         self.step, self.total = 0, math.nan
         self.pending: float | None = None  # the weight of the next pass that is synchronised
-        self._weight, self._unit = 1.0, 1.0
-        self._outs: list[Outgoing] = []
+        self._weight = 1.0
+        self._outs: list[FromDDP] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._calls: list[Call] = []
         self._waves: Waves | None = None
@@ -131,6 +136,15 @@ class DDPRun:
         """What this rank counts in the sum."""
         return self._weight if self._plan.by_weight else float(self._weight > 0)
 
+    def _near_mean(self) -> float:
+        """A power of two near 1 / total, which costs no bit; the total is that of the last pass, and in the first waited for."""
+        assert self._lane is not None
+        if not self.total > 0:
+            words, work = self._lane
+            work.wait()
+            self.total = float(words.item())
+        return 2.0 ** -math.floor(math.log2(self.total)) if 0 < self.total < math.inf else 1.0
+
     def _launch(self, out: FromDDP) -> None:
         first = len(self._outs) == 1
         if self.skips and self.skips.scaled:
@@ -139,12 +153,9 @@ class DDPRun:
             if first:
                 share = torch.full((1,), self._share(), dtype=torch.float64, device=out.grads.device)
                 self._lane = share, Once(self._mesh.reduce_(share, self._plan.axes))
-                if not self.total > 0:  # of the last pass: none yet
-                    self._lane[1].wait()
-                    self.total = float(share.item())
-                # Sums of gradients times weights would not fit into 16 bits: a power of two costs no bit.
-                self._unit = 2.0 ** -math.floor(math.log2(self.total)) if 0 < self.total < math.inf else 1.0
-            factor = self._share() * self._unit
+            if out.grads.dtype.itemsize < 4:  # sums of gradients times weights would not fit
+                out.unit = self._near_mean()
+            factor = self._share() * out.unit
             if factor == 0.0:
                 out.grads.zero_()  # 0 times NaN is NaN
             elif factor != 1.0:
@@ -178,15 +189,18 @@ class DDPRun:
     def _finish(self) -> None:
         for out in self._outs:
             out.arrive()
+            if self._bare:
+                self._guard.look(out)  # while the messages behind it are still under way
         new: tuple[Any, ...] = ()
         weight: Any = self._weight
+        divisor = 1.0
         if self._plan.reduce is not None:
             new, weight, divisor = self._summed()
-            if divisor not in (0.0, 1.0):
-                for out in self._outs:
-                    out.grads.div_(divisor)
         elif self._calls:
             new, weight = self._called()
+        if not self._bare:
+            self._divide(divisor)
+            divisor = 1.0
         states = self.hook_state[len(new) :]
         if rest := self._stages[len(new) :]:
             states = run_stages(
@@ -195,7 +209,7 @@ class DDPRun:
         if self.pipeline is None:
             self.hook_state = (*new, *states)
         else:
-            self._step(self.pipeline, (*new, *states))
+            self._step(self.pipeline, (*new, *states), divisor)
         self.step += 1
         self._buckets = tuple(out.bucket for out in self._outs)
         for future, out in zip(self._futures, self._outs, strict=True):
@@ -213,7 +227,13 @@ class DDPRun:
         state = self.hook_state[0]
         if isinstance(state, MeanState):
             state = MeanState(wide, {})
-        return (state,), self.total, divisor * self._unit
+        return (state,), self.total, divisor
+
+    def _divide(self, divisor: float) -> None:
+        """Make means of sums."""
+        for out in self._outs:
+            if (rest := divisor * out.unit) not in (0.0, 1.0):
+                out.grads.div_(rest)
 
     def _called(self) -> tuple[tuple[Any, ...], Any]:
         """Of the stages that ran bucket by bucket their states, and the weight for those behind them."""
@@ -228,11 +248,12 @@ class DDPRun:
         self.total = float(total)
         return new, total
 
-    def _step(self, pipeline: Pipeline, state: tuple[Any, ...]) -> None:
-        """Judge the gradients, and step the module's parameters in place."""
+    def _step(self, pipeline: Pipeline, state: tuple[Any, ...], divisor: float) -> None:
+        """Judge the gradients, which are still to be divided, and step the module's parameters in place."""
         outs, used = self._outs, self._used_anywhere()
-        for out in outs:
-            self._guard.look(out)
+        if not self._bare:
+            for out in outs:
+                self._guard.look(out)
         total = self.total if not math.isnan(self.total) else 1.0
         sums: dict[str, Any] = {"weight": total, "total": total, "loss": 0.0}
         if not self._plan.carries:  # the ranks' gradients differ, and so may what they make of them
@@ -240,11 +261,16 @@ class DDPRun:
             self._mesh.reduce_(bad, self._plan.axes).wait()
             sums["nonfinite0"] = float(bad.item())
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
-        if verdict.error is not None:
-            if self.skips is None:
-                _raise_after_backward(verdict.error)
         if self.skips is not None:
             self.outer = verdict.settle(self.skips, self.outer)
+        elif verdict.error is not None:
+            _raise_after_backward(verdict.error)
+        by_kernels = self._kernels_divide and verdict.changes and used is None and self._guard.on_host(outs)
+        scale = None
+        if by_kernels and divisor != 1.0:
+            scale = torch.tensor(divisor, dtype=torch.float64)
+        else:
+            self._divide(divisor)
         if not verdict.changes:
             return
         self.hook_state = state
@@ -252,7 +278,7 @@ class DDPRun:
             (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
             for out in outs for path, grad in out.by_path().items() if used is None or path in used
         ]  # fmt: skip
-        self.stepper.step(items, found_inf=verdict.found_inf)
+        self.stepper.step(items, grad_scale=scale, found_inf=verdict.found_inf)
         if pipeline.after is not None:
             params = {path: p.detach() for path, p in self.leaves.items()}
             with bind_axes(self._mesh.axes):

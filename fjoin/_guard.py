@@ -52,7 +52,7 @@ class Guard:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
 
-    def on_host(self, outgoing: list[Outgoing]) -> bool:
+    def on_host(self, outgoing: Sequence[Outgoing]) -> bool:
         """Whether the host may look at these gradients without waiting for a device."""
         return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
 
@@ -85,14 +85,14 @@ class Guard:
         elif out.grads.numel():
             out.seen = out.grads.abs().amax()
 
-    def bad(self, outgoing: list[Outgoing]) -> Any:
+    def bad(self, outgoing: Sequence[Outgoing]) -> Any:
         """1 if a gradient is not finite, else 0: a number where the host may look."""
         if self.on_host(outgoing):
             return float(any(not math.isfinite(out.seen.item()) and _nonfinite(out.grads) for out in outgoing))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
 
     def judge(
-        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: Clip | None
+        self, step: int, sums: dict[str, Any], outgoing: Sequence[Outgoing], divisor: Any, clip: Clip | None
     ) -> Verdict:
         """Decide on a step.
 
@@ -121,7 +121,7 @@ class Guard:
         return Verdict(True, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
 
     def _judge_on_device(
-        self, step: int, sums: dict[str, Any], outgoing: list[Outgoing], divisor: Any, clip: Clip | None
+        self, step: int, sums: dict[str, Any], outgoing: Sequence[Outgoing], divisor: Any, clip: Clip | None
     ) -> Verdict:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
         masks = torch.stack([value for name, value in sums.items() if name.startswith("nonfinite")])
@@ -176,7 +176,7 @@ def _nonfinite(grads: Tensor) -> bool:
     return not bool(torch.isfinite(grads).all())
 
 
-def _nonfinite_paths(outgoing: list[Outgoing]) -> tuple[str, ...]:
+def _nonfinite_paths(outgoing: Sequence[Outgoing]) -> tuple[str, ...]:
     return tuple(path for out in outgoing for path, grad in out.by_path().items() if _nonfinite(grad))
 
 

@@ -23,7 +23,7 @@ class Holds(Protocol):
 
 
 def run_stages(
-    parts: Sequence[Transform], states: Any, storage: Holds, outgoing: list[Outgoing], mesh: Mesh, **extra: Any
+    parts: Sequence[Transform], states: Any, storage: Holds, outgoing: Sequence[Outgoing], mesh: Mesh, **extra: Any
 ) -> tuple[Any, ...]:
     """Run stages on all gradients, one after the other, and put the result in their place; the new states.
 

@@ -85,6 +85,15 @@ class Stepper:
             self._changed(key, state)
 
 
+def divides(part: Optimizer, dtype: torch.dtype) -> bool:
+    """Whether a kernel leaves gradients divided by `grad_scale`, and not the sums that they were."""
+    if dtype.itemsize < 4:  # their buckets may have units of their own
+        return False
+    param, grad = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 2.0, dtype=dtype)
+    step_in_place(part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64))
+    return bool((grad == 1.0).all())
+
+
 def _sharing(part: Optimizer, state: Any, like: Any) -> Any:
     """A state whose 0-d fields are those of another."""
     pairs = zip(fields(state), fields(like), part.common, strict=True)

@@ -236,3 +236,38 @@ def weighted_halves(weight: float) -> Any:
 @pytest.mark.parametrize("weight", [4096.0, 1e-6])
 def test_weights_do_not_overflow_16_bits(pool: Any, weight: float) -> None:
     assert pool.run(2, weighted_halves, weight) == [[30.0, 60.0]] * 2
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda: tx.adamw(0.05),
+    "sgd": lambda: tx.sgd(0.05, momentum=0.9),
+    "lion": lambda: tx.lion(0.05),
+    "masters": lambda: tx.mixed_precision(tx.adamw(0.05)),
+    "frozen": lambda: tx.partition({"*bias": tx.frozen(), "*": tx.adamw(0.05)}),  # its kernel divides nothing
+    "skipped": lambda: tx.adamw(0.05),
+}
+
+
+def gradients_left(optimizer: str, dtype: torch.dtype) -> Any:
+    """After the first pass: with a pipeline, and with its hook alone."""
+    left = []
+    for alone in (False, True):
+        ddp = DistributedDataParallel(make_model().to(dtype))
+        pipeline = tx.fuse(tx.mean("data"), OPTIMIZERS[optimizer]())
+        handle = fjoin.ddp.register(ddp, tx.mean("data") if alone else tx.skip_if_nonfinite(pipeline))
+        x, y = make_batches(1, EVEN)[dist.get_rank()][0]
+        x = x * float("inf") if optimizer == "skipped" else x
+        handle.weight(samples((x, y)))
+        mean_loss(ddp, (x.to(dtype), y)).backward()
+        left.append({path: p.grad.clone() for path, p in ddp.module.named_parameters() if p.grad is not None})
+    return left
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_are_left_as_the_hook_made_them(pool: Any, optimizer: str, dtype: torch.dtype) -> None:
+    """Means, where the optimizer's kernel has divided the sums too."""
+    for with_pipeline, alone in pool.run(2, gradients_left, optimizer, dtype):
+        assert len(alone) == 4
+        for path, g in alone.items():
+            assert torch.allclose(with_pipeline[path], g, rtol=1e-6, atol=0, equal_nan=True), path
