@@ -54,6 +54,7 @@ def launch(
                 "MASTER_PORT": port,
                 "GLOO_SOCKET_IFNAME": interfaces[rank],
                 "OMP_NUM_THREADS": "1",
+                "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",  # one thread for jax too
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
             command = [sys.executable, str(HERE / "step.py"), what, model, str(count), outs[rank], *variants]

@@ -81,6 +81,11 @@ ROWS = [
             ("fjoin.Optimizer / torch's fused", "list", "", None),
         )
     ),
+    *(
+        Row(f"AdamW, {text} / torch's foreach", f"step {model}", f"O {what}", "O foreach")
+        for model in ("1m", "10m", "50m")
+        for text, what in (("from_optax", "optax"), ("from_optax, one flat tensor", "optax flat"))
+    ),
     Row("pure reference path / DDP", "1m", "pure", "ddp", 1.12),
     Row("pure reference path / DDP", "10m", "pure", "ddp", 1.12),
 ]

@@ -41,6 +41,8 @@ STEPS = (
     "O loop",
     "O list",
     "O flat",
+    "O optax",
+    "O optax flat",
     "O sgd",
     "O sgd foreach",
     "O sgd loop",

@@ -191,6 +191,26 @@ def flat(name: str, batch: Any, mesh: Any, made: tx.Optimizer) -> Variant:
     return run, None
 
 
+def with_optax(name: str, batch: Any, mesh: Any, flat: bool) -> Variant:
+    """optax's AdamW as a stage, and the addition of what it gives: on the tree, or on one flat tensor."""
+    import optax  # jax takes its time to load
+
+    params = {path: p.detach() for path, p in models.model(name).named_parameters()}
+    if flat:
+        params = {"flat": torch.cat([p.reshape(-1) for p in params.values()])}
+    grads = {path: torch.full_like(p, 1e-3) for path, p in params.items()}
+    stage = tx.from_optax(optax.adamw(LR, weight_decay=1e-2))
+    state = stage.init(params)
+
+    def run(n: int) -> None:
+        nonlocal state
+        for _ in range(n):
+            out, state = stage.update(grads, state, params)
+            torch._foreach_add_(list(params.values()), list(out.values()))
+
+    return run, None
+
+
 MAKE: dict[str, Callable[..., Variant]] = {
     "ddp": ddp,
     "ddp again": ddp,
@@ -212,6 +232,8 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "O loop": lambda *a: loop(*a, _FunctionalAdamW),
     "O list": lambda *a: optimizer(*a, lambda ps: fjoin.Optimizer(ps, tx.adamw(LR))),
     "O flat": lambda *a: flat(*a, tx.adamw(LR)),
+    "O optax": lambda *a: with_optax(*a, flat=False),
+    "O optax flat": lambda *a: with_optax(*a, flat=True),
     "O sgd": lambda *a: optimizer(*a, partial(SGD, fused=True)),
     "O sgd foreach": lambda *a: optimizer(*a, partial(SGD, foreach=True)),
     "O sgd loop": lambda *a: loop(*a, partial(_FunctionalSGD, momentum=0.9)),

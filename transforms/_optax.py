@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,15 +18,15 @@ from ._tree import State, Tree, check_dense, named_leaves, plain
 
 
 class OptaxState(NamedTuple):
-    flats: tuple[Tensor, ...]  # the leaves of optax's state, those of one dtype in one flat tensor
+    flats: tuple[Tensor, ...]  # the leaves of optax's state, the small ones of a dtype in one flat tensor
 
 
 @factory
 def from_optax(transformation: Any, scope: Scope = "tree") -> Transform:
     """An optax transformation as a stage: any that needs no more than gradients and parameters.
 
-    It is compiled by jax for the tree at hand. All tensors of one dtype cross to jax and back as one flat tensor, by
-    DLPack, without a copy where memory is aligned; jax cuts them into leaves.
+    It is compiled by jax for the tree at hand. Tensors cross to jax and back by DLPack, large ones without a copy where
+    their memory is aligned, all small ones of a dtype as one flat tensor; jax cuts them into leaves.
 
     An optax optimizer gives what is to be added to parameters, which `sgd(1.0, maximize=True)` does:
     `fuse(chain(mean("data"), from_optax(optax.adamw(1e-3))), sgd(1.0, maximize=True))`.
@@ -107,15 +107,14 @@ class _Compiled:
     def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:
         jax = _jax()
         self._shapes = shapes
-        self._dtypes = tuple(dict.fromkeys(shapes.dtypes))
-        layout = _Layout([(shape, dtype) for shape, dtype in zip(shapes.shapes, shapes.dtypes, strict=True)])
-        self._layout = layout
+        self._layout = layout = _Layout(zip(shapes.shapes, shapes.dtypes, strict=True))
+        concatenate = jax.numpy.concatenate
 
         def tree_of(flats: Any) -> Any:
             return optree.tree_unflatten(shapes.structure, layout.cut(flats))
 
         def form() -> tuple[Any, Any]:
-            given = [jax.ShapeDtypeStruct((layout.sizes[d],), _name(d)) for d in layout.sizes]
+            given = [jax.ShapeDtypeStruct((numel,), _name(dtype)) for (dtype, _), numel in layout.sizes.items()]
             leaves, structure = jax.tree.flatten(jax.eval_shape(lambda flats: begin(tree_of(flats)), given))
             if keys := [leaf for leaf in leaves if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]:
                 raise TypeError(
@@ -127,26 +126,22 @@ class _Compiled:
             held, structure = form()
 
         def init(*flats: Any) -> Any:
-            return held.join(jax.tree.leaves(begin(tree_of(flats))))
+            return held.join(jax.tree.leaves(begin(tree_of(flats))), concatenate)
 
         def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
             old = jax.tree.unflatten(structure, held.cut(state))
             new, state = step(tree_of(grads), old, tree_of(params) if params else None)
-            return layout.join(optree.tree_leaves(new)), held.join(jax.tree.leaves(state))
+            return layout.join(optree.tree_leaves(new), concatenate), held.join(jax.tree.leaves(state), concatenate)
 
         self.init, self.update = jax.jit(init), jax.jit(update)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """jax computes in 64 bits only where it is told to."""
-        return _jax().enable_x64(torch.float64 in self._dtypes)
+        return _jax().enable_x64(torch.float64 in self._shapes.dtypes)
 
     def enter(self, tree: Tree) -> list[Any]:
-        leaves = optree.tree_leaves(tree)
-        flats = []
-        for dtype in self._dtypes:
-            parts = [leaf.detach().reshape(-1) for leaf in leaves if leaf.dtype is dtype]
-            flats.append(_to_jax(torch.cat(parts) if len(parts) > 1 else parts[0]))
-        return flats
+        leaves = [leaf.detach() for leaf in optree.tree_leaves(tree)]
+        return [_to_jax(flat) for flat in self._layout.join(leaves, torch.cat)]
 
     def leave(self, flats: Any) -> tuple[Tensor, ...]:
         _jax().block_until_ready(flats)
@@ -156,27 +151,36 @@ class _Compiled:
         return optree.tree_unflatten(self._shapes.structure, self._layout.cut(flats))
 
 
-class _Layout:
-    """Where each leaf lies in the flat arrays, of which there is one for each dtype."""
+# A leaf of as many elements crosses alone: that takes about 60 us, and putting it beside others a copy each way.
+_ALONE = 2**16
 
-    def __init__(self, leaves: list[tuple[Any, Any]]) -> None:
-        self.sizes: dict[Any, int] = {}
+
+class _Layout:
+    """Where each leaf lies in the flat arrays: one for all small leaves of a dtype, and one for each large leaf.
+
+    Attributes:
+        sizes: The arrays: (dtype, the large leaf's index or -1) -> elements.
+    """
+
+    def __init__(self, leaves: Iterable[tuple[Any, Any]]) -> None:
+        self.sizes: dict[tuple[Any, int], int] = {}
         self._places = []
-        for shape, dtype in leaves:
-            at, numel = self.sizes.setdefault(dtype, 0), int(np.prod(shape))
-            self._places.append((dtype, at, numel, tuple(shape)))
-            self.sizes[dtype] = at + numel
+        for i, (shape, dtype) in enumerate(leaves):
+            numel = int(np.prod(shape))
+            key = (dtype, i if numel >= _ALONE else -1)
+            at = self.sizes.setdefault(key, 0)
+            self._places.append((key, at, numel, tuple(shape)))
+            self.sizes[key] = at + numel
 
     def cut(self, flats: Any) -> list[Any]:
         of = dict(zip(self.sizes, flats, strict=True))
-        return [of[dtype][at : at + numel].reshape(shape) for dtype, at, numel, shape in self._places]
+        return [of[key][at : at + numel].reshape(shape) for key, at, numel, shape in self._places]
 
-    def join(self, leaves: list[Any]) -> tuple[Any, ...]:
-        jnp = _jax().numpy
-        parts: dict[Any, list[Any]] = {dtype: [] for dtype in self.sizes}
-        for (dtype, *_), leaf in zip(self._places, leaves, strict=True):
-            parts[dtype].append(jnp.ravel(leaf))
-        return tuple(jnp.concatenate(some) for some in parts.values())
+    def join(self, leaves: list[Any], concatenate: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
+        parts: dict[Any, list[Any]] = {key: [] for key in self.sizes}
+        for (key, *_), leaf in zip(self._places, leaves, strict=True):
+            parts[key].append(leaf.reshape(-1))
+        return tuple(some[0] if len(some) == 1 else concatenate(some) for some in parts.values())
 
 
 def to_optax(transform: Transform) -> Any:
