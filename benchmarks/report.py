@@ -83,8 +83,16 @@ ROWS = [
     ),
     *(
         Row(f"AdamW, {text} / torch's foreach", f"step {model}", f"O {what}", "O foreach")
-        for model in ("1m", "10m", "50m")
+        for model in ("1m", "10m")
         for text, what in (("from_optax", "optax"), ("from_optax, one flat tensor", "optax flat"))
+    ),
+    *(
+        Row(f"fjoin / DDP{text}", model, ours, theirs)
+        for model in ("1m", "10m", "50m")
+        for text, ours, theirs in (
+            (", SGD momentum", "ours sgd", "ddp sgd"),
+            (" with foreach AdamW", "ours", "ddp foreach"),
+        )
     ),
     Row("pure reference path / DDP", "1m", "pure", "ddp", 1.12),
     Row("pure reference path / DDP", "10m", "pure", "ddp", 1.12),

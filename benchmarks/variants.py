@@ -30,15 +30,17 @@ with contextlib.redirect_stderr(io.StringIO()):  # they announce their deprecati
     from torch.distributed.optim.functional_sgd import _FunctionalSGD
 
 LR = 1e-3
+ADAMW = partial(torch.optim.AdamW, lr=LR, fused=True)
+SGD = partial(torch.optim.SGD, lr=LR, momentum=0.9)
 Variant = tuple[Callable[[int], None], Callable[[], list[Tensor]] | None]
 
 
-def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", **options: Any) -> Variant:
-    """torch's DistributedDataParallel with the fused AdamW: as a whole, in torch's or our Join, or stepped in its hook,
-    by torch or by our adapter."""
+def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: Any = None, **options: Any) -> Variant:
+    """torch's DistributedDataParallel with the fused AdamW, or another optimizer: as a whole, in torch's or our Join, or
+    stepped in its hook, by torch or by our adapter."""
     x, y = batch
     model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    optimizer = (make or ADAMW)(model.parameters())
     if hook == "ours":
         fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)))
     elif hook == "torch":
@@ -64,19 +66,19 @@ def share(n: int) -> int:
     return n if dist.get_rank() == 0 else n * 10 // 14
 
 
-def pieces(name: str) -> tuple[Callable[[Any, Any], Tensor], dict[str, Tensor], Any]:
+def pieces(name: str, optimizer: tx.Optimizer) -> tuple[Callable[[Any, Any], Tensor], dict[str, Tensor], Any]:
     """The loss as a function, the parameters, the pipeline."""
     apply, params, _ = fjoin.functional(models.model(name))
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         return F.cross_entropy(apply(params, {}, batch[0]), batch[1])
 
-    return loss_fn, params, tx.fuse(tx.mean("data"), tx.adamw(LR))
+    return loss_fn, params, tx.fuse(tx.mean("data"), optimizer)
 
 
-def ours(name: str, batch: Any, mesh: Any, join: str = "", **settings: Any) -> Variant:
+def ours(name: str, batch: Any, mesh: Any, join: str = "", sgd: bool = False, **settings: Any) -> Variant:
     """fjoin's step: as it is, or inside its join on even or uneven inputs."""
-    loss_fn, params, pipeline = pieces(name)
+    loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
     state = step.init(params)
     del params
@@ -96,7 +98,7 @@ def ours(name: str, batch: Any, mesh: Any, join: str = "", **settings: Any) -> V
 
 def pure(name: str, batch: Any, mesh: Any) -> Variant:
     """The reference: torch.func.grad and the pure pipeline, everything out of place."""
-    loss_fn, params, pipeline = pieces(name)
+    loss_fn, params, pipeline = pieces(name, tx.adamw(LR))
     grad = torch.func.grad(loss_fn)
     state = pipeline.init(params)
 
@@ -136,10 +138,6 @@ def messages(name: str, batch: Any, mesh: Any) -> Variant:
                 work.wait()
 
     return run, None
-
-
-ADAMW = partial(torch.optim.AdamW, lr=LR, fused=True)
-SGD = partial(torch.optim.SGD, lr=LR, momentum=0.9)
 
 
 def with_grads(name: str) -> torch.nn.Module:
@@ -220,7 +218,10 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp our join": lambda *a: ddp(*a, join="ours"),
     "ddp fused hook": lambda *a: ddp(*a, hook="torch"),
     "ddp our hook": lambda *a: ddp(*a, hook="ours"),
+    "ddp foreach": lambda *a: ddp(*a, make=partial(torch.optim.AdamW, lr=LR, foreach=True)),
+    "ddp sgd": lambda *a: ddp(*a, make=partial(SGD, fused=True)),
     "ours": ours,
+    "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
     "ours join uneven": lambda *a: ours(*a, join="uneven"),

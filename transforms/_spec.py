@@ -84,15 +84,29 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    if isinstance(getattr(value, "spec", None), Spec):
-        return repr(value.spec)
+    spec = spec_of(value)
+    if spec is not None:
+        return repr(spec)
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        return f"partial({', '.join(map(_show, parts))})"
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
+    if callable(value) and not isinstance(value, type):
+        return type(value).__qualname__
     if isinstance(value, tuple) and any(map(callable, value)):
         return f"({', '.join(map(_show, value))})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k!r}: {_show(v)}" for k, v in value.items()) + "}"
     return repr(value)
+
+
+def spec_of(value: Any) -> Spec | None:
+    """The spec of a transform, an optimizer and the like; of one written by hand, that of its function."""
+    spec = getattr(value, "spec", None)
+    if not isinstance(spec, Spec):
+        return None
+    return spec if spec.name else getattr(value, "_spec", spec)
 
 
 def spec_of_function(function: Callable[..., Any]) -> Spec:
@@ -137,9 +151,14 @@ def _encode(value: Any, functions: bool) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Spec):
+        if value.name == "custom" and not functions:
+            raise TypeError(
+                f"{value!r} is written by hand and has no JSON form; make it by a function that is a @factory"
+            )
         return {"name": value.name, "args": {k: _encode(v, functions) for k, v in value.args}}
-    if isinstance(getattr(value, "spec", None), Spec):
-        return _encode(value.spec, functions)
+    spec = spec_of(value)
+    if spec is not None:
+        return _encode(spec, functions)
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
@@ -148,8 +167,11 @@ def _encode(value: Any, functions: bool) -> Any:
         return [_encode(v, functions) for v in value]
     if isinstance(value, Mapping):
         return {"dict": [[_encode(k, functions), _encode(v, functions)] for k, v in value.items()]}
+    if isinstance(value, functools.partial) and functions:
+        return {"partial": [_loosely(v) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]}
     if callable(value):
-        label = f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        named = value if hasattr(value, "__qualname__") else type(value)
+        label = f"{named.__module__}.{named.__qualname__}"
         if functions:
             return {"function": label, "code": _code_hash(value)}
         return {"function": label}
@@ -158,8 +180,19 @@ def _encode(value: Any, functions: bool) -> Any:
     )
 
 
+def _loosely(value: Any) -> Any:
+    """What a partial holds may be anything."""
+    try:
+        return _encode(value, functions=True)
+    except TypeError:
+        return {"a": type(value).__qualname__}
+
+
 def _code_hash(function: Any) -> str:
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        code = getattr(type(function).__call__, "__code__", None) if callable(function) else None
     if code is None:
         return ""
     constants = [c for c in code.co_consts if isinstance(c, (bool, int, float, str, bytes, type(None)))]
@@ -235,7 +268,7 @@ def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = No
 def fingerprint(*parts: Any) -> str:
     """A short hash of transforms and plain data, equal on two ranks iff the parts are.
 
-    Functions count by qualified name and code, not by what they close over.
+    Functions count by qualified name and code, not by what they close over; a partial by its arguments too.
 
     Args:
         parts: Transforms, optimizers, schedules, pipelines, numbers, strings, tuples and dicts of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ def by_hand() -> tx.Transform:
     return tx.Transform(lambda params: (), update, scope="leaf")
 
 
+def times(k: float, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {path: g * k for path, g in grads.items()}, state
+
+
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
     "mean, clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)),
@@ -39,6 +44,9 @@ HOOKS: dict[str, Any] = {
         {"*.weight": tx.mean("data"), "*": tx.chain(tx.mean("data"), tx.clip_by_value(0.01))}
     ),
     "by hand": by_hand,
+    "a partial": lambda: tx.chain(
+        tx.mean("data"), tx.Transform(lambda p: (), functools.partial(times, 0.5), scope="leaf")
+    ),
     "mean of mean": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
 }
 

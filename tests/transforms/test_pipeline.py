@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -281,3 +282,33 @@ def test_fusing_by_hand() -> None:
     p2, opt_state = opt.step(p, g2, opt.init(p))
     assert max_diff(got, {"w": p2["w"] * 0.5}) == 0
     assert same_bits(state, tx.PipelineState(hook_state, opt_state, ()))
+
+
+def _times(k: Any, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {path: g * k for path, g in grads.items()}, state
+
+
+class _Negates:
+    def __call__(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {path: -g for path, g in grads.items()}, state
+
+    def method(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return grads, state
+
+
+def _by_hand(update: Any) -> tx.Transform:
+    return tx.Transform(lambda params: (), update, scope="leaf")
+
+
+def test_what_is_written_by_hand_is_known_by_its_function_inside_others_too() -> None:
+    """Functions, partials with their arguments, objects that are called and methods: two ranks' must not be taken for equal."""
+    made = [_Negates(), _Negates().method, *(functools.partial(_times, k) for k in (2.0, 3.0)),
+            functools.partial(_times, k=2.0), functools.partial(_times, object())]  # fmt: skip
+    for wrap in (lambda t: t, lambda t: tx.chain(tx.mean("data"), t), lambda t: tx.fuse(t, tx.sgd(0.1))):
+        assert len({tx.fingerprint(wrap(_by_hand(update))) for update in made}) == len(made)
+        assert tx.fingerprint(wrap(_by_hand(_Negates()))) == tx.fingerprint(wrap(_by_hand(_Negates())))
+        assert wrap(_by_hand(made[0])) != wrap(_by_hand(made[1]))
+    both = tx.chain(tx.mean("data"), _by_hand(made[2]))
+    assert repr(both) == "chain(mean('data'), custom(partial(_times, 2.0)))"
+    assert repr(_by_hand(made[0])) == "custom(_Negates)"
+    raises_text(TypeError, lambda: tx.to_json(both), "written by hand", "@factory")

@@ -36,8 +36,12 @@ class Schedule:
     def __hash__(self) -> int:
         return hash(repr(self))
 
+    @property
+    def _spec(self) -> Spec:
+        return self.spec if self.spec.name else spec_of_function(self.function)
+
     def __repr__(self) -> str:
-        return repr(self.spec if self.spec.name else spec_of_function(self.function))
+        return repr(self._spec)
 
 
 ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
