@@ -10,10 +10,12 @@ ddp.register                        hooks and pipelines in DistributedDataParall
 Optimizer                           ours in the shape of torch.optim's
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
+testing                             the laws, for transforms, optimizers and codecs of one's own
 transforms                          the pure part: `from fjoin import transforms as tx`
 """
 
 from . import ddp as ddp
+from . import testing as testing
 from . import transforms as transforms
 from ._errors import CollectiveTimeout as CollectiveTimeout
 from ._errors import DesyncError as DesyncError

@@ -9,14 +9,12 @@ import optree
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .transforms._tree import check_dense, path_string
+from .transforms._tree import check_dense, registered
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
     """Path -> leaf in the order in which they were registered, and the way back."""
-    with optree.dict_insertion_ordered(True, namespace="fjoin"):
-        paths, leaves, structure = optree.tree_flatten_with_path(params, namespace="fjoin")
-    names = [path_string(path) for path in paths]
+    names, leaves, structure = registered(params)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"several leaves of params have the paths {twice}; rename them")

@@ -16,7 +16,7 @@ from ._group_mesh import mesh_over
 from ._mesh import Mesh
 from .transforms._base import Pipeline, Transform
 from .transforms._explanation import Explanation
-from .transforms._plan import axes_of, make_plan
+from .transforms._plan import axes_of
 from .transforms._state_dict import restored, to_state_dict
 
 
@@ -141,8 +141,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         A `Handle`.
 
     Raises:
-        TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline, or a transform that acts
-            on a flat message.
+        TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline.
         ValueError: the module has a hook already, or parameters that it keeps from hooks; the hook's axes are not those of
             the module's group; `accumulate`, whose place no_sync takes.
         DesyncError: on all ranks: they register different things.
@@ -169,9 +168,6 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
-    early = make_plan(hook, tuple(mesh.shape)).early
-    if early is not None and early.scope == "message":
-        raise TypeError(f"{early!r} acts on one flat message of a known layout, which a module's bucket is not")
     same_hook(mesh, what)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
 

@@ -3,66 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import optree
-import torch
-from torch import Tensor
-
-
-def params_like(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """A small tree with a matrix, a vector, a scalar and an empty leaf."""
-    g = torch.Generator().manual_seed(seed)
-    shapes = {"layer.weight": (3, 4), "layer.bias": (3,), "scale": (), "none": (0, 2)}
-    return {path: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for path, shape in shapes.items()}
+from fjoin.testing._compare import assert_untouched as assert_untouched
+from fjoin.testing._compare import leaves as leaves
+from fjoin.testing._compare import max_diff as max_diff
+from fjoin.testing._compare import params_like as params_like
+from fjoin.testing._compare import same_bits as same_bits
+from fjoin.testing._compare import snapshot as snapshot
 
 
-def leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree)
-
-
-def max_diff(a: Any, b: Any) -> float:
-    """The largest difference between two trees of the same structure; host values must be equal."""
-    assert optree.tree_structure(a) == optree.tree_structure(b)
-    worst = 0.0
-    for x, y in zip(leaves(a), leaves(b), strict=True):
-        if isinstance(x, Tensor):
-            assert x.shape == y.shape and x.dtype == y.dtype, (x.shape, y.shape, x.dtype, y.dtype)
-            if x.numel():
-                worst = max(worst, (x.double() - y.double()).abs().max().item())
-        else:
-            assert x == y
-    return worst
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two trees are equal to the bit, NaN counting as equal to itself."""
-    if optree.tree_structure(a) != optree.tree_structure(b):
-        return False
-    return all(
-        torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0)) and torch.equal(x.isnan(), y.isnan())
-        if isinstance(x, Tensor) and x.is_floating_point()
-        else torch.equal(x, y)
-        if isinstance(x, Tensor)
-        else x == y
-        for x, y in zip(leaves(a), leaves(b), strict=True)
-    )
-
-
-def snapshot(tree: Any) -> Any:
-    """A deep copy together with the version counters, to see later whether anything was touched."""
-    copy = optree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, tree)
-    versions = [v._version for v in leaves(tree) if isinstance(v, Tensor)]
-    return copy, versions
-
-
-def assert_untouched(tree: Any, before: Any) -> None:
-    copy, versions = before
-    assert versions == [v._version for v in leaves(tree) if isinstance(v, Tensor)], "an argument was written into"
-    assert same_bits(tree, copy), "an argument was changed"
-
-
-def raises_text(kind: type[BaseException], function: Callable[[], Any], *parts: str) -> str:
+def raises_text(kind: type[BaseException], function: Callable[[], object], *parts: str) -> str:
     """The text of the error that `function` must raise, which must contain the parts."""
     try:
         function()

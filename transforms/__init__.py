@@ -5,6 +5,8 @@ combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  average_buffers  broadcast_buffers
+wire         cast  compress  quantized_mean
+codecs       Codec  bfloat16  float16  float32  fp8  int8  int4
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
 layers       sync_batch_norm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
@@ -133,3 +135,13 @@ from .sync._mean import MeanState as MeanState
 from .sync._mean import mean as mean
 from .sync._mean import noop as noop
 from .sync._mean import sum_over as sum_over
+from .wire._blocks import fp8 as fp8
+from .wire._blocks import int4 as int4
+from .wire._blocks import int8 as int8
+from .wire._codec import Codec as Codec
+from .wire._codec import bfloat16 as bfloat16
+from .wire._codec import float16 as float16
+from .wire._codec import float32 as float32
+from .wire._compress import cast as cast
+from .wire._compress import compress as compress
+from .wire._compress import quantized_mean as quantized_mean

@@ -70,6 +70,7 @@ class Transform(_Specified):
         sums: For a transform that reduces and carries the lane: `state -> MeanState`, the sums that
             the last message brought. None if it does not carry the lane.
         vmappable: Whether `update` runs under the simulator's vmap engine.
+        wired: Whether `update` sends floats in the form that `extra["wire"]`, a `Codec`, gives them; see `compress`.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -83,11 +84,14 @@ class Transform(_Specified):
     scope: Scope = "tree"
     sums: Callable[[State], Any] | None = None
     vmappable: bool = True
+    wired: bool = False
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:
         if self.scope not in ("element", "leaf", "message", "tree"):
             raise ValueError(f"scope must be 'element', 'leaf', 'message' or 'tree', got {self.scope!r}")
+        if any(getattr(child, "wired", False) for child in self.spec.children):
+            object.__setattr__(self, "wired", True)
         if not self.vmappable or not all(getattr(child, "vmappable", True) for child in self.spec.children):
             object.__setattr__(self, "vmappable", False)
             object.__setattr__(self, "update", _refuse_vmap(self.update, self))

@@ -78,7 +78,7 @@ def masked(transform: Transform, which: Which) -> Transform:
 
 def _per_path(parts: Sequence[Transform]) -> Scope:
     """The scope of what looks at paths: leaves at least."""
-    return "leaf" if widest(parts) in ("element", "leaf") else "tree"
+    return "leaf" if widest(parts) == "element" else widest(parts)
 
 
 def _not_none(tree: Tree, where: str) -> Tree:

@@ -23,7 +23,7 @@ from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
 from ._plan import make_plan, takes_flat
-from ._tree import Tree, named_leaves
+from ._tree import Tree, registered
 from .axes._collectives import axis_size, psum
 from .axes._env import bind_axes
 from .sync._lane import encode_lane, lane_dtype, step_lane
@@ -115,7 +115,8 @@ def explain_cut(
     recorders = {name: _Recorder(name, n, notes, sizes) for name, n in sizes.items()}
     rows: list[Row] = []
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
-        fake = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in named_leaves(params).items()}
+        paths, leaves, _ = registered(params)
+        fake = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
         layout = cut(fake)
         hook, optimizer, after = _parts(pipeline)
         plan = make_plan(hook, tuple(sizes))

@@ -86,5 +86,6 @@ def _summed_over(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
 
 
 def takes_flat(part: Transform) -> bool:
-    """Whether a transform may be given a bucket as one flat tensor."""
-    return part.scope in ("element", "message")
+    """Whether a transform may be given a bucket as one flat tensor: not where something in it looks at paths."""
+    by_path = part.spec.contains("partition") or part.spec.contains("masked")
+    return part.scope in ("element", "message") and not by_path

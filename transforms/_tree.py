@@ -27,6 +27,13 @@ def named_leaves(tree: Tree) -> dict[str, Tensor]:
     return {path_string(p): leaf for p, leaf in zip(paths, leaves, strict=True)}
 
 
+def registered(tree: Tree) -> tuple[list[str], list[Tensor], Any]:
+    """Paths, leaves and structure with dicts in their own order: that in which parameters were registered."""
+    with optree.dict_insertion_ordered(True, namespace="fjoin"):
+        paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace="fjoin")
+    return [path_string(path) for path in paths], leaves, structure
+
+
 def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`function(path, leaf, *leaves_of_rest)` at every leaf."""
     return optree.tree_map_with_path(lambda p, *leaves: function(path_string(p), *leaves), tree, *rest)

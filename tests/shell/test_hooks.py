@@ -48,6 +48,10 @@ HOOKS: dict[str, Any] = {
     "switch": lambda: tx.switch_after(2, tx.chain(tx.clip_by_value(0.1), tx.mean("data")), tx.sum_over("data")),
     "every": lambda: tx.every(2, tx.mean("data")),
     "noop": tx.noop,
+    "bfloat16": lambda: tx.cast(torch.bfloat16, tx.chain(tx.clip_by_value(0.1), tx.mean("data"))),
+    "bfloat16 by path": lambda: tx.partition(
+        {"*.bias": tx.mean("data"), "*": tx.cast(torch.bfloat16, tx.mean("data", over="world"))}
+    ),
     "memory, flat": lambda: _momentum("data"),
     "memory, leaves": lambda: _momentum_of_leaves("data"),
     "memory, some": lambda: tx.masked(_momentum_of_leaves("data"), ["*.weight"]),

@@ -14,7 +14,7 @@ MODELS = {
     "small": lambda: {"a": torch.ones(10), "b": torch.ones(3, 4)},
     "with a large one": lambda: {"a": torch.ones(10), "big": torch.ones(1_000_001), "c": torch.ones(7)},
     "only large ones": lambda: {"big": torch.ones(1_000_001), "big2": torch.ones(1_100_000)},
-    "several buckets": lambda: {f"p{i}": torch.ones(1000) for i in range(12)},
+    "several buckets": lambda: {f"p{i}": torch.ones(1000 + 70 * i) for i in range(12)},
     "bfloat16": lambda: {"a": torch.ones(10, dtype=torch.bfloat16), "b": torch.ones(5, dtype=torch.bfloat16)},
     "mixed": lambda: {
         "a": torch.ones(10, dtype=torch.bfloat16),

@@ -6,15 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import laws
 import optax
-import optimizer_laws
 import pytest
 import torch
 from optimizer_table import OPTIMIZERS
 from torch import Tensor
 
 from fjoin import transforms as tx
+from fjoin.testing import CODEC_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 from fjoin.transforms._spec import _FACTORIES
 
 
@@ -27,6 +26,20 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "accumulate": [lambda: tx.accumulate(2, tx.mean("data")), lambda: tx.accumulate(1, tx.mean("data"))],
     "average_buffers": [lambda: tx.average_buffers("data")],
     "broadcast_buffers": [lambda: tx.broadcast_buffers("data")],
+    "cast": [
+        lambda: tx.cast(torch.bfloat16, tx.mean("data")),
+        lambda: tx.cast(torch.float16, tx.chain(tx.clip_by_value(0.5), tx.mean("data", over="live"))),
+        lambda: tx.cast(torch.float32, tx.sum_over("data")),
+    ],
+    "compress": [
+        lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
+        lambda: tx.compress(tx.bfloat16(), tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")})),
+    ],
+    "quantized_mean": [
+        lambda: tx.quantized_mean("data", tx.int8(block=4)),
+        lambda: tx.quantized_mean("data", tx.int4(block=4), over="live"),
+        lambda: tx.quantized_mean("data", tx.fp8()),
+    ],
     "chain": [
         lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
@@ -67,9 +80,19 @@ SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulate
 PIPELINES = {"fuse", "dynamic_loss_scale"}
 
 
+CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
+    "bfloat16": [tx.bfloat16],
+    "float16": [tx.float16],
+    "float32": [tx.float32],
+    "fp8": [tx.fp8, lambda: tx.fp8(block=3, dtype=torch.float8_e5m2)],
+    "int4": [tx.int4, lambda: tx.int4(block=3)],
+    "int8": [tx.int8, lambda: tx.int8(block=3), lambda: tx.int8(block=1)],
+}
+
+
 def test_every_public_factory_has_a_row() -> None:
     public = {name for name, value in vars(tx).items() if name in _FACTORIES and inspect.isfunction(value)}
-    assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES
+    assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | CODECS.keys()
 
 
 def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
@@ -79,13 +102,18 @@ def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, laws.TRANSFORM_LAWS))
+@pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, TRANSFORM_LAWS))
 def test_transform(make: Any, law: Any) -> None:
     law(make)
 
 
-@pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, optimizer_laws.OPTIMIZER_LAWS))
+@pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, OPTIMIZER_LAWS))
 def test_optimizer(make: Any, law: Any) -> None:
+    law(make)
+
+
+@pytest.mark.parametrize(("make", "law"), _cases(CODECS, CODEC_LAWS))
+def test_codec(make: Any, law: Any) -> None:
     law(make)
 
 
@@ -200,7 +228,7 @@ BROKEN_TRANSFORMS = {
     ("law", "broken"),
     [
         pytest.param(law, broken, id=f"{law.__name__}{i}")
-        for law in laws.TRANSFORM_LAWS for i, broken in enumerate(BROKEN_TRANSFORMS[law.__name__])
+        for law in TRANSFORM_LAWS for i, broken in enumerate(BROKEN_TRANSFORMS[law.__name__])
     ],
 )  # fmt: skip
 def test_each_transform_law_can_fail(law: Any, broken: Any) -> None:
@@ -242,7 +270,40 @@ BROKEN_OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("law", optimizer_laws.OPTIMIZER_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", OPTIMIZER_LAWS, ids=lambda law: law.__name__)
 def test_each_optimizer_law_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN_OPTIMIZERS[law.__name__])
+
+
+def _codec(**changed: Any) -> Callable[[], tx.Codec]:
+    right = tx.bfloat16()
+    kept = {"encode": right.encode, "decode": right.decode, "width": right.width, "elementwise": True}
+    return lambda: tx.Codec(**{**kept, **changed})
+
+
+def _encode_writes(x: Tensor) -> Tensor:
+    return tx.bfloat16().encode(x.mul_(1.0))
+
+
+def _decode(change: Callable[[Tensor], Tensor]) -> Any:
+    return lambda data, n: change(tx.bfloat16().decode(data, n))
+
+
+BROKEN_CODECS = {
+    "encodes_purely": _codec(encode=_encode_writes),
+    "says_its_width": _codec(width=lambda n: 2 * n + 1),
+    "stays_near": _codec(decode=_decode(torch.neg)),
+    "keeps_zero": _codec(decode=_decode(lambda x: x + 1e-9)),
+    "serves_large_and_small": _codec(encode=lambda x: tx.bfloat16().encode(x.half().float())),
+    "tells_nonfinite": _codec(encode=lambda x: tx.bfloat16().encode(x.clamp(-1e9, 1e9))),
+    "reads_rows_alone": _codec(encode=lambda x: tx.bfloat16().encode(x - x.nan_to_num().mean())),
+    "keeps_to_elements": _codec(encode=lambda x: tx.bfloat16().encode(x.nan_to_num().cumsum(1))),
+    "is_data": lambda: tx.int8(block=_SEEN.append(1) or len(_SEEN)),
+}
+
+
+@pytest.mark.parametrize("law", CODEC_LAWS, ids=lambda law: law.__name__)
+def test_each_codec_law_can_fail(law: Any) -> None:
+    with pytest.raises(AssertionError):
+        law(BROKEN_CODECS[law.__name__])

@@ -20,6 +20,8 @@ from .._spec import factory
 from .._tree import Tree, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
+from ..wire._codec import Codec
+from ..wire._reduce import coded_mean
 from ._lane import Lane, decode_lane, encode_lane
 from ._lane import lane_dtype as dtype_of_lane
 
@@ -96,6 +98,33 @@ def _weighted_sum(
     return summed, MeanState(sums.pop("total"), sums)
 
 
+def _encoded_sum(
+    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over | None, carried: Carried | None, wire: Codec
+) -> tuple[Tree, MeanState]:
+    """`mean`, or the weighted sum where `over` is None, with all leaves in one message, encoded."""
+    factor, named = share(check_weight(weight), over or "weight"), {} if carried is not None else dict(lane or {})
+    if "total" in named:
+        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+    leaves, structure = optree.tree_flatten(grads)
+    if isinstance(weight, Tensor):  # 0 * nan would be nan
+        leaves = [torch.where(factor > 0, leaf, torch.zeros_like(leaf)) for leaf in leaves]
+    elif weight is not None and float(weight) == 0.0:  # known on the host: others cost nothing
+        leaves = [torch.zeros_like(leaf) for leaf in leaves]
+    flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves] or [torch.zeros(0)]
+    words = encode_lane(named, torch.float64, 1, flat[0].device)
+    reduced = coded_mean(wire, flat[0] if len(flat) == 1 else torch.cat(flat), factor.to(flat[0].device), words, axis)
+    ranks, total = axis_size(axis), reduced.total
+    full = reduced.mean
+    if over in (None, "world"):
+        full = full * (total if over is None else total / ranks).to(torch.float32)
+    pieces = full.split([leaf.numel() for leaf in leaves]) if leaves else ()
+    out = [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]
+    if carried is not None:
+        return optree.tree_unflatten(structure, out), _state_of(carried)
+    state = MeanState(torch.full_like(total, ranks) if over == "world" else total, decode_lane(reduced.words, named, 1))
+    return optree.tree_unflatten(structure, out), state
+
+
 def _state_of(carried: Carried) -> MeanState:
     state = carried.get()
     if not isinstance(state, MeanState):
@@ -146,10 +175,12 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, **extra: Any,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
+        if wire is not None and axis_size(axis) > 1:
+            return _encoded_sum(grads, axis, weight, lane, over, carried, wire)
         summed, new = _weighted_sum(grads, axis, weight, lane, over, carried, lane_dtype)
         if over == "world" and carried is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
@@ -160,7 +191,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
             return summed, new
         return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
 
-    return Transform(_init, update, scope="element", sums=lambda state: state)
+    return Transform(_init, update, scope="element", sums=lambda state: state, wired=True)
 
 
 @factory
@@ -187,12 +218,15 @@ def sum_over(axis: AxisName) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, **extra: Any,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
-        return _weighted_sum(optree.tree_map(torch.as_tensor, grads), axis, weight, lane, "weight", carried, lane_dtype)
+        grads = optree.tree_map(torch.as_tensor, grads)
+        if wire is not None and axis_size(axis) > 1:
+            return _encoded_sum(grads, axis, weight, lane, None, carried, wire)
+        return _weighted_sum(grads, axis, weight, lane, "weight", carried, lane_dtype)
 
-    return Transform(_init, update, scope="element", sums=lambda state: state)
+    return Transform(_init, update, scope="element", sums=lambda state: state, wired=True)
 
 
 @factory

@@ -1,6 +1,6 @@
-"""What every optimizer must obey; `test_laws.py` runs it over all public ones.
+"""What every optimizer must obey.
 
-Each law is a function of an optimizer that raises AssertionError where it is broken.
+Each law is a function of what makes an optimizer, and raises AssertionError where it is broken.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from helpers import assert_untouched, max_diff, params_like, same_bits, snapshot
-from laws import is_data, saved_and_loaded
 from torch import Tensor
 
-from fjoin import transforms as tx
+from .. import transforms as tx
+from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
+from ._transforms import is_data, saved_and_loaded
 
 
 def _grads(seed: int) -> list[Tensor]:

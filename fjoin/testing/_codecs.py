@@ -1,0 +1,117 @@
+"""What every codec must obey.
+
+Each law is a function of what makes a codec, and raises AssertionError where it is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import transforms as tx
+from ._compare import assert_untouched, same_bits, snapshot
+from ._transforms import is_data
+
+SIZES = (0, 1, 2, 3, 7, 8, 63, 64, 65, 256, 300, 1000)
+
+
+def _rows(n: int, rows: int = 3, seed: int = 0) -> Tensor:
+    """Rows of very different sizes."""
+    g = torch.Generator().manual_seed(seed + n)
+    return torch.randn(rows, n, generator=g) * 10.0 ** torch.arange(-2, rows - 2).unsqueeze(1)
+
+
+def encodes_purely(make: Callable[[], tx.Codec]) -> None:
+    """The same call gives the same answer twice, and its argument stays as it was."""
+    codec = make()
+    for n in SIZES:
+        x = _rows(n)
+        before = snapshot(x)
+        data = codec.encode(x)
+        assert_untouched(x, before)
+        kept = snapshot(data)
+        assert same_bits(codec.encode(x), data)
+        assert same_bits(codec.decode(data, n), codec.decode(data, n))
+        assert_untouched(data, kept)
+
+
+def says_its_width(make: Callable[[], tx.Codec]) -> None:
+    """Rows of n floats become rows of width(n) bytes, and again n floats."""
+    codec = make()
+    for n in SIZES:
+        for rows in (0, 1, 3):
+            data = codec.encode(_rows(n, rows))
+            assert data.dtype is torch.uint8 and data.shape == (rows, codec.width(n)), (n, rows, data.shape)
+            back = codec.decode(data, n)
+            assert back.dtype is torch.float32 and back.shape == (rows, n), (n, rows, back.shape)
+
+
+def stays_near(make: Callable[[], tx.Codec]) -> None:
+    """Signs are kept or lost to 0, and no value is off by more than the largest of its row."""
+    codec = make()
+    for n in SIZES[1:]:
+        x = _rows(n)
+        back = codec.decode(codec.encode(x), n)
+        assert (back * x >= 0).all(), "a sign has changed"
+        assert ((back - x).abs() <= x.abs().amax(1, keepdim=True)).all()
+
+
+def keeps_zero(make: Callable[[], tx.Codec]) -> None:
+    """A row of zeros is a row of zeros."""
+    codec = make()
+    for n in SIZES:
+        assert not codec.decode(codec.encode(torch.zeros(2, n)), n).any()
+
+
+def serves_large_and_small(make: Callable[[], tx.Codec]) -> None:
+    """What float32 holds does not overflow, and what is too small becomes 0 or stays near."""
+    codec = make()
+    for size in (1e-45, 1e-38, 1e-20, 1e5, 1e20, 3e38):
+        x = torch.tensor([[size, -size, 0.0, size / 2]])
+        back = codec.decode(codec.encode(x), 4)
+        assert torch.isfinite(back).all() or size > 1e38, size
+        assert ((back - x).abs() <= size).all() or size > 1e38, size
+
+
+def tells_nonfinite(make: Callable[[], tx.Codec]) -> None:
+    """A NaN or an infinity never comes back as a finite number, wherever it stands."""
+    codec = make()
+    for n in SIZES[1:]:
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            for at in {0, n // 2, n - 1}:
+                x = _rows(n)
+                x[1, at] = bad
+                back = codec.decode(codec.encode(x), n)
+                assert not torch.isfinite(back[1, at]), (n, bad, at)
+                assert torch.isfinite(back[[0, 2]]).all(), "another row was changed"
+
+
+def reads_rows_alone(make: Callable[[], tx.Codec]) -> None:
+    """A row's bytes depend on that row, and hold all that is needed to read it."""
+    codec = make()
+    for n in SIZES:
+        x = _rows(n)
+        together = codec.encode(x)
+        for row in range(3):
+            alone = codec.encode(x[row : row + 1])
+            assert same_bits(alone, together[row : row + 1])
+            assert same_bits(codec.decode(alone, n), codec.decode(together, n)[row : row + 1])
+
+
+def keeps_to_elements(make: Callable[[], tx.Codec]) -> None:
+    """elementwise: a float comes back the same whatever stands beside it."""
+    codec = make()
+    if not codec.elementwise:
+        return
+    x = _rows(65, 1)
+    back = codec.decode(codec.encode(x), 65)
+    for i in range(65):
+        assert same_bits(codec.decode(codec.encode(x[:, i : i + 1]), 1), back[:, i : i + 1])
+
+
+CODEC_LAWS = [
+    encodes_purely, says_its_width, stays_near, keeps_zero, serves_large_and_small, tells_nonfinite, reads_rows_alone,
+    keeps_to_elements, is_data,
+]  # fmt: skip

@@ -1,0 +1,199 @@
+"""Encoded messages in a step and in a module: the same on all ranks, as small as announced, loud where not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import raises_text, same_bits
+from oracle.whole_batch import make_batches, make_model, mean_loss, parameters
+from register_problem import EVEN, SMALL, samples
+from small import net_batch, net_loss, net_params
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+CODECS: dict[str, Any] = {
+    "bfloat16": tx.bfloat16,
+    "float16": tx.float16,
+    "fp8": lambda: tx.fp8(block=8),
+    "int8": lambda: tx.int8(block=8),
+    "int4": lambda: tx.int4(block=8),
+}
+# What steps may be off by, of the whole way that a run in float32 goes.
+ROOM = {"bfloat16": 0.02, "float16": 0.02, "fp8": 0.15, "int8": 0.05, "int4": 0.5}
+HOOKS: dict[str, Any] = {
+    "mean": lambda codec: tx.quantized_mean("data", codec),
+    "clip, mean, clip": lambda codec: tx.compress(
+        codec, tx.chain(tx.clip_by_value(10.0), tx.mean("data", over="live"), tx.clip_by_global_norm(10.0))
+    ),
+    "by path": lambda codec: tx.partition({"*.bias": tx.mean("data"), "*": tx.quantized_mean("data", codec)}),
+    "from the third step on": lambda codec: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", codec)),
+}
+SIZES = [5, 3, 0]  # batches of each rank
+
+
+def trained(hook: str, codec: str, bucket_bytes: int) -> Any:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    made = HOOKS[hook](CODECS[codec]()) if codec else tx.mean("data", over="live" if "clip" in hook else "weight")
+    step = fjoin.train_step(
+        net_loss,
+        tx.fuse(made, tx.adam(0.05)),
+        mesh=mesh,
+        weight=lambda batch: 1.0 + mesh.rank,
+        bucket_bytes=bucket_bytes,
+    )
+    state, seen = step.init(net_params()), []
+    for batch in step.join([net_batch(mesh.rank, i) for i in range(SIZES[mesh.rank])]):
+        state, metrics = step(state, batch)
+        seen.append((metrics.loss, metrics.weight))
+    out = {path: p.clone() for path, p in state.params.items()}, seen
+    step.close()
+    return out
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_on_processes_as_simulated_and_near_the_uncoded(pool: Any, hook: str, codec: str, bucket_bytes: int) -> None:
+    """To the bit, without an ordered reduction; weights and losses are exact, whatever the gradients lose."""
+    start, room = net_params(), ROOM[codec]
+    for ranks in (2, 3):
+        real = pool.run(ranks, trained, hook, codec, bucket_bytes)
+        simulated = tx.simulate(lambda: trained(hook, codec, bucket_bytes), {"data": ranks})
+        (want, losses), *_ = tx.simulate(lambda: trained(hook, "", bucket_bytes), {"data": ranks})
+        for (params, seen), (sim_params, sim_seen) in zip(real, simulated, strict=True):
+            assert same_bits(params, real[0][0]) and seen == sim_seen
+            assert same_bits(params, sim_params) or hook == "by path", (
+                "gloo adds in another order where a mean is plain"
+            )
+            assert [w for _, w in seen] == [w for _, w in losses] and seen[0] == losses[0]
+            for path in ("a.weight", "b.weight"):
+                way = want[path] - start[path]
+                assert (params[path] - want[path]).norm() < room * way.norm() + 1e-9, path
+
+
+def counted(codec: str, hook: str, bucket_bytes: int) -> Any:
+    sent: list[Any] = []
+    mesh = fjoin.mesh({"data": -1})
+    step = fjoin.train_step(
+        lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(HOOKS[hook](CODECS[codec]()), tx.sgd(0.1)),
+        mesh=mesh, bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    state = step.init({f"{n}.bias": torch.ones(100 + n) for n in range(12)} | {"w": torch.ones(30, 20)})
+    names = [name for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast")]
+    kept = {name: getattr(dist, name) for name in names}
+
+    def watch(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if name in ("all_reduce", "broadcast") else args[1]
+            sent[-1].append((x.numel() * x.element_size(), str(x.dtype)))
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, watch(name))
+    try:
+        for _ in range(2):
+            sent.append([])
+            state, _ = step(state, torch.ones(()))
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    step.close()
+    return sent
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1000, 10**6])
+@pytest.mark.parametrize("hook", ["mean", "clip, mean, clip", "by path"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_announced_is_sent(pool: Any, codec: str, hook: str, bucket_bytes: int) -> None:
+    """Bytes and dtypes of all messages, by watching torch.distributed; gradients travel as bytes."""
+    params = {f"{n}.bias": torch.ones(100 + n) for n in range(12)} | {"w": torch.ones(30, 20)}
+    for ranks in (2, 3):
+        made = tx.fuse(HOOKS[hook](CODECS[codec]()), tx.sgd(0.1))
+        what = tx.explain(made, params, {"data": ranks}, bucket_bytes=bucket_bytes)
+        announced = sorted((m.payload_bytes, str(m.dtype)) for row in what.rows for m in row.messages)
+        for sent in pool.run(ranks, counted, codec, hook, bucket_bytes):
+            for step in sent[1:]:
+                assert sorted(step) == announced
+                assert hook == "by path" or {dtype for _, dtype in step} <= {"torch.uint8"}
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 512])
+def test_bytes_do_not_grow_with_the_ranks(ranks: int) -> None:
+    """Two messages of codes at most, whatever the number of ranks; torch's hooks gather ranks - 1 times the codes."""
+    params = {"w": torch.ones(1_000_000)}
+    whole = tx.explain(tx.mean("data"), params, {"data": ranks}).sent_bytes
+    for codec, most in ((tx.bfloat16(), 0.51), (tx.int8(), 0.26), (tx.int4(), 0.15), (tx.fp8(), 0.26)):
+        coded = tx.explain(tx.quantized_mean("data", codec), params, {"data": ranks}).sent_bytes
+        assert coded / whole < most, (codec, coded, whole)
+
+
+def nonfinite(codec: str, bad: float) -> str:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    step = fjoin.train_step(
+        lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(tx.quantized_mean("data", CODECS[codec]()), tx.sgd(0.1)), mesh=mesh
+    )  # fmt: skip
+    state = step.init({"w": torch.ones(40), "v": torch.ones(40)})
+    batch = torch.ones(40)
+    if mesh.rank == 1:
+        batch[17] = bad
+    text = raises_text(fjoin.NonFinite, lambda: step(state, batch))
+    assert torch.equal(state.params["w"], torch.ones(40))
+    step.close()
+    return text
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_reaches_every_rank(codec: str, bad: float) -> None:
+    for ranks in (2, 3, 5):
+        for text in tx.simulate(lambda: nonfinite(codec, bad), {"data": ranks}):
+            assert "rank 1" in text and "'w'" in text
+
+
+def registered(codec: str) -> Any:
+    ddp = DistributedDataParallel(make_model(dtype=torch.float32), **SMALL)
+    hook = tx.quantized_mean("data", CODECS[codec]()) if codec else tx.mean("data")
+    handle = fjoin.ddp.register(ddp, tx.fuse(hook, tx.sgd(0.1)))
+    for x, y in make_batches(1, EVEN, torch.float32)[dist.get_rank()]:
+        ddp.zero_grad()
+        handle.weight(samples((x, y)))
+        mean_loss(ddp, (x, y)).backward()
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}, handle.total
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_in_distributed_data_parallel(pool: Any, codec: str) -> None:
+    start = {path: p.float() for path, p in parameters(make_model()).items()}
+    (want, total), _ = pool.run(2, registered, "")
+    for params, coded_total in (results := pool.run(2, registered, codec)):
+        assert same_bits(params, results[0][0]) and coded_total == total
+        for path, p in want.items():
+            assert (params[path] - p).norm() < ROOM[codec] * (p - start[path]).norm(), path
+
+
+def test_what_is_refused() -> None:
+    raises_text(TypeError, lambda: tx.compress(tx.int8, tx.mean("data")), "compress(int8(), mean('data'))")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.compress(tx.int8(), tx.clip_by_value(1.0)), "clip_by_value(1.0)", "wired=True")
+    raises_text(TypeError, lambda: tx.cast(torch.bfloat16, tx.sgd(0.1)), "cast: hook")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.cast(torch.int8, tx.mean("data")), "torch.int8", "torch.bfloat16")
+    for block in (0, 1.5, True):
+        raises_text(ValueError, lambda: tx.int8(block), "block", repr(block))  # type: ignore[arg-type]  # noqa: B023
+    raises_text(ValueError, lambda: tx.fp8(dtype=torch.float16), "torch.float16", "float8_e4m3fn")
+
+
+def other_codec() -> str:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    block = 8 + 8 * mesh.rank
+    step = fjoin.train_step(net_loss, tx.fuse(tx.quantized_mean("data", tx.int8(block)), tx.sgd(0.1)), mesh=mesh)
+    return raises_text(fjoin.DesyncError, lambda: step.init(net_params()), "block=16", "rank 1")
+
+
+def test_ranks_with_other_codecs_are_told_before_anything_is_sent(pool: Any) -> None:
+    pool.run(2, other_codec)
