@@ -6,7 +6,6 @@ finite makes the scale so, and with it the whole block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -16,50 +15,55 @@ from .._spec import factory
 from ._codec import Codec, as_bytes, read
 
 
+def _same(codes: Tensor) -> Tensor:
+    return codes
+
+
 def _scaled(
-    block: int, largest: float, pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor, int], Tensor],
-    packed: Callable[[int], int],
-) -> Codec:  # fmt: skip
+    block: int,
+    largest: float,
+    code: Callable[[Tensor], Tensor],
+    value: Callable[[Tensor], Tensor],
+    pack: Callable[[Tensor], Tensor] = _same,
+    unpack: Callable[[Tensor, int], Tensor] = lambda data, n: data,
+    packed: Callable[[int], int] = lambda n: n,
+) -> Codec:
     """A codec of scales in float32, followed by codes.
 
     Args:
-        largest: The largest code.
-        pack: (rows, n) codes, as floats that may have fractions, -> (rows, packed(n)) uint8.
-        unpack: The same back, exactly, as float32.
+        largest: The largest code's value.
+        code: Values up to `largest`, which it may overwrite, to codes, uint8. Of a value that is not finite it may
+            make anything.
+        value: The other way round, to float32 in new memory.
+        pack, unpack, packed: (rows, n) codes to (rows, packed(n)) bytes, and back, where codes have less than 8 bits.
     """
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:
         raise ValueError(f"block must be a whole number, at least 1, got {block!r}")
 
-    def blocks(n: int) -> int:
-        return -(-n // block)
-
-    def in_blocks(x: Tensor) -> Tensor:
-        """(rows, blocks, elements), zeros behind the last row's end."""
-        n = x.shape[1]
-        size = min(block, n)
-        if short := blocks(n) * size - n:
-            x = torch.nn.functional.pad(x, (0, short))
-        return x.unflatten(1, (blocks(n), size))
-
     def encode(x: Tensor) -> Tensor:
         n = x.shape[1]
-        if n == 0:
-            return x.new_zeros(x.shape[0], 0, dtype=torch.uint8)
-        cut = in_blocks(x)
-        scale = torch.linalg.vector_norm(cut, math.inf, dim=2) / largest
-        inverse = 1 / scale
-        inverse = torch.where(torch.isfinite(inverse) & torch.isfinite(scale), inverse, torch.zeros_like(scale))
-        codes = torch.nan_to_num((cut * inverse.unsqueeze(2)).flatten(1)[:, :n], nan=0.0)
-        return torch.cat([as_bytes(scale), pack(codes)], dim=1)
+        whole = n // block * block
+        scales, codes = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]
+        for piece, size in ((x[:, :whole], block), (x[:, whole:], n - whole)):
+            if piece.shape[1]:
+                cut = piece.unflatten(1, (-1, size))
+                scale = torch.maximum(cut.amax(dim=2), -cut.amin(dim=2)) / largest
+                inverse = 1 / scale
+                inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(scale))
+                scales.append(scale)
+                codes.append(code((cut * inverse.unsqueeze(2)).flatten(1)))
+        return torch.cat([as_bytes(torch.cat(scales, dim=1)), pack(torch.cat(codes, dim=1))], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
         if n == 0:
             return data.new_zeros(data.shape[0], 0, dtype=torch.float32)
-        scale = read(data[:, : 4 * blocks(n)], torch.float32)
-        cut = in_blocks(unpack(data[:, 4 * blocks(n) :], n))
-        return (cut * scale.unsqueeze(2)).flatten(1)[:, :n]
+        blocks, size = -(-n // block), min(block, n)
+        scale, codes = read(data[:, : 4 * blocks], torch.float32), unpack(data[:, 4 * blocks :], n)
+        if short := blocks * size - n:
+            codes = torch.nn.functional.pad(codes, (0, short))
+        return value(codes).unflatten(1, (blocks, size)).mul_(scale.unsqueeze(2)).flatten(1)[:, :n]
 
-    return Codec(encode, decode, lambda n: 4 * blocks(n) + packed(n))
+    return Codec(encode, decode, lambda n: 4 * -(-n // block) + packed(n))
 
 
 @factory
@@ -82,13 +86,12 @@ def int8(block: int = 256) -> Codec:
     (tensor([[127.,  -3.,   0.]]), 7)
     """
 
-    def pack(codes: Tensor) -> Tensor:
-        return codes.round().to(torch.int8).view(torch.uint8)
-
-    def unpack(data: Tensor, n: int) -> Tensor:
-        return read(data, torch.int8).to(torch.float32)
-
-    return _scaled(block, 127.0, pack, unpack, lambda n: n)
+    return _scaled(
+        block,
+        127.0,
+        lambda x: x.round_().to(torch.int8).view(torch.uint8),
+        lambda codes: codes.view(torch.int8).to(torch.float32),
+    )
 
 
 @factory
@@ -106,21 +109,25 @@ def int4(block: int = 64) -> Codec:
     (tensor([[ 7., -3.,  0.]]), 6)
     """
 
-    def pack(codes: Tensor) -> Tensor:
-        nibbles = (codes.round() + 8).to(torch.uint8)
-        if nibbles.shape[1] % 2:
-            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
-        return nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+    def code(x: Tensor) -> Tensor:
+        return x.round_().add_(8.0).to(torch.uint8) & 15
+
+    def pack(codes: Tensor) -> Tensor:  # the first half's are low, the second half's high
+        half = (codes.shape[1] + 1) // 2
+        low, high = codes[:, :half], codes[:, half:]
+        if half > high.shape[1]:
+            high = torch.cat([high, torch.zeros_like(low[:, :1])], dim=1)
+        return low | (high << 4)
 
     def unpack(data: Tensor, n: int) -> Tensor:
-        both = torch.stack([data & 15, data >> 4], dim=2).flatten(1)[:, :n]
-        return both.to(torch.float32) - 8
+        return torch.cat([data & 15, data >> 4], dim=1)[:, :n]
 
-    return _scaled(block, 7.0, pack, unpack, lambda n: (n + 1) // 2)
+    return _scaled(block, 7.0, code, lambda c: c.to(torch.float32).sub_(8.0), pack, unpack, lambda n: (n + 1) // 2)
 
 
-# Largest finite value.
-_FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+# Largest finite value; by how many bits the code without its sign is to be shifted to be that of a float32; what that is
+# still to be multiplied with, for its exponent begins elsewhere.
+_FP8 = {torch.float8_e4m3fn: (448.0, 20, 2.0**120), torch.float8_e5m2: (57344.0, 21, 2.0**112)}
 
 
 @factory
@@ -143,10 +150,11 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn) -> Codec:
     if dtype not in _FP8:
         raise ValueError(f"dtype must be one of {sorted(map(str, _FP8))}, got {dtype!r}")
 
-    def pack(codes: Tensor) -> Tensor:
-        return codes.to(dtype).view(torch.uint8)
+    largest, shift, unit = _FP8[dtype]
 
-    def unpack(data: Tensor, n: int) -> Tensor:
-        return read(data, dtype).to(torch.float32)
+    def value(codes: Tensor) -> Tensor:
+        bits = codes.to(torch.int32)  # by hand: several times as fast as torch's own conversion on CPUs
+        sign = (bits & 0x80).mul_(-(2**24))  # the last bit of an int32
+        return bits.bitwise_and_(0x7F).mul_(2**shift).add_(sign).view(torch.float32).mul_(unit)
 
-    return _scaled(block, _FP8[dtype], pack, unpack, lambda n: n)
+    return _scaled(block, largest, lambda x: x.to(dtype).view(torch.uint8), value)

@@ -111,12 +111,12 @@ def float16() -> Codec:
         largest = _largest(x)
         over = torch.clamp(torch.ceil(torch.log2(largest / 65504.0)), min=0.0)
         unit = torch.where(torch.isfinite(largest), torch.exp2(over), torch.ones_like(largest))
-        return torch.cat([as_bytes(unit), as_bytes((x / unit).to(torch.float16))], dim=1)
+        return torch.cat([as_bytes((x / unit).to(torch.float16)), as_bytes(unit)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
-        return read(data[:, 4:], torch.float16).to(torch.float32) * read(data[:, :4], torch.float32)
+        return read(data[:, : 2 * n], torch.float16).to(torch.float32).mul_(read(data[:, 2 * n :], torch.float32))
 
-    return Codec(encode, decode, lambda n: 4 + 2 * n)
+    return Codec(encode, decode, lambda n: 2 * n + 4)
 
 
 def _largest(x: Tensor) -> Tensor:

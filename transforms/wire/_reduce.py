@@ -65,7 +65,11 @@ def _mean(rows: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted mean of rows, and the sum of the weights."""
     total = factors.sum()
     parts = factors / torch.where(total == 0, torch.ones_like(total), total)
-    return (rows * parts.to(torch.float32).unsqueeze(1)).sum(0), total
+    factor = parts.to(torch.float32)
+    mean = rows[0] * factor[0]
+    for row, part in zip(rows[1:], factor[1:], strict=True):
+        mean = torch.addcmul(mean, row, part)
+    return mean, total
 
 
 def _row(codec: Codec, x: Tensor, words: Tensor) -> Tensor:
