@@ -71,6 +71,7 @@ class Transform(_Specified):
             the last message brought. None if it does not carry the lane.
         vmappable: Whether `update` runs under the simulator's vmap engine.
         wired: Whether `update` sends floats in the form that `extra["wire"]`, a `Codec`, gives them; see `compress`.
+        lossy: Whether `update` encodes what it sends, and keeps what is lost in `extra["memory"]`; see `error_feedback`.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -85,13 +86,15 @@ class Transform(_Specified):
     sums: Callable[[State], Any] | None = None
     vmappable: bool = True
     wired: bool = False
+    lossy: bool = False
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:
         if self.scope not in ("element", "leaf", "message", "tree"):
             raise ValueError(f"scope must be 'element', 'leaf', 'message' or 'tree', got {self.scope!r}")
-        if any(getattr(child, "wired", False) for child in self.spec.children):
-            object.__setattr__(self, "wired", True)
+        for what in ("wired", "lossy"):
+            if any(getattr(child, what, False) for child in self.spec.children):
+                object.__setattr__(self, what, True)
         if not self.vmappable or not all(getattr(child, "vmappable", True) for child in self.spec.children):
             object.__setattr__(self, "vmappable", False)
             object.__setattr__(self, "update", _refuse_vmap(self.update, self))

@@ -35,6 +35,13 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
         lambda: tx.compress(tx.bfloat16(), tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")})),
     ],
+    "error_feedback": [
+        lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))),
+        lambda: tx.error_feedback(tx.cast(torch.bfloat16, tx.mean("data", over="world")), without_input="flush"),
+        lambda: tx.error_feedback(
+            tx.partition({"layer.*": tx.quantized_mean("data", tx.int4()), "*": tx.mean("data")})
+        ),
+    ],
     "quantized_mean": [
         lambda: tx.quantized_mean("data", tx.int8(block=4)),
         lambda: tx.quantized_mean("data", tx.int4(block=4), over="live"),

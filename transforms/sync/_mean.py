@@ -17,10 +17,11 @@ from torch import Tensor
 from .._base import Transform, init_empty
 from .._bucketwise import Carried
 from .._spec import factory
-from .._tree import Tree, plain
+from .._tree import Tree, named_leaves, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
 from ..wire._codec import Codec
+from ..wire._memory import Memory
 from ..wire._reduce import coded_mean
 from ._lane import Lane, decode_lane, encode_lane
 from ._lane import lane_dtype as dtype_of_lane
@@ -99,30 +100,51 @@ def _weighted_sum(
 
 
 def _encoded_sum(
-    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over | None, carried: Carried | None, wire: Codec
-) -> tuple[Tree, MeanState]:
+    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over | None, carried: Carried | None,
+    wire: Codec, memory: Memory | None,
+) -> tuple[Tree, MeanState]:  # fmt: skip
     """`mean`, or the weighted sum where `over` is None, with all leaves in one message, encoded."""
     factor, named = share(check_weight(weight), over or "weight"), {} if carried is not None else dict(lane or {})
     if "total" in named:
         raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
-    leaves, structure = optree.tree_flatten(grads)
+    of = named_leaves(grads)
+    leaves, device = list(of.values()), next(iter(of.values())).device if of else None
+    factor = factor.to(device)
     if isinstance(weight, Tensor):  # 0 * nan would be nan
         leaves = [torch.where(factor > 0, leaf, torch.zeros_like(leaf)) for leaf in leaves]
     elif weight is not None and float(weight) == 0.0:  # known on the host: others cost nothing
         leaves = [torch.zeros_like(leaf) for leaf in leaves]
-    flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves] or [torch.zeros(0)]
-    words = encode_lane(named, torch.float64, 1, flat[0].device)
-    reduced = coded_mean(wire, flat[0] if len(flat) == 1 else torch.cat(flat), factor.to(flat[0].device), words, axis)
+    flat, words = _flat(leaves, device), encode_lane(named, torch.float64, 1, device)
+    if memory is None:
+        reduced = coded_mean(wire, flat, factor, words, axis)
+    else:
+        owed = flat * factor.to(torch.float32) + _flat([memory.error[path] for path in of], device)
+        times = torch.where(factor > 0, factor, torch.full_like(factor, float(memory.flush)))
+        some = times > 0
+        given = owed / torch.where(some, times, torch.ones_like(times)).to(torch.float32)
+        reduced = coded_mean(wire, torch.where(some, given, torch.zeros_like(given)), factor, words, axis, times)
+        assert reduced.lost is not None
+        lost = torch.where(some, reduced.lost, owed + reduced.lost)
+        memory.new.update(zip(of, _like(lost, [memory.error[path] for path in of]), strict=True))
     ranks, total = axis_size(axis), reduced.total
     full = reduced.mean
     if over in (None, "world"):
         full = full * (total if over is None else total / ranks).to(torch.float32)
-    pieces = full.split([leaf.numel() for leaf in leaves]) if leaves else ()
-    out = [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]
+    out = optree.tree_unflatten(optree.tree_structure(grads), _like(full, leaves))
     if carried is not None:
-        return optree.tree_unflatten(structure, out), _state_of(carried)
-    state = MeanState(torch.full_like(total, ranks) if over == "world" else total, decode_lane(reduced.words, named, 1))
-    return optree.tree_unflatten(structure, out), state
+        return out, _state_of(carried)
+    told = torch.full_like(total, ranks) if over == "world" else total
+    return out, MeanState(told, decode_lane(reduced.words, named, 1))
+
+
+def _flat(leaves: list[Tensor], device: torch.device | None) -> Tensor:
+    flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves]
+    return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, device=device)
+
+
+def _like(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    pieces = flat.split([leaf.numel() for leaf in leaves]) if leaves else ()
+    return [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]
 
 
 def _state_of(carried: Carried) -> MeanState:
@@ -175,12 +197,13 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, **extra: Any,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, memory: Memory | None = None,
+        **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         if wire is not None and axis_size(axis) > 1:
-            return _encoded_sum(grads, axis, weight, lane, over, carried, wire)
+            return _encoded_sum(grads, axis, weight, lane, over, carried, wire, memory)
         summed, new = _weighted_sum(grads, axis, weight, lane, over, carried, lane_dtype)
         if over == "world" and carried is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
@@ -218,12 +241,13 @@ def sum_over(axis: AxisName) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, **extra: Any,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, memory: Memory | None = None,
+        **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         if wire is not None and axis_size(axis) > 1:
-            return _encoded_sum(grads, axis, weight, lane, None, carried, wire)
+            return _encoded_sum(grads, axis, weight, lane, None, carried, wire, memory)
         return _weighted_sum(grads, axis, weight, lane, "weight", carried, lane_dtype)
 
     return Transform(_init, update, scope="element", sums=lambda state: state, wired=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._base import _Specified
 from .._spec import Spec, factory
+from ..axes._env import under_vmap
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -60,8 +61,9 @@ def _viewed(x: Tensor, dtype: torch.dtype, n: int) -> Tensor:
     if not x.numel():
         return x.new_empty(x.shape[0], n, dtype=dtype)
     flat = x.reshape(-1)
-    if flat.storage_offset() * x.dtype.itemsize % dtype.itemsize:  # a row of an odd place: torch refuses to view it
-        flat = flat.clone()
+    # A row of an odd place, or of a batch of which only a part is meant: torch refuses to view it.
+    if under_vmap() or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize:
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(dtype).view(x.shape[0], n)
 
 

@@ -133,7 +133,7 @@ def _encoded(codec: Codec, hook: Transform) -> Transform:
         return hook.update(grads, state, params, **{**extra, "wire": codec})
 
     scope = widest([hook]) if codec.elementwise else widest([hook, _ON_MESSAGES])
-    return Transform(hook.init, update, scope=scope, sums=hook.sums, vmappable=hook.vmappable, wired=True)
+    return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, lossy=True)
 
 
 _ON_MESSAGES = Transform(lambda params: (), lambda grads, state, params=None, **extra: (grads, state), scope="message")

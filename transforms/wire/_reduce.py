@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..axes._collectives import all_gather, all_to_all, axis_size
+from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import AxisName, names
 from ._codec import Codec, as_bytes, read
 
@@ -23,9 +23,12 @@ class Reduced(NamedTuple):
     mean: Tensor  # (n,) float32
     total: Tensor  # the sum of the factors, 0-d float64
     words: Tensor  # sums over the ranks of the lane's words, (words,) float64
+    lost: Tensor | None = None  # of times * flat, and of total * mean where this rank summed it, (n,) float32
 
 
-def coded_mean(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName) -> Reduced:
+def coded_mean(
+    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None
+) -> Reduced:
     """sum_r factor_r flat_r / sum_r factor_r, with the floats encoded while they travel; 0 where all factors are.
 
     Args:
@@ -33,48 +36,66 @@ def coded_mean(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: 
         factor: What this rank counts, 0-d float64, at least 0.
         words: Of the lane, (words,) float64.
         axis: The axis; of several, the last is reduced first, and the others what it gave.
+        times: What this rank's floats are multiplied with, where that is not `factor`; asks for what is lost.
+
+    Raises:
+        ValueError: what is lost is asked for over several axes.
     """
+    if times is not None and len(names(axis)) > 1:
+        raise ValueError(f"error feedback is over one axis, got {axis!r}; chain one mean for each axis")
     for name in reversed(names(axis)):
-        flat, factor, words = _over_one(codec, flat, factor, words, name)
-    return Reduced(flat, factor, words)
+        reduced = _over_one(codec, flat, factor, words, name, times)
+        flat, factor, words = reduced.mean, reduced.total, reduced.words
+    return reduced
 
 
-def _over_one(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: str) -> Reduced:
+def _over_one(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None) -> Reduced:
     ranks, n = axis_size(axis), flat.numel()
     if ranks == 1:
         return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
+    own = factor.reshape(1) if times is None else torch.stack([factor, times])
+    head = len(own)
     if ranks == 2:
-        mine = torch.cat([factor.reshape(1), words])
-        rows, said = _read(codec, all_gather(_row(codec, flat.unsqueeze(0), mine.unsqueeze(0))[0], axis), n, len(mine))
-        mean, total = _mean(rows, said[:, 0])
-        return Reduced(mean, total, said[:, 1:].sum(0))
+        codes, mine = codec.encode(flat.unsqueeze(0)), torch.cat([own, words])
+        rows, said = _read(codec, all_gather(_row(codes, mine.unsqueeze(0))[0], axis), n, len(mine))
+        mean, total = _mean(rows, said[:, :head])
+        lost = None if times is None else _lost(flat, codec.decode(codes, n)[0], times)
+        return Reduced(mean, total, said[:, head:].sum(0), lost)
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
-    cut = torch.cat([factor.expand(ranks, 1), _cut(words, ranks, share)], dim=1)
-    rows, said = _read(codec, all_to_all(_row(codec, _cut(flat, ranks, size), cut), axis), size, 1 + share)
-    part, total = _mean(rows, said[:, 0])
-    summed = said[:, 1:].sum(0)
-    rows, said = _read(codec, all_gather(_row(codec, part.unsqueeze(0), summed.unsqueeze(0))[0], axis), size, share)
-    return Reduced(rows.flatten()[:n], total, said.flatten()[: len(words)])
+    cut, parts = _cut(flat, ranks, size), torch.cat([own.expand(ranks, head), _cut(words, ranks, share)], dim=1)
+    codes = codec.encode(cut)
+    rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
+    mean, total = _mean(rows, said[:, :head])
+    coded = codec.encode(mean.unsqueeze(0))
+    back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
+    lost = None
+    if times is not None:
+        here = torch.arange(ranks, device=flat.device).unsqueeze(1) == axis_index(axis).to(flat.device)
+        again = torch.where(here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(cut))
+        lost = (_lost(cut, codec.decode(codes, size), times) + again).flatten()[:n]
+    return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost)
+
+
+def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
+    return (x - decoded) * times.to(torch.float32)
 
 
 def _cut(x: Tensor, rows: int, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
 
 
-def _mean(rows: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted mean of rows, and the sum of the weights."""
-    total = factors.sum()
-    parts = factors / torch.where(total == 0, torch.ones_like(total), total)
-    factor = parts.to(torch.float32)
+def _mean(rows: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+    """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
+    total = said[:, 0].sum()
+    factor = (said[:, -1] / torch.where(total == 0, torch.ones_like(total), total)).to(torch.float32)
     mean = rows[0] * factor[0]
     for row, part in zip(rows[1:], factor[1:], strict=True):
         mean = torch.addcmul(mean, row, part)
     return mean, total
 
 
-def _row(codec: Codec, x: Tensor, words: Tensor) -> Tensor:
+def _row(codes: Tensor, words: Tensor) -> Tensor:
     """(rows, bytes): codes, padded to whole float64 words, then words of this rank."""
-    codes = codec.encode(x)
     if gap := -codes.shape[1] % 8:
         codes = torch.nn.functional.pad(codes, (0, gap))
     return torch.cat([codes, as_bytes(words)], dim=1) if words.shape[1] else codes
