@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a link of 1 Gbit/s: rank 0 lives in one, rank 1 in the other.
+"""Two network namespaces joined by a slow link: rank 0 lives in one, rank 1 in the other.
 
 Over loopback, gloo's messages cost more processor time than waiting time, so nothing can hide behind
 computation. A slow link is where the overlap of messages with the backward pass shows.
@@ -13,16 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-RATE = "1gbit"
-
 
 class Unavailable(Exception):
     """This machine cannot make the link; the text says why."""
 
 
 @contextmanager
-def link() -> Iterator[dict[str, Any]]:
+def link(rate: str) -> Iterator[dict[str, Any]]:
     """Make the link, and take it down at the end.
+
+    Args:
+        rate: As `tc` writes it, such as "1gbit".
 
     Yields:
         The keyword arguments for `launch`.
@@ -46,7 +47,7 @@ def link() -> Iterator[dict[str, Any]]:
             _do(*enter, "ip", "address", "add", f"10.77.0.{rank + 1}/24", "dev", f"veth{rank}")
             _do(*enter, "ip", "link", "set", f"veth{rank}", "up")
             # The burst must hold a whole segment of 64 KB, and stay small against a message.
-            limit = ["rate", RATE, "burst", "256kb", "latency", "50ms"]
+            limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
             _do(*enter, "tc", "qdisc", "add", "dev", f"veth{rank}", "root", "tbf", *limit)
         yield {"prefixes": inside, "address": "10.77.0.1", "interfaces": ["veth0", "veth1"]}
     finally:

@@ -22,7 +22,12 @@ TITLES = {
     "step 10m": "10M transformer, optimizer alone",
     "step 50m": "50M MLP, optimizer alone",
     "link": "10M transformer at 1 Gbit/s",
+    "wire": "10M transformer at 1 Gbit/s",
+    "slow wire": "10M transformer at 100 Mbit/s",
 }
+
+
+LINKS = ("link", "wire", "slow wire")
 
 
 class Row(NamedTuple):
@@ -48,6 +53,15 @@ ROWS = [
     Row("fjoin / bound", "link", "ours", "bound", 1.25),
     Row("fjoin with overlap_step / DDP with its best bucket size", "link", "ours overlap_step", "ddp best", 0.97),
     Row("fjoin with overlap_step / bound", "link", "ours overlap_step", "bound", 1.25),
+    Row("bfloat16 / DDP in float32", "wire", "ours bf16", "ddp", 0.75),
+    Row("bfloat16 / DDP with torch's bf16 hook", "wire", "ours bf16", "ddp bf16", 0.92),
+    Row("bfloat16 / DDP with torch's bf16 hook, buckets of 5 MB", "wire", "ours bf16", "ddp bf16 5"),
+    Row("int8 / bfloat16", "wire", "ours int8", "ours bf16"),
+    Row("bfloat16 / DDP in float32", "slow wire", "ours bf16", "ddp"),
+    Row("bfloat16 / DDP with torch's bf16 hook", "slow wire", "ours bf16", "ddp bf16"),
+    Row("int8 / bfloat16", "slow wire", "ours int8", "ours bf16", 0.65),
+    Row("int8 with error feedback / int8", "slow wire", "ours int8 fed back", "ours int8"),
+    Row("int4 / int8", "slow wire", "ours int4", "ours int8"),
     Row("fjoin in join, even inputs / fjoin without join", "tiny", "ours join", "ours", 1.02),
     Row("fjoin in join, even inputs / fjoin without join", "1m", "ours join", "ours", 1.02),
     Row("fjoin in join, 14 against 10 batches / fjoin without join", "tiny", "ours join uneven", "ours"),
@@ -105,7 +119,7 @@ def bounded(name: str, group: dict[str, Any]) -> dict[str, Any]:
     if {"C", "M", "O"} <= wall.keys():
         rows = zip(wall["C"], wall["M"], wall["O"], strict=True)
         # Over loopback messages keep the processors busy, so nothing hides; over a link they can hide wholly.
-        wall["bound"] = [max(c + o, m) if name == "link" else c + m + o for c, m, o in rows]
+        wall["bound"] = [max(c + o, m) if name in LINKS else c + m + o for c, m, o in rows]
     sizes = [v for v in wall if v in ("ddp", "ddp 5", "ddp 10")]
     if len(sizes) > 1:
         best = min(sizes, key=lambda v: statistics.median(wall[v]))

@@ -31,6 +31,7 @@ class Group(NamedTuple):
     rounds: int
     quick: int
     variants: tuple[str, ...]
+    rate: str = ""  # of the link between the processes; over loopback where there is none
 
 
 DDP, PIECES, OPTIMIZERS = ("ddp", "ddp again"), ("C", "M", "O"), ("ddp foreach", "ddp sgd", "ours sgd")
@@ -49,6 +50,7 @@ STEPS = (
     "O sgd list",
     "O sgd flat",
 )
+WIRES = ("ours bf16", "ours int8", "ours int8 fed back", "ours int4")
 GROUPS = {
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", "ddp our join", *PIECES)),
     "1m": Group("1m", 80, 4, (*DDP, "ours", "ours join", "pure", *OPTIMIZERS, *PIECES)),
@@ -58,7 +60,9 @@ GROUPS = {
     "step 10m": Group("10m", 40, 3, STEPS),
     "step 1m": Group("1m", 60, 3, STEPS),
     "step 50m": Group("50m", 15, 2, tuple(s for s in STEPS if "optax" not in s)),  # for which memory is short
-    "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", "ours overlap_step", *PIECES)),
+    "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", "ours overlap_step", *PIECES), "1gbit"),
+    "wire": Group("10m", 24, 2, (*DDP, "ddp bf16", "ddp bf16 5", "ours", *WIRES), "1gbit"),
+    "slow wire": Group("10m", 6, 1, (*DDP, "ddp bf16", "ours", *WIRES), "100mbit"),
 }
 ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)
 
@@ -66,9 +70,9 @@ ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)
 def timed(name: str, quick: bool) -> dict[str, Any]:
     group = GROUPS[name]
     rounds = group.quick if quick else group.rounds
-    if name != "link":
+    if not group.rate:
         return combine(launch("time", group.model, rounds, group.variants))
-    with link() as where:
+    with link(group.rate) as where:
         return combine(launch("time", group.model, rounds, group.variants, **where))
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +42,11 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
     x, y = batch
     model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
     optimizer = (make or ADAMW)(model.parameters())
-    if hook == "ours":
+    if hook == "bf16":
+        # A DistributedDataParallel on CPUs refuses it by its name.
+        model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        hook = ""
+    elif hook == "ours":
         fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)))
     elif hook == "torch":
         with contextlib.redirect_stderr(io.StringIO()):  # it announces its deprecation past all filters
@@ -76,9 +81,18 @@ def pieces(name: str, optimizer: tx.Optimizer) -> tuple[Callable[[Any, Any], Ten
     return loss_fn, params, tx.fuse(tx.mean("data"), optimizer)
 
 
-def ours(name: str, batch: Any, mesh: Any, join: str = "", sgd: bool = False, **settings: Any) -> Variant:
+def ours(
+    name: str,
+    batch: Any,
+    mesh: Any,
+    join: str = "",
+    sgd: bool = False,
+    hook: tx.Transform | None = None,
+    **settings: Any,
+) -> Variant:
     """fjoin's step: as it is, or inside its join on even or uneven inputs."""
     loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
+    pipeline = tx.fuse(hook, pipeline.optimizer) if hook else pipeline
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
     state = step.init(params)
     del params
@@ -221,6 +235,12 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp foreach": lambda *a: ddp(*a, make=partial(torch.optim.AdamW, lr=LR, foreach=True)),
     "ddp sgd": lambda *a: ddp(*a, make=partial(SGD, fused=True)),
     "ours": ours,
+    "ddp bf16": lambda *a: ddp(*a, hook="bf16"),
+    "ddp bf16 5": lambda *a: ddp(*a, hook="bf16", bucket_cap_mb=5),
+    "ours bf16": lambda *a: ours(*a, hook=tx.cast(torch.bfloat16, tx.mean("data"))),
+    "ours int8": lambda *a: ours(*a, hook=tx.quantized_mean("data", tx.int8())),
+    "ours int8 fed back": lambda *a: ours(*a, hook=tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
+    "ours int4": lambda *a: ours(*a, hook=tx.quantized_mean("data", tx.int4())),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
