@@ -22,7 +22,7 @@ from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
 from ..wire._codec import Codec
 from ..wire._memory import Memory
-from ..wire._reduce import coded_mean
+from ..wire._reduce import Reduced, coded_mean
 from ._lane import Lane, decode_lane, encode_lane
 from ._lane import lane_dtype as dtype_of_lane
 
@@ -65,6 +65,14 @@ def share(weight: Tensor, over: Over) -> Tensor:
     return weight if over == "weight" else (weight > 0).to(weight.dtype)
 
 
+def _known_share(weight: Any, over: Over) -> float | None:
+    """`share` where it is known on the host, so that 1 and 0 cost nothing; else None."""
+    if isinstance(weight, Tensor):
+        return None
+    given = 1.0 if weight is None else float(weight)
+    return given if over == "weight" else float(given > 0)
+
+
 def _weighted_sum(
     grads: Tree,
     axis: AxisName,
@@ -75,12 +83,10 @@ def _weighted_sum(
     dtype: torch.dtype | None,
 ) -> tuple[Tree, MeanState]:
     factor = share(check_weight(weight), over)
-    n = axis_size(axis)
+    n, known = axis_size(axis), _known_share(weight, over)
 
     def scale(g: Tensor) -> Tensor:
-        if isinstance(weight, numbers.Real) or weight is None:  # known on the host: 1 and 0 cost nothing
-            given = 1.0 if weight is None else float(weight)
-            known = given if over == "weight" else float(given > 0)
+        if known is not None:
             return g if known == 1.0 else g * known if known else torch.zeros_like(g)
         # A rank of weight 0 adds nothing, whatever its gradients hold: 0 * nan would be nan.
         return torch.where(factor > 0, g * factor.to(g.dtype), torch.zeros_like(g))
@@ -110,22 +116,18 @@ def _encoded_sum(
     of = named_leaves(grads)
     leaves, device = list(of.values()), next(iter(of.values())).device if of else None
     factor = factor.to(device)
-    if isinstance(weight, Tensor):  # 0 * nan would be nan
-        leaves = [torch.where(factor > 0, leaf, torch.zeros_like(leaf)) for leaf in leaves]
-    elif weight is not None and float(weight) == 0.0:  # known on the host: others cost nothing
-        leaves = [torch.zeros_like(leaf) for leaf in leaves]
     flat, words = _flat(leaves, device), encode_lane(named, torch.float64, 1, device)
+    known = _known_share(weight, over or "weight")
+    if known is None:  # 0 * nan would be nan
+        flat = torch.where(factor > 0, flat, torch.zeros_like(flat))
+    elif known == 0.0:
+        flat = torch.zeros_like(flat)
     if memory is None:
         reduced = coded_mean(wire, flat, factor, words, axis)
     else:
-        owed = flat * factor.to(torch.float32) + _flat([memory.error[path] for path in of], device)
-        times = torch.where(factor > 0, factor, torch.full_like(factor, float(memory.flush)))
-        some = times > 0
-        given = owed / torch.where(some, times, torch.ones_like(times)).to(torch.float32)
-        reduced = coded_mean(wire, torch.where(some, given, torch.zeros_like(given)), factor, words, axis, times)
-        assert reduced.lost is not None
-        lost = torch.where(some, reduced.lost, owed + reduced.lost)
-        memory.new.update(zip(of, _like(lost, [memory.error[path] for path in of]), strict=True))
+        errors = [memory.error[path] for path in of]
+        reduced, lost = _with_memory(wire, flat, _flat(errors, device), factor, known, words, axis, memory.flush)
+        memory.new.update(zip(of, _like(lost, errors), strict=True))
     ranks, total = axis_size(axis), reduced.total
     full = reduced.mean
     if over in (None, "world"):
@@ -135,6 +137,26 @@ def _encoded_sum(
         return out, _state_of(carried)
     told = torch.full_like(total, ranks) if over == "world" else total
     return out, MeanState(told, decode_lane(reduced.words, named, 1))
+
+
+def _with_memory(
+    wire: Codec, flat: Tensor, error: Tensor, factor: Tensor, known: float | None, words: Tensor, axis: AxisName, flush: bool
+) -> tuple[Reduced, Tensor]:  # fmt: skip
+    """Send what is owed besides; what came of it, and what is owed then, in sums of weight * gradient."""
+    if known is None:
+        owed = flat * factor.to(torch.float32) + error
+        times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))
+        sends = times > 0
+        given = torch.where(sends, owed / torch.where(sends, times, torch.ones_like(times)).to(torch.float32), 0.0)
+    else:
+        owed, scale = torch.add(error, flat, alpha=known) if known else error, known or float(flush)
+        times = torch.full_like(factor, scale)
+        given = owed if scale == 1.0 else owed / scale if scale else torch.zeros_like(owed)
+    reduced = coded_mean(wire, given, factor, words, axis, times)
+    assert reduced.lost is not None
+    if known is None:
+        return reduced, torch.where(sends, reduced.lost, owed + reduced.lost)
+    return reduced, reduced.lost if scale else owed + reduced.lost
 
 
 def _flat(leaves: list[Tensor], device: torch.device | None) -> Tensor:

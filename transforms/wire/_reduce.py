@@ -59,7 +59,11 @@ def _over_one(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: s
         codes, mine = codec.encode(flat.unsqueeze(0)), torch.cat([own, words])
         rows, said = _read(codec, all_gather(_row(codes, mine.unsqueeze(0))[0], axis), n, len(mine))
         mean, total = _mean(rows, said[:, :head])
-        lost = None if times is None else _lost(flat, codec.decode(codes, n)[0], times)
+        lost = (
+            None
+            if times is None
+            else _lost(flat, rows.index_select(0, axis_index(axis).to(flat.device).view(1))[0], times)
+        )
         return Reduced(mean, total, said[:, head:].sum(0), lost)
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
     cut, parts = _cut(flat, ranks, size), torch.cat([own.expand(ranks, head), _cut(words, ranks, share)], dim=1)
@@ -77,7 +81,7 @@ def _over_one(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: s
 
 
 def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
-    return (x - decoded) * times.to(torch.float32)
+    return (x - decoded).mul_(times.to(torch.float32))
 
 
 def _cut(x: Tensor, rows: int, size: int) -> Tensor:
