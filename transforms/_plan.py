@@ -68,7 +68,7 @@ def axes_of(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
     found = set[str]()
     for argument, value in hook.spec.args:
         for name in value if isinstance(value, tuple) else (value,):
-            if isinstance(name, str) and (name in mesh_axes or argument == "axis"):
+            if isinstance(name, str) and (name in mesh_axes or argument in ("axis", "local", "node")):
                 found.add(name)
     return found.union(*(axes_of(child, mesh_axes) for child in hook.spec.children if isinstance(child, Transform)))
 

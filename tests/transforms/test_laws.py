@@ -35,6 +35,12 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
         lambda: tx.compress(tx.bfloat16(), tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")})),
     ],
+    "hierarchical_mean": [
+        lambda: tx.hierarchical_mean("local", "node"),
+        lambda: tx.hierarchical_mean("local", "node", over="world"),
+        lambda: tx.hierarchical_mean("node", "local", tx.int8(block=4), over="live"),
+        lambda: tx.compress(tx.bfloat16(), tx.hierarchical_mean("local", "node")),
+    ],
     "error_feedback": [
         lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))),
         lambda: tx.error_feedback(tx.cast(torch.bfloat16, tx.mean("data", over="world")), without_input="flush"),

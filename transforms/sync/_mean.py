@@ -36,9 +36,14 @@ class MeanState(NamedTuple):
     lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
 
 
-def _init(params: Tree) -> MeanState:
+def init_mean(params: Tree) -> MeanState:
     del params
     return MeanState(torch.zeros((), dtype=torch.float64), {})
+
+
+def check_over(over: Any) -> None:
+    if over not in ("weight", "live", "world"):
+        raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
 
 
 def check_weight(weight: Any) -> Tensor:
@@ -65,7 +70,7 @@ def share(weight: Tensor, over: Over) -> Tensor:
     return weight if over == "weight" else (weight > 0).to(weight.dtype)
 
 
-def _known_share(weight: Any, over: Over) -> float | None:
+def known_share(weight: Any, over: Over) -> float | None:
     """`share` where it is known on the host, so that 1 and 0 cost nothing; else None."""
     if isinstance(weight, Tensor):
         return None
@@ -83,7 +88,7 @@ def _weighted_sum(
     dtype: torch.dtype | None,
 ) -> tuple[Tree, MeanState]:
     factor = share(check_weight(weight), over)
-    n, known = axis_size(axis), _known_share(weight, over)
+    n, known = axis_size(axis), known_share(weight, over)
 
     def scale(g: Tensor) -> Tensor:
         if known is not None:
@@ -93,7 +98,7 @@ def _weighted_sum(
 
     scaled = optree.tree_map(scale, grads)
     if carried is not None:
-        return psum(scaled, axis), _state_of(carried)
+        return psum(scaled, axis), carried_state(carried)
     full = {"total": factor, **(lane or {})}
     if lane and "total" in lane:
         raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
@@ -117,7 +122,7 @@ def _encoded_sum(
     leaves, device = list(of.values()), next(iter(of.values())).device if of else None
     factor = factor.to(device)
     flat, words = _flat(leaves, device), encode_lane(named, torch.float64, 1, device)
-    known = _known_share(weight, over or "weight")
+    known = known_share(weight, over or "weight")
     if known is None:  # 0 * nan would be nan
         flat = torch.where(factor > 0, flat, torch.zeros_like(flat))
     elif known == 0.0:
@@ -132,9 +137,9 @@ def _encoded_sum(
     full = reduced.mean
     if over in (None, "world"):
         full = full * (total if over is None else total / ranks).to(torch.float32)
-    out = optree.tree_unflatten(optree.tree_structure(grads), _like(full, leaves))
+    out = like(full, grads)
     if carried is not None:
-        return out, _state_of(carried)
+        return out, carried_state(carried)
     told = torch.full_like(total, ranks) if over == "world" else total
     return out, MeanState(told, decode_lane(reduced.words, named, 1))
 
@@ -164,12 +169,18 @@ def _flat(leaves: list[Tensor], device: torch.device | None) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, device=device)
 
 
+def like(flat: Tensor, tree: Tree) -> Tree:
+    """Flat values in the form, the shapes and the dtypes of a tree."""
+    leaves, structure = optree.tree_flatten(tree)
+    return optree.tree_unflatten(structure, _like(flat, [torch.as_tensor(leaf) for leaf in leaves]))
+
+
 def _like(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     pieces = flat.split([leaf.numel() for leaf in leaves]) if leaves else ()
     return [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]
 
 
-def _state_of(carried: Carried) -> MeanState:
+def carried_state(carried: Carried) -> MeanState:
     state = carried.get()
     if not isinstance(state, MeanState):
         raise TypeError(
@@ -214,8 +225,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
     >>> tx.simulate(one_rank, {"data": 3}, [1.0, 4.0, 9.0], [2, 1, 0])
     [tensor(2.), tensor(2.), tensor(2.)]
     """
-    if over not in ("weight", "live", "world"):
-        raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
+    check_over(over)
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
@@ -236,7 +246,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
             return summed, new
         return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
 
-    return Transform(_init, update, scope="element", sums=lambda state: state, wired=True)
+    return Transform(init_mean, update, scope="element", sums=lambda state: state, wired=True)
 
 
 @factory
@@ -272,7 +282,7 @@ def sum_over(axis: AxisName) -> Transform:
             return _encoded_sum(grads, axis, weight, lane, None, carried, wire, memory)
         return _weighted_sum(grads, axis, weight, lane, "weight", carried, lane_dtype)
 
-    return Transform(_init, update, scope="element", sums=lambda state: state, wired=True)
+    return Transform(init_mean, update, scope="element", sums=lambda state: state, wired=True)
 
 
 @factory

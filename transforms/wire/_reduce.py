@@ -66,8 +66,8 @@ def _over_one(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: s
         )
         return Reduced(mean, total, said[:, head:].sum(0), lost)
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
-    cut, parts = _cut(flat, ranks, size), torch.cat([own.expand(ranks, head), _cut(words, ranks, share)], dim=1)
-    codes = codec.encode(cut)
+    chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
+    codes = codec.encode(chunks)
     rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
     mean, total = _mean(rows, said[:, :head])
     coded = codec.encode(mean.unsqueeze(0))
@@ -75,8 +75,8 @@ def _over_one(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: s
     lost = None
     if times is not None:
         here = torch.arange(ranks, device=flat.device).unsqueeze(1) == axis_index(axis).to(flat.device)
-        again = torch.where(here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(cut))
-        lost = (_lost(cut, codec.decode(codes, size), times) + again).flatten()[:n]
+        again = torch.where(here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
+        lost = (_lost(chunks, codec.decode(codes, size), times) + again).flatten()[:n]
     return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost)
 
 
@@ -84,7 +84,8 @@ def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
     return (x - decoded).mul_(times.to(torch.float32))
 
 
-def _cut(x: Tensor, rows: int, size: int) -> Tensor:
+def cut(x: Tensor, rows: int, size: int) -> Tensor:
+    """(n,) as (rows, size), zeros at the end."""
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
 
 
