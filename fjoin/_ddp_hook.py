@@ -48,7 +48,8 @@ class DDPRun:
         self._mesh, self.pipeline, self._hook, self._stages = mesh, pipeline, hook, stages(hook)
         self.skips = None if pipeline is None else pipeline.skips
         self.outer: Any = self.skips.begin(()) if self.skips else None
-        self.scaled = False  # whether the loss of the coming pass has been
+        self.scaled = False  # whether the loss of this backward pass has been
+        self._unscaled = False  # whether that of some pass since the last step has not
         self._plan = plan = make_plan(hook, tuple(mesh.shape))
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
@@ -82,10 +83,39 @@ class DDPRun:
         self._lane: tuple[Tensor, Work] | None = None
         self._used: set[str] | None = None
         self._buckets = first_buckets(ddp, params)
+        if self.skips and self.skips.scaled:
+            me = weakref.ref(self)
+
+            def arrived(_: Tensor) -> None:
+                run = me()
+                if run is not None:
+                    run._check_scaled()
+
+            for p in params.values():
+                p.register_post_accumulate_grad_hook(arrived)
         if pipeline is not None and (ddp.find_unused_parameters or ddp.static_graph):
             self._used = used = set()
             for path, p in params.items():
                 p.register_post_accumulate_grad_hook(lambda p, path=path: used.add(path))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times its scale, which notices the backward pass that it starts."""
+        scaled = loss * self.outer.scale.to(loss.device)
+
+        def begins(grad: Tensor) -> None:
+            self.scaled = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._ends)  # type: ignore[attr-defined]
+
+        scaled.register_hook(begins)
+        return scaled
+
+    def _ends(self) -> None:
+        self.scaled = False
+
+    def _check_scaled(self) -> None:
+        """Told of each gradient of a module whose pipeline wants scaled ones."""
+        if self.skips and self.skips.scaled and not self.scaled:
+            self._unscaled = True
 
     def explain(self) -> Explanation:
         """What a pass sends, with the buckets of the last one, or of the first."""
@@ -121,9 +151,8 @@ class DDPRun:
     def _begin(self) -> None:
         self._forget()
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
-        if self.skips and self.skips.scaled and not self.scaled and not shadows:
-            raise RuntimeError("the pipeline takes gradients of a scaled loss; write handle.scale(loss).backward()")
-        self.scaled = False
+        if not shadows:
+            self._check_scaled()
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
 
     def _forget(self) -> None:
@@ -137,18 +166,19 @@ class DDPRun:
         return self._weight if self._plan.by_weight else float(self._weight > 0)
 
     def _near_mean(self) -> float:
-        """A power of two near 1 / total, which costs no bit; the total is that of the last pass, and in the first waited for."""
+        """A power of two near 1 / total, which costs no bit; the total is waited for."""
         assert self._lane is not None
-        if not self.total > 0:
-            words, work = self._lane
-            work.wait()
-            self.total = float(words.item())
-        return 2.0 ** -math.floor(math.log2(self.total)) if 0 < self.total < math.inf else 1.0
+        words, work = self._lane
+        work.wait()
+        total = float(words.item())
+        return 2.0 ** -math.floor(math.log2(total)) if 0 < total < math.inf else 1.0
 
     def _launch(self, out: FromDDP) -> None:
         first = len(self._outs) == 1
         if self.skips and self.skips.scaled:
             unscale(out.grads, 1 / self.outer.scale.double())
+            if self._unscaled:
+                out.grads.fill_(math.nan)  # so that all ranks leave the step out
         if self._plan.reduce is not None:
             if first:
                 share = torch.full((1,), self._share(), dtype=torch.float64, device=out.grads.device)
@@ -234,6 +264,7 @@ class DDPRun:
         for out in self._outs:
             if (rest := divisor * out.unit) not in (0.0, 1.0):
                 out.grads.div_(rest)
+            out.unit = 1.0
 
     def _called(self) -> tuple[tuple[Any, ...], Any]:
         """Of the stages that ran bucket by bucket their states, and the weight for those behind them."""
@@ -261,6 +292,14 @@ class DDPRun:
             self._mesh.reduce_(bad, self._plan.axes).wait()
             sums["nonfinite0"] = float(bad.item())
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
+        if self._unscaled:
+            self._unscaled = False
+            _raise_after_backward(
+                RuntimeError(
+                    "the pipeline takes gradients of a scaled loss, and a backward pass since its last step had none; write "
+                    "handle.scale(loss).backward(), under no_sync too. This step is left out; call zero_grad()"
+                )
+            )
         if self.skips is not None:
             self.outer = verdict.settle(self.skips, self.outer)
         elif verdict.error is not None:

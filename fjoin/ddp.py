@@ -60,8 +60,7 @@ class Handle:
         run = self._run
         if run.skips is None or not run.skips.scaled:
             raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
-        run.scaled = True
-        return loss * run.outer.scale.to(loss.device)
+        return run.scale(loss)
 
     @property
     def total(self) -> float:

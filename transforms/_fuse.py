@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ._base import Optimizer, Pipeline, Transform, check_transform
@@ -29,7 +30,8 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
-        `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`.
+        `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`. `looks`, a function, is
+        shown what the hook made of the gradients.
         State: `PipelineState(hook, optimizer, after)`.
 
     Raises:
@@ -57,14 +59,17 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
         return PipelineState(hook.init(params), optimizer.init(params), after.init(params) if after else ())
 
     def step(
-        params: Tree, grads: Tree, state: PipelineState, *, weight: Any = None, lane: Any = None, **extra: Any
-    ) -> tuple[Tree, State]:
+        params: Tree, grads: Tree, state: PipelineState, *, weight: Any = None, lane: Any = None,
+        looks: Callable[[Tree], None] | None = None, **extra: Any,
+    ) -> tuple[Tree, State]:  # fmt: skip
         if not isinstance(state, PipelineState):
             raise ValueError(
                 f"state is a {type(state).__name__}, expected the PipelineState that this pipeline's init or step returned"
             )
         check_same("grads", grads, "params", params)
         grads, hook_state = hook.update(grads, state.hook, params, weight=weight, lane=lane, **extra)
+        if looks is not None:
+            looks(grads)
         if grads is None:  # accumulating: nothing to step with in this call
             return params, state._replace(hook=hook_state)
         params, optimizer_state = optimizer.step(params, grads, state.optimizer)

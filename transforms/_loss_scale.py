@@ -75,8 +75,8 @@ def dynamic_loss_scale(
     """
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"dynamic_loss_scale takes a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
-    if not (init_scale > 0 and math.isfinite(init_scale)):
-        raise ValueError(f"init_scale must be a finite number above 0, got {init_scale!r}")
+    if not 2.0**-126 <= init_scale <= 2.0**127:
+        raise ValueError(f"init_scale must be a number above 0 that float32 holds, got {init_scale!r}")
     if not (growth_factor > 1 and math.isfinite(growth_factor)):
         raise ValueError(f"growth_factor must be a finite number above 1, got {growth_factor!r}")
     if not 0 < backoff_factor < 1:

@@ -25,10 +25,10 @@ Skippable = TypeVar("Skippable", Transform, Pipeline)
 
 @factory
 def skip_if_nonfinite(part: Skippable) -> Skippable:
-    """Let a call whose result holds a NaN or an infinity have no effect.
+    """Let a call that gives gradients with a NaN or an infinity have no effect.
 
-    Around a pipeline, parameters and state stay as they were: this is what training wants. Around a
-    transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that
+    Around a pipeline, what its hook gives is looked at, and parameters and state stay as they were: this is what training
+    wants. Around a transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that
     its momentum moves the parameters. What `accumulate` inside has gathered is lost with the call.
 
     All ranks decide alike only if what they test is equal on all of them: put the reduction inside.
@@ -92,7 +92,7 @@ def _skip_transform(part: Transform) -> Transform:
 def guarded(
     part: Pipeline, skips: Skips, prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads
 ) -> Pipeline:
-    """A pipeline around another one whose steps have no effect where the new parameters are not finite.
+    """A pipeline around another one whose steps have no effect where what its hook gives is not finite.
 
     Args:
         prepare: `(grads, state) -> grads`, what comes before the other pipeline.
@@ -104,10 +104,11 @@ def guarded(
         )
 
     def step(params: Tree, grads: Tree, state: Any, **extra: Any) -> tuple[Tree, State]:
-        new, inner = part.step(params, prepare(grads, state), state.inner, **extra)
-        if inner.optimizer is state.inner.optimizer:  # within a window of accumulate
+        seen: list[Tree] = []
+        new, inner = part.step(params, prepare(grads, state), state.inner, looks=seen.append, **extra)
+        if seen == [None]:  # within a window of accumulate
             return new, state._replace(inner=inner)
-        fine = all_finite(new)
+        fine = all_finite(seen[0])  # and not the parameters: some optimizers take the sign of a NaN for 0
         kept = state._replace(inner=choose_state(fine, inner, state.inner))
         return where(fine, new, params), skips.settle(kept, fine)
 

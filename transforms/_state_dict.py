@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
 
     Args:
         like: A state of the same form, from `init`. Its contents do not matter, its dtypes and devices are kept. A
-            dict that is empty in it, as that of a lane is at the start, takes all that was saved there.
+            dict that is empty in it, as that of a lane is at the start, takes all that was saved there, by name.
         state_dict: What `to_state_dict` returned.
 
     Returns:
@@ -50,7 +51,8 @@ def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
 
     Raises:
         ValueError: other names or shapes, which the message lists.
-        TypeError: a tensor in the place of a number, or the other way round.
+        TypeError: a tensor in the place of a number, or the other way round; a dtype that cannot be had from the saved one, as
+            whole numbers from floats; `state_dict` is no mapping.
 
     Same as: flax.serialization.from_state_dict.
 
@@ -65,24 +67,31 @@ def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
 
 def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
     """`from_state_dict`, for a state that errors call `what`."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
     names, places, structure = _named(like)
-    open_ended = {name: _behind(name, saved) for name, place in zip(names, places, strict=True) if _is_empty(place)}
+    free = [name for name in saved if name not in set(names)]
+    open_ended = {name: _behind(name, free) for name, place in zip(names, places, strict=True) if _is_empty(place)}
     want = set(names) - open_ended.keys()
     have = saved.keys() - {full for found in open_ended.values() for full in found}
     if want != have:
-        raise ValueError(f"{what} has {sorted(have)}, but here it has {sorted(want)}")
+        raise ValueError(f"{what} has {sorted(map(str, have))}, but here it has {sorted(want)}")
     shared: dict[Any, Tensor] = {}
     leaves: list[Any] = []
     for name, place in zip(names, places, strict=True):
         if name in open_ended:
-            leaves.append({key: _copied(saved[full]) for full, key in open_ended[name].items()})
+            filled = copy.copy(place)
+            filled.update({key: _copied(saved[full]) for full, key in open_ended[name].items()})
+            leaves.append(filled)
         elif isinstance(place, Tensor):
             given = saved[name]
             if not isinstance(given, Tensor):
                 raise TypeError(f"{what}: {name!r} is {given!r}, expected a tensor")
             if place.shape != given.shape:
                 raise ValueError(f"{what}: {name!r} has shape {tuple(given.shape)}, but here {tuple(place.shape)}")
-            value = torch.empty_like(place).copy_(given)
+            if not torch.can_cast(given.dtype, place.dtype):
+                raise TypeError(f"{what}: {name!r} is {given.dtype}, which cannot become {place.dtype}")
+            value = torch.empty_like(place).copy_(given.detach())
             leaves.append(value if place.dim() else shared.setdefault((id(place), given.item()), value))
         elif type(saved[name]) is not type(place):
             raise TypeError(f"{what}: {name!r} is {saved[name]!r}, expected a {type(place).__name__} like {place!r}")
@@ -105,11 +114,11 @@ def _is_empty(node: Any) -> bool:
     return isinstance(node, dict) and not node
 
 
-def _behind(name: str, saved: Mapping[str, Any]) -> dict[str, str]:
-    """The names that begin with this one, and what comes behind it."""
+def _behind(name: str, free: list[str]) -> dict[str, str]:
+    """Of names those that begin with this one, and what comes behind it."""
     prefix = name + "." if name else ""
-    return {full: full.removeprefix(prefix) for full in saved if full.startswith(prefix)}
+    return {full: full.removeprefix(prefix) for full in free if str(full).startswith(prefix)}
 
 
 def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.detach().clone() if isinstance(value, Tensor) else value

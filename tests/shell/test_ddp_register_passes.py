@@ -238,6 +238,31 @@ def test_weights_do_not_overflow_16_bits(pool: Any, weight: float) -> None:
     assert pool.run(2, weighted_halves, weight) == [[30.0, 60.0]] * 2
 
 
+def widely_weighted(hook: str, dtype: torch.dtype) -> Any:
+    """The gradient of each pass, which is 0.5 whatever the weights are, and the parameter behind the first."""
+    module = nn.Linear(3, 1, bias=False, dtype=dtype)
+    nn.init.ones_(module.weight)
+    made = {"mean": tx.mean("data"), "mean, clip": tx.chain(tx.mean("data"), tx.clip_by_global_norm(100.0))}[hook]
+    ddp = DistributedDataParallel(module)
+    handle = fjoin.ddp.register(ddp, tx.fuse(made, tx.sgd(1.0)))
+    grads, params = [], []
+    for weight in (512.0, 1e-6, 3.0, 50000.0):
+        ddp.zero_grad()
+        handle.weight(weight)
+        ddp(torch.full((1, 3), 0.5, dtype=dtype)).sum().backward()
+        grads += module.weight.grad.flatten().tolist()
+        params += module.weight.flatten().tolist()
+    return grads, params[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hook", ["mean", "mean, clip"])
+def test_weights_of_any_size_and_few_bits(pool: Any, hook: str, dtype: torch.dtype) -> None:
+    """What gradients are multiplied with on their way is taken off once; sums fit when weights grow at once."""
+    for grads, param in pool.run(2, widely_weighted, hook, dtype):
+        assert grads == pytest.approx([0.5] * 12, rel=1e-3) and param == 0.5
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: tx.adamw(0.05),
     "sgd": lambda: tx.sgd(0.05, momentum=0.9),

@@ -178,6 +178,29 @@ def test_no_rank_with_weight_counts_as_no_step() -> None:
         assert state.pipeline.scale == 2.0**17 and state.pipeline.skipped == 0 and state.pipeline.streak == 0
 
 
+@pytest.mark.parametrize("bad", [INF, NAN])
+def test_optimizers_that_take_a_sign_see_it_too(bad: float) -> None:
+    """sign(nan) is 0, so that parameters stay finite; a frozen leaf's gradient counts too, as in a step."""
+    makers = {
+        "lion": tx.lion(0.1),
+        "rprop": tx.rprop(0.1),
+        "frozen": tx.partition({"w": tx.frozen(), "*": tx.sgd(0.1)}),
+    }
+    for optimizer in makers.values():
+        fused = tx.fuse(tx.mean("data"), optimizer)
+        for pipeline in (tx.dynamic_loss_scale(fused, init_scale=4.0), tx.skip_if_nonfinite(fused)):
+            step, state = step_of(loss=lambda p, b: (p["w"] * b).sum() + p["v"].sum(), pipeline=pipeline)
+            state, _ = step(state, torch.tensor([bad, 1.0]))
+            params = {"w": torch.ones(2), "v": torch.ones(2)}
+            start = pipeline.init(params)
+            grads = {"w": torch.tensor([bad, 1.0]), "v": torch.ones(2)}
+            run = lambda: pipeline.step(params, grads, start)  # noqa: B023, E731
+            ((pure, pure_state),) = tx.simulate(run, {"data": 1})
+            assert same_bits(pure, params) and same_bits(state.params, params)
+            assert pure_state.skipped == state.pipeline.skipped == 1
+            assert same_bits(pure_state.inner.optimizer, start.inner.optimizer)
+
+
 def registered(bad: float) -> Any:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(2, 1, bias=False))
@@ -201,13 +224,27 @@ def registered(bad: float) -> Any:
             saved = handle.state_dict()
     saved["outer"]["scale"] += 1.0
     handle.load_state_dict(saved)
-    text = raises_text(RuntimeError, lambda: ddp(torch.ones(1, 2)).sum().backward(), "handle.scale(loss)")
-    return seen, handle._run.outer.scale.item(), text
+    loaded = handle._run.outer.scale.item()
+    before = ddp.module.weight.detach().clone()
+
+    def window(first: Any, second: Any) -> None:
+        ddp.zero_grad()
+        with ddp.no_sync():
+            first(ddp(torch.ones(1, 2)).sum()).backward()
+        second(ddp(torch.ones(1, 2)).sum()).backward()
+
+    plain = lambda loss: loss  # noqa: E731
+    for passes in ((plain, plain), (plain, handle.scale), (handle.scale, plain)):
+        raises_text(RuntimeError, lambda: window(*passes), "handle.scale(loss)", "no_sync")  # noqa: B023
+        assert torch.equal(ddp.module.weight, before)
+    window(handle.scale, handle.scale)
+    assert torch.allclose(ddp.module.weight, before - 1.0) and handle.skipped == 4
+    return seen, loaded
 
 
 def test_in_distributed_data_parallel(pool: Any) -> None:
     """The loss is scaled by the handle; an overflow on one rank leaves the step out on both."""
-    for seen, loaded, _ in pool.run(2, registered, INF):
+    for seen, loaded in pool.run(2, registered, INF):
         assert seen == [(0, 64.0, [0.5, 0.5]), (1, 32.0, [0.5, 0.5]), (1, 32.0, [0.0, 0.0]), (1, 64.0, [-0.5, -0.5])]
         assert loaded == 33.0
 
@@ -215,7 +252,8 @@ def test_in_distributed_data_parallel(pool: Any) -> None:
 def test_what_is_refused() -> None:
     fused = tx.fuse(tx.mean("data"), tx.sgd(0.1))
     for options, name in (
-        ({"init_scale": 0.0}, "init_scale"), ({"init_scale": INF}, "init_scale"), ({"growth_factor": 1.0}, "growth_factor"),
+        ({"init_scale": 0.0}, "init_scale"), ({"init_scale": 1e39}, "init_scale"),
+        ({"init_scale": 1e-50}, "init_scale"), ({"growth_factor": 1.0}, "growth_factor"),
         ({"backoff_factor": 1.0}, "backoff_factor"), ({"growth_interval": 0}, "growth_interval"),
         ({"growth_interval": 1.5}, "growth_interval"),
     ):  # fmt: skip

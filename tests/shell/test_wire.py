@@ -194,6 +194,31 @@ def test_what_is_refused() -> None:
     raises_text(ValueError, lambda: tx.fp8(dtype=torch.float16), "torch.float16", "float8_e4m3fn")
 
 
+def test_a_code_has_no_derivative() -> None:
+    hook = tx.cast(torch.bfloat16, tx.mean("data"))
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(lambda y: hook.update(y, hook.init(y))[0].sum())(x)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return hook.update(x.requires_grad_(), hook.init(x))[0]
+
+    for run in (outer, plain):
+        two = [torch.ones(2), torch.ones(2)]
+        raises_text(RuntimeError, lambda: tx.simulate(run, {"data": 2}, two), "no derivative")  # noqa: B023
+
+
+def test_weights_that_overflow_are_not_taken_for_none() -> None:
+    hook = tx.cast(torch.bfloat16, tx.mean("data"))
+    for ranks in (2, 3):
+        out = tx.simulate(
+            lambda w: hook.update(torch.ones(2), hook.init(torch.ones(2)), weight=w)[0],
+            {"data": ranks},
+            [1e308] * ranks,
+        )
+        assert all(o.isnan().all() for o in out)
+
+
 def other_codec() -> str:
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     block = 8 + 8 * mesh.rank

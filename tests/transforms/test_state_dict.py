@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import torch
@@ -69,6 +70,11 @@ def test_what_does_not_fit() -> None:
     raises_text(ValueError, lambda: tx.from_state_dict(like, {}), "[]", "w.step")
     raises_text(ValueError, lambda: load(**{"w.momentum": torch.zeros(3)}), "'w.momentum'", "(3,)", "(2,)")
     raises_text(TypeError, lambda: load(**{"w.momentum": 3}), "'w.momentum'", "expected a tensor")
+    raises_text(TypeError, lambda: tx.from_state_dict(like, None), "mapping", "None")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.from_state_dict(like, {0: 1, "b": 2}), "['0', 'b']")  # type: ignore[dict-item]
+    counts = {"n": torch.zeros((), dtype=torch.int64)}
+    for bad in (torch.tensor(1.7), torch.tensor(float("nan"))):
+        raises_text(TypeError, lambda: tx.from_state_dict(counts, {"n": bad}), "'n'", "float32", "int64")  # noqa: B023
     switch = tx.switch_after(1, tx.identity(), tx.identity())
     raises_text(
         TypeError, lambda: tx.from_state_dict(switch.init({}), {"step": torch.tensor(1)}), "'step'", "expected a int"
@@ -81,6 +87,12 @@ def test_trees_of_any_form() -> None:
     for tree in trees:
         assert same_bits(saved_and_loaded(tree, tree), tree)
     assert tx.from_state_dict({}, {"a": 1, "b.c": 2}) == {"a": 1, "b.c": 2}
+    beside = {"a": {}, "a.b": torch.ones(2)}
+    assert same_bits(tx.from_state_dict(beside, tx.to_state_dict(beside)), beside)
+    ordered = {"b": collections.OrderedDict(), "a": torch.ones(1)}
+    assert type(tx.from_state_dict(ordered, {"a": torch.ones(1), "b.x": 1})["b"]) is collections.OrderedDict
+    grown = tx.from_state_dict({"a": torch.zeros(2)}, {"a": torch.ones(2, requires_grad=True) * 2})
+    assert not grown["a"].requires_grad
     narrow = tx.from_state_dict({"a": torch.zeros(2, dtype=torch.bfloat16)}, {"a": torch.ones(2)})
     assert narrow["a"].dtype is torch.bfloat16
     kept: Tensor = torch.ones(2)

@@ -61,7 +61,8 @@ def compress(codec: Codec, hook: Transform) -> Transform:
 def cast(dtype: torch.dtype, hook: Transform) -> Transform:
     """Let what a hook sends of gradients travel in fewer bits.
 
-    Sums are taken in float32. Nothing overflows that float32 holds: float16 and the 8-bit floats travel beside a scale.
+    Sums are taken in float32. Nothing overflows that float32 holds: float16 and the 8-bit floats travel beside a scale; of
+    bfloat16 the largest number is 3.39e38, a little less than float32's.
 
     Args:
         dtype: torch.bfloat16, float16, float8_e4m3fn or float8_e5m2; float32 for float64 gradients.

@@ -9,6 +9,7 @@ lane are summed as the gradients are, each rank taking some of them.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -92,7 +93,9 @@ def cut(x: Tensor, rows: int, size: int) -> Tensor:
 def _mean(rows: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
     total = said[:, 0].sum()
-    factor = (said[:, -1] / torch.where(total == 0, torch.ones_like(total), total)).to(torch.float32)
+    divisor = torch.where(total == 0, torch.ones_like(total), total)
+    divisor = torch.where(torch.isfinite(divisor), divisor, torch.full_like(divisor, math.nan))  # x / inf would be 0
+    factor = (said[:, -1] / divisor).to(torch.float32)
     mean = rows[0] * factor[0]
     for row, part in zip(rows[1:], factor[1:], strict=True):
         mean = torch.addcmul(mean, row, part)
