@@ -131,7 +131,7 @@ def partition(parts: Mapping[Patterns, Any]) -> Any:
     return _partition_transforms(dict(parts))
 
 
-def _label(parts: Mapping[Patterns, Any], path: str) -> Patterns:
+def label_of(parts: Mapping[Patterns, Any], path: str) -> Patterns:
     for pattern in parts:
         if matcher(pattern)(path):
             return pattern
@@ -143,7 +143,7 @@ def _label(parts: Mapping[Patterns, Any], path: str) -> Patterns:
 def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[str, Any]]:
     out: dict[Patterns, dict[str, Any]] = {pattern: {} for pattern in parts}
     for path, leaf in named_leaves(tree).items():
-        out[_label(parts, path)][path] = leaf
+        out[label_of(parts, path)][path] = leaf
     return out
 
 
@@ -202,6 +202,6 @@ def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
         by_path,
         by_path,
         elementwise=all(part.elementwise for part in parts.values()),
-        select=lambda path: parts[_label(parts, path)].at(path),
+        select=lambda path: parts[label_of(parts, path)].at(path),
         check=check,
     )

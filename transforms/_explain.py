@@ -18,11 +18,13 @@ from torch._subclasses.fake_tensor import (
 
 from ._base import Optimizer, Pipeline, Transform
 from ._bucketwise import Carried, restrict
+from ._by_path import label_of, masked
 from ._combine import stages
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
 from ._plan import make_plan, takes_flat
+from ._spec import _FACTORIES, Spec
 from ._tree import Tree, registered
 from .axes._collectives import axis_size, psum
 from .axes._env import bind_axes
@@ -129,9 +131,8 @@ def explain_cut(
             inner = _alternatives(part)
             for child, child_when in inner:
                 for stage in stages(child):
-                    explain_stage(
-                        stage, child_when if when == "each step" else f"{when}, {child_when}", carries, per_bucket
-                    )
+                    both = [w for w in (when, child_when) if w != "each step"]
+                    explain_stage(stage, ", ".join(both) or "each step", carries, per_bucket)
             if inner:
                 return
             if part is plan.reduce:
@@ -182,7 +183,34 @@ def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
         return [(spec["transform"], f"every {spec['steps']} steps")]
     if spec.name == "accumulate":
         return [(spec["transform"], f"once in {spec['steps']} calls")]
-    return []
+    if not any(spec.contains(name) for name in ("every", "switch_after", "accumulate")):
+        return []
+    if spec.name == "partition":
+        return [(_part_of_partition(spec["parts"], pattern), "each step") for pattern in spec["parts"]]
+    holds = [name for name, value in spec.args if isinstance(value, Transform)]
+    if len(holds) != 1:
+        return []
+    inside = stages(spec[holds[0]])
+    if len(inside) > 1:
+        return [(_around(spec, holds[0], stage), "each step") for stage in inside]
+    return [(_around(spec, holds[0], stage), when) for stage, when in _alternatives(inside[0])]
+
+
+def _around(spec: Spec, argument: str, stage: Transform) -> Transform:
+    """What a factory makes of one stage of what it was given; the stage itself where that is none of its business."""
+    try:
+        made: Transform = _FACTORIES[spec.name](**{**dict(spec.args), argument: stage})
+    except TypeError:  # such as a codec around a stage that sends nothing
+        return stage
+    return made
+
+
+def _part_of_partition(parts: dict[Any, Transform], pattern: Any) -> Transform:
+    def which(path: str) -> bool:
+        return label_of(parts, path) == pattern
+
+    which.__qualname__ = repr(pattern)
+    return masked(parts[pattern], which)
 
 
 def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:

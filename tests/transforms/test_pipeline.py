@@ -312,3 +312,30 @@ def test_what_is_written_by_hand_is_known_by_its_function_inside_others_too() ->
     assert repr(both) == "chain(mean('data'), custom(partial(_times, 2.0)))"
     assert repr(_by_hand(made[0])) == "custom(_Negates)"
     raises_text(TypeError, lambda: tx.to_json(both), "written by hand", "@factory")
+
+
+def test_explain_finds_what_runs_now_and_then_inside_others() -> None:
+    """As many messages, and in the same steps, whichever of two wrappers is the outer one."""
+    params, mean = {"w": torch.zeros(1000), "v": torch.zeros(10)}, tx.mean("data")
+
+    def rows(hook: tx.Transform) -> list[Any]:
+        return [(row.when, row.messages) for row in tx.explain(hook, params, {"data": 4}).rows]
+
+    cast = lambda hook: tx.cast(torch.bfloat16, hook)  # noqa: E731
+    (now_and_then,) = rows(tx.every(2, cast(mean)))
+    assert now_and_then[0] == "every 2 steps" and len(now_and_then[1]) == 2
+    for hook in (
+        cast(tx.every(2, mean)),
+        tx.error_feedback(cast(tx.every(2, mean))),
+        tx.masked(tx.every(2, cast(mean)), "*"),
+    ):
+        ((when, messages),) = rows(hook)
+        assert when == "every 2 steps" and [m.collective for m in messages] == [m.collective for m in now_and_then[1]]
+    assert rows(cast(tx.chain(tx.clip_by_value(1.0), tx.every(2, mean))))[1] == now_and_then
+    assert [when for when, _ in rows(cast(tx.switch_after(1, tx.noop(), mean)))] == ["before step 1", "from step 1"]
+    by_path = rows(tx.partition({"w": tx.every(2, mean), "*": mean}))
+    assert [(when, [m.payload_bytes for m in messages]) for when, messages in by_path] == [
+        ("every 2 steps", [4008]), ("each step", [48])
+    ]  # fmt: skip
+    ((when, messages),) = rows(tx.skip_if_nonfinite(tx.every(2, mean)))
+    assert when == "every 2 steps" and len(messages) == 1
