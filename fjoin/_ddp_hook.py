@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._axis import Once, Work
 from ._ddp_buckets import FromDDP, first_buckets
+from ._ddp_scale import ScaledLoss
 from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
@@ -48,8 +49,6 @@ class DDPRun:
         self._mesh, self.pipeline, self._hook, self._stages = mesh, pipeline, hook, stages(hook)
         self.skips = None if pipeline is None else pipeline.skips
         self.outer: Any = self.skips.begin(()) if self.skips else None
-        self.scaled = False  # whether the loss of this backward pass has been
-        self._unscaled = False  # whether that of some pass since the last step has not
         self._plan = plan = make_plan(hook, tuple(mesh.shape))
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
@@ -83,39 +82,11 @@ class DDPRun:
         self._lane: tuple[Tensor, Work] | None = None
         self._used: set[str] | None = None
         self._buckets = first_buckets(ddp, params)
-        if self.skips and self.skips.scaled:
-            me = weakref.ref(self)
-
-            def arrived(_: Tensor) -> None:
-                run = me()
-                if run is not None:
-                    run._check_scaled()
-
-            for p in params.values():
-                p.register_post_accumulate_grad_hook(arrived)
+        self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
         if pipeline is not None and (ddp.find_unused_parameters or ddp.static_graph):
             self._used = used = set()
             for path, p in params.items():
                 p.register_post_accumulate_grad_hook(lambda p, path=path: used.add(path))
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times its scale, which notices the backward pass that it starts."""
-        scaled = loss * self.outer.scale.to(loss.device)
-
-        def begins(grad: Tensor) -> None:
-            self.scaled = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._ends)  # type: ignore[attr-defined]
-
-        scaled.register_hook(begins)
-        return scaled
-
-    def _ends(self) -> None:
-        self.scaled = False
-
-    def _check_scaled(self) -> None:
-        """Told of each gradient of a module whose pipeline wants scaled ones."""
-        if self.skips and self.skips.scaled and not self.scaled:
-            self._unscaled = True
 
     def explain(self) -> Explanation:
         """What a pass sends, with the buckets of the last one, or of the first."""
@@ -151,8 +122,8 @@ class DDPRun:
     def _begin(self) -> None:
         self._forget()
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
-        if not shadows:
-            self._check_scaled()
+        if self.scaling is not None and not shadows:
+            self.scaling.check()
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
 
     def _forget(self) -> None:
@@ -175,9 +146,9 @@ class DDPRun:
 
     def _launch(self, out: FromDDP) -> None:
         first = len(self._outs) == 1
-        if self.skips and self.skips.scaled:
+        if self.scaling is not None:
             unscale(out.grads, 1 / self.outer.scale.double())
-            if self._unscaled:
+            if self.scaling.missed:
                 out.grads.fill_(math.nan)  # so that all ranks leave the step out
         if self._plan.reduce is not None:
             if first:
@@ -292,14 +263,8 @@ class DDPRun:
             self._mesh.reduce_(bad, self._plan.axes).wait()
             sums["nonfinite0"] = float(bad.item())
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
-        if self._unscaled:
-            self._unscaled = False
-            _raise_after_backward(
-                RuntimeError(
-                    "the pipeline takes gradients of a scaled loss, and a backward pass since its last step had none; write "
-                    "handle.scale(loss).backward(), under no_sync too. This step is left out; call zero_grad()"
-                )
-            )
+        if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
+            _raise_after_backward(missed)
         if self.skips is not None:
             self.outer = verdict.settle(self.skips, self.outer)
         elif verdict.error is not None:

@@ -57,10 +57,9 @@ class Handle:
         Raises:
             TypeError: the pipeline scales no losses.
         """
-        run = self._run
-        if run.skips is None or not run.skips.scaled:
+        if self._run.scaling is None:
             raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
-        return run.scale(loss)
+        return self._run.scaling(loss, self._run.outer.scale)
 
     @property
     def total(self) -> float:
