@@ -14,7 +14,7 @@ All of them are pairs of pure functions; whatever they remember is in the state 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -71,7 +71,9 @@ class Transform(_Specified):
             the last message brought. None if it does not carry the lane.
         vmappable: Whether `update` runs under the simulator's vmap engine.
         wired: Whether `update` sends floats in the form that `extra["wire"]`, a `Codec`, gives them; see `compress`.
-        lossy: Whether `update` encodes what it sends, and keeps what is lost in `extra["memory"]`; see `error_feedback`.
+        loses: For a transform that does not send all of a gradient: `params -> paths` of those of which it does not, and of
+            which it keeps the rest in `extra["memory"]`; see `error_feedback`. None: nothing is lost, or what its parts lose.
+        named: Whether `update` looks at paths, so that no flat buffer may stand for leaves.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -86,15 +88,19 @@ class Transform(_Specified):
     sums: Callable[[State], Any] | None = None
     vmappable: bool = True
     wired: bool = False
-    lossy: bool = False
+    loses: Callable[[Tree], Collection[str]] | None = None
+    named: bool = False
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:
         if self.scope not in ("element", "leaf", "message", "tree"):
             raise ValueError(f"scope must be 'element', 'leaf', 'message' or 'tree', got {self.scope!r}")
-        for what in ("wired", "lossy"):
+        for what in ("wired", "named"):
             if any(getattr(child, what, False) for child in self.spec.children):
                 object.__setattr__(self, what, True)
+        losing = [child.loses for child in self.spec.children if getattr(child, "loses", None)]
+        if losing and self.loses is None:
+            object.__setattr__(self, "loses", lambda params: set[str]().union(*(loses(params) for loses in losing)))
         if not self.vmappable or not all(getattr(child, "vmappable", True) for child in self.spec.children):
             object.__setattr__(self, "vmappable", False)
             object.__setattr__(self, "update", _refuse_vmap(self.update, self))

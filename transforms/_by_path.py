@@ -73,7 +73,8 @@ def masked(transform: Transform, which: Which) -> Transform:
         return _replace_leaves(grads, _not_none(new, "masked")), state
 
     # No sums: the leaves that it passes by are not the same on all ranks.
-    return Transform(init, update, scope=_per_path([transform]))
+    loses = transform.loses and (lambda params: transform.loses(_chosen(which, params)))  # type: ignore[misc]
+    return Transform(init, update, scope=_per_path([transform]), loses=loses, named=True)
 
 
 def _per_path(parts: Sequence[Transform]) -> Scope:
@@ -183,7 +184,13 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     carrier = reducing[0] if reducing else None
     first = next(iter(parts.values()))
     sums = (lambda state: first.sums(state[0])) if len(reducing) == len(parts) else None  # type: ignore[misc]
-    return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums)
+
+    def loses(params: Tree) -> set[str]:
+        chosen = _labelled(parts, params)
+        return {path for pattern, part in parts.items() if part.loses for path in part.loses(chosen[pattern])}
+
+    of_parts = loses if any(part.loses for part in parts.values()) else None
+    return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums, loses=of_parts, named=True)
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:

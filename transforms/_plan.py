@@ -87,5 +87,4 @@ def _summed_over(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
 
 def takes_flat(part: Transform) -> bool:
     """Whether a transform may be given a bucket as one flat tensor: not where something in it looks at paths."""
-    by_path = part.spec.contains("partition") or part.spec.contains("masked")
-    return part.scope in ("element", "message") and not by_path
+    return part.scope in ("element", "message") and not part.named

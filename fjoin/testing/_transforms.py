@@ -241,7 +241,7 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
 
 def _room(part: tx.Transform) -> float:
     """What another order of additions may change: where their results are encoded, about a step of the code."""
-    coded = part.lossy or any(isinstance(value, tx.Codec) for _, value in part.spec.args)
+    coded = part.loses is not None or any(isinstance(value, tx.Codec) for _, value in part.spec.args)
     return 0.1 if coded else 1e-14
 
 

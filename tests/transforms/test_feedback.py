@@ -112,9 +112,9 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
         hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()), how)
         rank = int(tx.axis_index("data"))
         _, state = hook.update(first, hook.init(first), weight=1.0)
-        owed = state.error.clone()
+        owed = state.error[""].clone()
         out, state = hook.update(torch.zeros(2), state, weight=1.0 - rank)
-        return owed.tolist(), out.tolist(), state.error.tolist()
+        return owed.tolist(), out.tolist(), state.error[""].tolist()
 
     for how, arrived in (("freeze", 0.4), ("flush", 0.8)):
         (owed, out, _), (_, _, left) = tx.simulate(one_rank, {"data": 2}, [how, how])
@@ -170,3 +170,14 @@ def test_what_is_refused() -> None:
         "one axis",
         "chain",
     )
+
+
+def test_only_what_is_encoded_has_a_memory() -> None:
+    by_path = tx.partition({"*.bias": tx.mean("data"), "*": tx.chain(tx.quantized_mean("data", tx.int8()))})
+    params = {"a.bias": torch.zeros(3), "a.weight": torch.zeros(2, 2, dtype=torch.float64)}
+    for hook in (by_path, tx.every(2, by_path), tx.switch_after(2, tx.mean("data"), by_path)):
+        error = tx.error_feedback(hook).init(params).error
+        assert list(error) == ["a.weight"] and error["a.weight"].dtype is torch.float64
+    assert list(tx.error_feedback(tx.masked(tx.quantized_mean("data", tx.int8()), "*.bias")).init(params).error) == [
+        "a.bias"
+    ]

@@ -10,7 +10,7 @@ import torch
 from .._base import Transform, check_transform
 from .._combine import widest
 from .._spec import factory
-from .._tree import State, Tree
+from .._tree import State, Tree, named_leaves
 from ..axes._primitive import AxisName
 from ..sync._mean import Over, mean
 from ._blocks import fp8
@@ -134,7 +134,11 @@ def _encoded(codec: Codec, hook: Transform) -> Transform:
         return hook.update(grads, state, params, **{**extra, "wire": codec})
 
     scope = widest([hook]) if codec.elementwise else widest([hook, _ON_MESSAGES])
-    return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, lossy=True)
+    return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=_all_paths)
+
+
+def _all_paths(params: Tree) -> list[str]:
+    return list(named_leaves(params))
 
 
 _ON_MESSAGES = Transform(lambda params: (), lambda grads, state, params=None, **extra: (grads, state), scope="message")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from ._memory import Memory
 
 class ErrorState(NamedTuple):
     inner: State
-    error: Tree  # what has not been sent yet, in sums of weight * gradient: like the parameters, at least float32
+    error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * gradient, at least float32
 
 
 @factory
@@ -59,7 +58,7 @@ def error_feedback(hook: Transform, without_input: Literal["freeze", "flush"] = 
     tensor([12700.,    20.])
     """
     check_transform(hook, "error_feedback: hook")
-    if not hook.lossy:
+    if hook.loses is None:
         raise TypeError(
             f"nothing in {hook!r} is encoded, so there is no error to feed back; write error_feedback(quantized_mean(axis, codec))"
         )
@@ -70,18 +69,17 @@ def error_feedback(hook: Transform, without_input: Literal["freeze", "flush"] = 
         def zeros(p: Tensor) -> Tensor:
             return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
 
-        return ErrorState(hook.init(params), optree.tree_map(zeros, params))
+        of, lost = named_leaves(params), set(hook.loses(params))  # type: ignore[misc]
+        return ErrorState(hook.init(params), {path: zeros(p) for path, p in of.items() if path in lost})
 
     def update(
         grads: Tree, state: ErrorState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, ErrorState]:
-        memory = Memory(named_leaves(state.error), without_input == "flush")
+        memory = Memory(state.error, without_input == "flush")
         out, inner = hook.update(
             grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "memory": memory}
         )
-        _, old, structure = optree.tree_flatten_with_path(state.error)
-        new = [memory.new.get(path, e) for path, e in zip(memory.error, old, strict=True)]
-        return out, ErrorState(inner, optree.tree_unflatten(structure, new))
+        return out, ErrorState(inner, {**state.error, **memory.new})
 
     sums = None if hook.sums is None else lambda state: hook.sums(state.inner)  # type: ignore[misc]
     return Transform(init, update, scope=widest([hook]), sums=sums)
