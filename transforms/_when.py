@@ -16,7 +16,7 @@ from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
 from ._tree import State, Tree, choose_state, zeros_like
-from .sync._mean import check_weight
+from .sync._weights import check_weight
 
 
 def _whole(name: str, value: Any, least: int) -> int:

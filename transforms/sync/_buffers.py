@@ -13,7 +13,7 @@ from .._tree import State, Tree, map_with_path, named_leaves
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
 from ..axes._primitive import AxisName
-from ._mean import check_weight
+from ._weights import check_weight
 
 
 @factory

@@ -6,9 +6,7 @@ uneven inputs need.
 
 from __future__ import annotations
 
-import math
-import numbers
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -17,16 +15,15 @@ from torch import Tensor
 from .._base import Transform, init_empty
 from .._bucketwise import Carried
 from .._spec import factory
-from .._tree import Tree, named_leaves, plain
+from .._tree import Tree, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
 from ..wire._codec import Codec
+from ..wire._encoded import encoded_mean
 from ..wire._memory import Memory
-from ..wire._reduce import Reduced, coded_mean
 from ._lane import Lane, decode_lane, encode_lane
 from ._lane import lane_dtype as dtype_of_lane
-
-Over: TypeAlias = Literal["weight", "live", "world"]
+from ._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
 
 
 class MeanState(NamedTuple):
@@ -41,60 +38,16 @@ def init_mean(params: Tree) -> MeanState:
     return MeanState(torch.zeros((), dtype=torch.float64), {})
 
 
-def check_over(over: Any) -> None:
-    if over not in ("weight", "live", "world"):
-        raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
-
-
-def check_weight(weight: Any) -> Tensor:
-    """The weight as a 0-d float64 tensor; None is 1.
-
-    Raises:
-        ValueError: a host number that is negative, NaN or infinite, or a tensor that is not 0-d.
-    """
-    if weight is None:
-        return torch.ones((), dtype=torch.float64)
-    if isinstance(weight, Tensor):
-        if weight.dim():
-            raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
-        return weight.to(torch.float64)
-    if not (isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0):
-        raise ValueError(
-            f"weight must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
-        )
-    return torch.tensor(float(weight), dtype=torch.float64)
-
-
-def share(weight: Tensor, over: Over) -> Tensor:
-    """The factor of this rank's gradients in the sum: its weight, or 1 where only counts matter."""
-    return weight if over == "weight" else (weight > 0).to(weight.dtype)
-
-
-def known_share(weight: Any, over: Over) -> float | None:
-    """`share` where it is known on the host, so that 1 and 0 cost nothing; else None."""
-    if isinstance(weight, Tensor):
-        return None
-    given = 1.0 if weight is None else float(weight)
-    return given if over == "weight" else float(given > 0)
-
-
 def _weighted_sum(
-    grads: Tree,
-    axis: AxisName,
-    weight: Any,
-    lane: Lane | None,
-    over: Over,
-    carried: Carried | None,
+    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, carried: Carried | None,
     dtype: torch.dtype | None,
-) -> tuple[Tree, MeanState]:
+) -> tuple[Tree, MeanState]:  # fmt: skip
     factor = share(check_weight(weight), over)
     n, known = axis_size(axis), known_share(weight, over)
 
     def scale(g: Tensor) -> Tensor:
-        if known is not None:
-            return g if known == 1.0 else g * known if known else torch.zeros_like(g)
-        # A rank of weight 0 adds nothing, whatever its gradients hold: 0 * nan would be nan.
-        return torch.where(factor > 0, g * factor.to(g.dtype), torch.zeros_like(g))
+        g = silenced(g, factor, known)
+        return g if known in (0.0, 1.0) else g * (factor.to(g.dtype) if known is None else known)
 
     scaled = optree.tree_map(scale, grads)
     if carried is not None:
@@ -110,87 +63,32 @@ def _weighted_sum(
     return summed, MeanState(sums.pop("total"), sums)
 
 
-def _encoded_sum(
-    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over | None, carried: Carried | None,
-    wire: Codec, memory: Memory | None,
-) -> tuple[Tree, MeanState]:  # fmt: skip
-    """`mean`, or the weighted sum where `over` is None, with all leaves in one message, encoded."""
-    factor, named = share(check_weight(weight), over or "weight"), {} if carried is not None else dict(lane or {})
-    if "total" in named:
-        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
-    of = named_leaves(grads)
-    if any(_is_differentiated(leaf) for leaf in of.values()):
-        raise RuntimeError(
-            "codes have no derivative; differentiate through the hook without its codec, or detach the gradients"
-        )
-    leaves, device = list(of.values()), next(iter(of.values())).device if of else None
-    factor = factor.to(device)
-    flat, words = _flat(leaves, device), encode_lane(named, torch.float64, 1, device)
-    known = known_share(weight, over or "weight")
-    if known is None:  # 0 * nan would be nan
-        flat = torch.where(factor > 0, flat, torch.zeros_like(flat))
-    elif known == 0.0:
-        flat = torch.zeros_like(flat)
-    if memory is None:
-        reduced = coded_mean(wire, flat, factor, words, axis)
-    else:
-        errors = [memory.error[path] for path in of]
-        reduced, lost = _with_memory(wire, flat, _flat(errors, device), factor, known, words, axis, memory.flush)
-        memory.new.update(zip(of, _like(lost, errors), strict=True))
-    ranks, total = axis_size(axis), reduced.total
-    full = reduced.mean
-    if over in (None, "world"):
-        full = full * (total if over is None else total / ranks).to(torch.float32)
-    out = like(full, grads)
-    if carried is not None:
-        return out, carried_state(carried)
-    told = torch.full_like(total, ranks) if over == "world" else total
-    return out, MeanState(told, decode_lane(reduced.words, named, 1))
+def _reduction(axis: AxisName, over: Over | None) -> Transform:
+    """`mean`, or the weighted sum where `over` is None."""
 
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
+        memory: Memory | None = None, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        grads = optree.tree_map(torch.as_tensor, grads)
+        if wire is not None and axis_size(axis) > 1:
+            out, total, sums = encoded_mean(wire, grads, axis, weight, over, None if carried else lane, memory)
+            return out, MeanState(total, sums) if carried is None else carried_state(carried)
+        summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype)
+        if over is None:
+            return summed, new
+        if over == "world" and carried is None:
+            new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
+        divisor = not_zero(new.total)
+        leaves = optree.tree_leaves(summed)
+        if leaves and plain(leaves):  # psum's results are fresh
+            torch._foreach_div_(leaves, divisor)
+            return summed, new
+        return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
 
-def _is_differentiated(leaf: Tensor) -> bool:
-    inside = leaf
-    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
-        if torch._C._functorch.is_gradtrackingtensor(inside):
-            return True
-        inside = torch._C._functorch.get_unwrapped(inside)
-    return torch.is_grad_enabled() and leaf.requires_grad
-
-
-def _with_memory(
-    wire: Codec, flat: Tensor, error: Tensor, factor: Tensor, known: float | None, words: Tensor, axis: AxisName, flush: bool
-) -> tuple[Reduced, Tensor]:  # fmt: skip
-    """Send what is owed besides; what came of it, and what is owed then, in sums of weight * gradient."""
-    if known is None:
-        owed = flat * factor.to(torch.float32) + error
-        times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))
-        sends = times > 0
-        given = torch.where(sends, owed / torch.where(sends, times, torch.ones_like(times)).to(torch.float32), 0.0)
-    else:
-        owed, scale = torch.add(error, flat, alpha=known) if known else error, known or float(flush)
-        times = torch.full_like(factor, scale)
-        given = owed if scale == 1.0 else owed / scale if scale else torch.zeros_like(owed)
-    reduced = coded_mean(wire, given, factor, words, axis, times)
-    assert reduced.lost is not None
-    if known is None:
-        return reduced, torch.where(sends, reduced.lost, owed + reduced.lost)
-    return reduced, reduced.lost if scale else owed + reduced.lost
-
-
-def _flat(leaves: list[Tensor], device: torch.device | None) -> Tensor:
-    flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves]
-    return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, device=device)
-
-
-def like(flat: Tensor, tree: Tree) -> Tree:
-    """Flat values in the form, the shapes and the dtypes of a tree."""
-    leaves, structure = optree.tree_flatten(tree)
-    return optree.tree_unflatten(structure, _like(flat, [torch.as_tensor(leaf) for leaf in leaves]))
-
-
-def _like(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    pieces = flat.split([leaf.numel() for leaf in leaves]) if leaves else ()
-    return [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]
+    return Transform(init_mean, update, scope="element", sums=lambda state: state, wired=True)
 
 
 def carried_state(carried: Carried) -> MeanState:
@@ -240,26 +138,7 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
     """
     check_over(over)
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, memory: Memory | None = None,
-        **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        grads = optree.tree_map(torch.as_tensor, grads)
-        if wire is not None and axis_size(axis) > 1:
-            return _encoded_sum(grads, axis, weight, lane, over, carried, wire, memory)
-        summed, new = _weighted_sum(grads, axis, weight, lane, over, carried, lane_dtype)
-        if over == "world" and carried is None:
-            new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
-        divisor = torch.where(new.total == 0, torch.ones_like(new.total), new.total)
-        leaves = optree.tree_leaves(summed)
-        if leaves and plain(leaves):  # psum's results are fresh
-            torch._foreach_div_(leaves, divisor)
-            return summed, new
-        return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
-
-    return Transform(init_mean, update, scope="element", sums=lambda state: state, wired=True)
+    return _reduction(axis, over)
 
 
 @factory
@@ -284,18 +163,7 @@ def sum_over(axis: AxisName) -> Transform:
     [tensor(5.), tensor(5.)]
     """
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None, memory: Memory | None = None,
-        **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        grads = optree.tree_map(torch.as_tensor, grads)
-        if wire is not None and axis_size(axis) > 1:
-            return _encoded_sum(grads, axis, weight, lane, None, carried, wire, memory)
-        return _weighted_sum(grads, axis, weight, lane, "weight", carried, lane_dtype)
-
-    return Transform(init_mean, update, scope="element", sums=lambda state: state, wired=True)
+    return _reduction(axis, None)
 
 
 @factory

@@ -11,6 +11,7 @@ from torch import Tensor
 from .._base import _Specified
 from .._spec import Spec, factory
 from ..axes._env import under_vmap
+from ._noise import Key
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -20,12 +21,14 @@ class Codec(_Specified):
     A row is what one rank sends to another: its bytes hold all that is needed to read it, scales included.
 
     Args:
-        encode: (rows, n) float32 -> (rows, width(n)) uint8.
+        encode: (rows, n) float32 -> (rows, width(n)) uint8; where `noisy`, of that and of a `Noise`.
         decode: (rows, width(n)) uint8, n -> (rows, n) float32. What was not finite when it was encoded is not
             finite.
         width: n -> bytes in a row of n floats.
         elementwise: Whether each float's bytes depend on that float alone, so that it does not matter which floats
             stand in a row.
+        noisy: Whether `encode` throws dice; the hook that encodes then keeps the count of its steps.
+        key: Where `noisy`, the seed and the step that the hook is in: what `coded_mean` makes the noise of.
         spec: The codec as data; `factory` fills it in.
 
     >>> from fjoin import transforms as tx
@@ -37,10 +40,12 @@ class Codec(_Specified):
     11
     """
 
-    encode: Callable[[Tensor], Tensor]
+    encode: Callable[..., Tensor]
     decode: Callable[[Tensor, int], Tensor]
     width: Callable[[int], int]
     elementwise: bool = False
+    noisy: bool = False
+    key: Key | None = None
     spec: Spec = Spec("")
 
     def with_spec(self, spec: Spec) -> Codec:

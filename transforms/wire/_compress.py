@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from .._base import Transform, check_transform
+from .._bucketwise import Carried, part_of
 from .._combine import widest
 from .._spec import factory
 from .._tree import State, Tree, named_leaves
 from ..axes._primitive import AxisName
-from ..sync._mean import Over, mean
+from ..sync._mean import mean
+from ..sync._weights import Over
 from ._blocks import fp8
 from ._codec import Codec, bfloat16, float16, float32
 
@@ -25,8 +28,13 @@ _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
 }
 
 
+class CompressState(NamedTuple):
+    inner: State
+    step: int  # calls so far, on the host: what dice are keyed by, besides the seed
+
+
 @factory
-def compress(codec: Codec, hook: Transform) -> Transform:
+def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     """Let what a hook sends of gradients be encoded while it travels.
 
     All leaves go in one message, or one to and one from the rank that sums them; see `quantized_mean`. Weights and
@@ -36,12 +44,15 @@ def compress(codec: Codec, hook: Transform) -> Transform:
     Args:
         codec: For example `int8()`.
         hook: `mean`, `sum_over`, or what holds them: `chain`, `partition`, `every` and so on.
+        seed: For codecs that throw dice, such as `int8(stochastic=True)`: the same on all ranks. Dice depend on it, the step,
+            the rank, and a float's path and place in its leaf.
 
     Returns:
-        A `Transform` with the state of `hook`.
+        A `Transform` with the state of `hook`; for codecs that throw dice, `CompressState(inner, step)`.
 
     Raises:
         TypeError: `codec` is no codec; nothing in `hook` sends what can be encoded.
+        ValueError: `seed` is no whole number.
 
     Same as: torch's fp16_compress_wrapper, bf16_compress_wrapper, for any codec.
 
@@ -54,7 +65,7 @@ def compress(codec: Codec, hook: Transform) -> Transform:
     """
     if not isinstance(codec, Codec):
         raise TypeError(f"compress takes a Codec and a hook, got {codec!r}; for example compress(int8(), mean('data'))")
-    return _encoded(codec, check_transform(hook, "compress: hook"))
+    return _encoded(codec, check_transform(hook, "compress: hook"), seed)
 
 
 @factory
@@ -90,7 +101,7 @@ def cast(dtype: torch.dtype, hook: Transform) -> Transform:
 
 
 @factory
-def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight") -> Transform:
+def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight", seed: int = 0) -> Transform:
     """The mean of all ranks' gradients, weighted, with every message encoded.
 
     Each rank takes one chunk of the gradients: it gets all ranks' codes of it, takes the mean in float32, and sends
@@ -101,10 +112,11 @@ def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight") -> Trans
         axis: The axis, or several, of which the last is reduced first.
         codec: What gradients are while they travel.
         over: What to divide by; see `mean`.
+        seed: For codecs that throw dice; see `compress`.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit.
-        State: `MeanState(total, lane)`.
+        State: `MeanState(total, lane)`; for codecs that throw dice, `CompressState(inner, step)` around it.
 
     Raises:
         TypeError, ValueError: as `compress` and `mean`.
@@ -120,21 +132,39 @@ def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight") -> Trans
     >>> round(mean.item(), 3)
     43.0
     """
-    return compress(codec, mean(axis, over))
+    return compress(codec, mean(axis, over), seed)
 
 
-def _encoded(codec: Codec, hook: Transform) -> Transform:
+def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     if not hook.wired:
         raise TypeError(
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform with wired=True that "
             f"takes extra['wire']"
         )
-
-    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        return hook.update(grads, state, params, **{**extra, "wire": codec})
-
     scope = widest([hook]) if codec.elementwise else widest([hook, _ON_MESSAGES])
-    return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=_all_paths)
+    if not codec.noisy:
+
+        def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+            return hook.update(grads, state, params, **{**extra, "wire": codec})
+
+        return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=_all_paths)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+
+    def init(params: Tree) -> CompressState:
+        return CompressState(hook.init(params), 0)
+
+    def noisy(
+        grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, CompressState]:
+        wire = replace(codec, key=(seed, state.step))
+        out, inner = hook.update(
+            grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "wire": wire}
+        )
+        return out, CompressState(inner, state.step + 1)
+
+    sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
+    return Transform(init, noisy, scope=scope, sums=sums, wired=True, loses=_all_paths, named=True)
 
 
 def _all_paths(params: Tree) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._base import Transform
 from .._bucketwise import Carried
@@ -13,8 +12,10 @@ from .._spec import factory
 from .._tree import Tree, named_leaves
 from ..axes._collectives import all_gather, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
-from ..sync._mean import MeanState, Over, carried_state, check_over, check_weight, init_mean, known_share, like, share
+from ..sync._mean import MeanState, carried_state, init_mean
+from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
 from ._codec import Codec
+from ._encoded import unravel
 from ._reduce import coded_mean, cut
 
 
@@ -65,8 +66,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         dtype = lane_dtype(leaf.dtype for leaf in of.values())
         flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [torch.zeros(0, dtype=dtype)]
         own, known = flat[0] if len(flat) == 1 else torch.cat(flat), known_share(weight, over)
-        if known is None or known == 0.0:
-            own = torch.where(factor.to(own.device) > 0, own, torch.zeros_like(own))  # 0 * nan would be nan
+        own = silenced(own, factor, known)
         own = own if known == 1.0 else own * factor.to(own)
         named = {"total": factor, **({} if carried is not None else lane or {})}
         words = encode_lane(named, dtype, inside * nodes, own.device)
@@ -79,24 +79,20 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
             sums = decode_lane(part[size:], named, inside * nodes)
             total, part = sums.pop("total"), part[:size]
             divisor = torch.full_like(total, inside * nodes) if over == "world" else total
-            part = part / _not_zero(divisor).to(part)
+            part = part / not_zero(divisor).to(part)
         else:
             sums = decode_lane(part[size:], named, inside * nodes)
             here = sums.pop("total")
             said = torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)
-            reduced = coded_mean(codec, (part[:size] / _not_zero(here).to(part)).float(), here, said, node)
+            reduced = coded_mean(codec, (part[:size] / not_zero(here).to(part)).float(), here, said, node)
             total, part = reduced.total, reduced.mean
             divisor = torch.full_like(total, inside * nodes) if over == "world" else total
             if over == "world":
                 part = part * (total / divisor).to(part)
             sums = dict(zip(sums, reduced.words.unbind(0), strict=True))
         whole = all_gather(part, local).flatten()
-        out = like(whole[: own.numel()], grads)
+        out = unravel(whole[: own.numel()], grads)
         return out, carried_state(carried) if carried is not None else MeanState(divisor, sums)
 
     scope: Any = "element" if wire is None or wire.elementwise else "message"
     return Transform(init_mean, update, scope=scope, sums=lambda state: state, wired=True)
-
-
-def _not_zero(divisor: Tensor) -> Tensor:
-    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import AxisName, names
+from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, read
+from ._noise import Noise, key_of, places_of
 
 
 class Reduced(NamedTuple):
@@ -28,8 +30,9 @@ class Reduced(NamedTuple):
 
 
 def coded_mean(
-    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None
-) -> Reduced:
+    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Reduced:  # fmt: skip
     """sum_r factor_r flat_r / sum_r factor_r, with the floats encoded while they travel; 0 where all factors are.
 
     Args:
@@ -38,45 +41,68 @@ def coded_mean(
         words: Of the lane, (words,) float64.
         axis: The axis; of several, the last is reduced first, and the others what it gave.
         times: What this rank's floats are multiplied with, where that is not `factor`; asks for what is lost.
+        places: Where each float stands, for a codec that throws dice; see `places_of`.
 
     Raises:
         ValueError: what is lost is asked for over several axes.
     """
     if times is not None and len(names(axis)) > 1:
         raise ValueError(f"error feedback is over one axis, got {axis!r}; chain one mean for each axis")
-    for name in reversed(names(axis)):
-        reduced = _over_one(codec, flat, factor, words, name, times)
+    for i, name in enumerate(reversed(names(axis))):
+        dice = _Dice(codec, flat, places, axis_index(axis), i)
+        reduced = _over_one(codec, dice, flat, factor, words, name, times)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
     return reduced
 
 
-def _over_one(codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None) -> Reduced:
+class _Dice:
+    """Encodes rows, with noise where the codec takes any."""
+
+    def __init__(self, codec: Codec, flat: Tensor, places: Tensor | None, rank: Tensor, message: int) -> None:
+        self._codec, self._rank, self._message = codec, rank, message
+        if codec.noisy:
+            if codec.key is None:
+                raise ValueError(
+                    f"{codec!r} throws dice and needs a seed and a step; use it in compress or quantized_mean"
+                )
+            self.places = places_of({"": flat}, flat.device) if places is None else places
+        else:
+            self.places = flat.new_zeros(0, dtype=torch.int32)
+
+    def encode(self, rows: Tensor, places: Tensor, back: int = 0) -> Tensor:
+        if not self._codec.noisy:
+            return self._codec.encode(rows)
+        assert self._codec.key is not None
+        own = key_of(self._codec.key, self._rank, 2 * self._message + back, device=rows.device)
+        return self._codec.encode(rows, Noise(places, own, key_of(self._codec.key, device=rows.device)))
+
+
+def _over_one(
+    codec: Codec, dice: _Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None
+) -> Reduced:
     ranks, n = axis_size(axis), flat.numel()
     if ranks == 1:
         return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    head = len(own)
+    head, here = len(own), axis_index(axis).to(flat.device)
     if ranks == 2:
-        codes, mine = codec.encode(flat.unsqueeze(0)), torch.cat([own, words])
+        codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
         rows, said = _read(codec, all_gather(_row(codes, mine.unsqueeze(0))[0], axis), n, len(mine))
         mean, total = _mean(rows, said[:, :head])
-        lost = (
-            None
-            if times is None
-            else _lost(flat, rows.index_select(0, axis_index(axis).to(flat.device).view(1))[0], times)
-        )
+        lost = None if times is None else _lost(flat, rows.index_select(0, here.view(1))[0], times)
         return Reduced(mean, total, said[:, head:].sum(0), lost)
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
     chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
-    codes = codec.encode(chunks)
+    places = cut(dice.places, ranks, size) if codec.noisy else dice.places
+    codes = dice.encode(chunks, places)
     rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
     mean, total = _mean(rows, said[:, :head])
-    coded = codec.encode(mean.unsqueeze(0))
+    coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=1)
     back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
     lost = None
     if times is not None:
-        here = torch.arange(ranks, device=flat.device).unsqueeze(1) == axis_index(axis).to(flat.device)
-        again = torch.where(here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
+        is_here = torch.arange(ranks, device=flat.device).unsqueeze(1) == here
+        again = torch.where(is_here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
         lost = (_lost(chunks, codec.decode(codes, size), times) + again).flatten()[:n]
     return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost)
 
@@ -93,7 +119,7 @@ def cut(x: Tensor, rows: int, size: int) -> Tensor:
 def _mean(rows: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
     total = said[:, 0].sum()
-    divisor = torch.where(total == 0, torch.ones_like(total), total)
+    divisor = not_zero(total)
     divisor = torch.where(torch.isfinite(divisor), divisor, torch.full_like(divisor, math.nan))  # x / inf would be 0
     factor = (said[:, -1] / divisor).to(torch.float32)
     mean = rows[0] * factor[0]

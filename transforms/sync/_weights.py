@@ -1,0 +1,61 @@
+"""What a rank counts in a reduction: its weight, or that it has one."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Over: TypeAlias = Literal["weight", "live", "world"]
+
+
+def check_over(over: Any) -> None:
+    if over not in ("weight", "live", "world"):
+        raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
+
+
+def check_weight(weight: Any) -> Tensor:
+    """The weight as a 0-d float64 tensor; None is 1.
+
+    Raises:
+        ValueError: a host number that is negative, NaN or infinite, or a tensor that is not 0-d.
+    """
+    if weight is None:
+        return torch.ones((), dtype=torch.float64)
+    if isinstance(weight, Tensor):
+        if weight.dim():
+            raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
+        return weight.to(torch.float64)
+    if not (isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0):
+        raise ValueError(
+            f"weight must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
+        )
+    return torch.tensor(float(weight), dtype=torch.float64)
+
+
+def share(weight: Tensor, over: Over) -> Tensor:
+    """The factor of this rank's gradients in the sum: its weight, or 1 where only counts matter."""
+    return weight if over == "weight" else (weight > 0).to(weight.dtype)
+
+
+def known_share(weight: Any, over: Over) -> float | None:
+    """`share` where it is known on the host, so that 1 and 0 cost nothing; else None."""
+    if isinstance(weight, Tensor):
+        return None
+    given = 1.0 if weight is None else float(weight)
+    return given if over == "weight" else float(given > 0)
+
+
+def silenced(x: Tensor, factor: Tensor, known: float | None) -> Tensor:
+    """`x`, or zeros where this rank counts nothing, whatever it holds: 0 * nan would be nan."""
+    if known is None:
+        return torch.where(factor.to(x.device) > 0, x, torch.zeros_like(x))
+    return x if known else torch.zeros_like(x)
+
+
+def not_zero(divisor: Tensor) -> Tensor:
+    """What to divide by: 1 in the place of 0, so that a sum of nothing stays 0."""
+    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

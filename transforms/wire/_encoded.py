@@ -1,0 +1,125 @@
+"""A weighted mean or sum of trees of gradients, all leaves in one message, encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._tree import Tree, named_leaves
+from ..axes._collectives import axis_size
+from ..axes._primitive import AxisName
+from ..sync._lane import Lane, decode_lane, encode_lane
+from ..sync._weights import Over, check_weight, known_share, share, silenced
+from ._codec import Codec
+from ._memory import Memory
+from ._noise import places_of
+from ._reduce import Reduced, coded_mean
+
+
+class Encoded(NamedTuple):
+    out: Tree  # like the gradients
+    total: Tensor  # what was divided by, 0-d float64
+    lane: dict[str, Tensor]  # its sums, 0-d float64
+
+
+def encoded_mean(
+    wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None, memory: Memory | None,
+    reduce: Callable[..., Reduced] = coded_mean,
+) -> Encoded:  # fmt: skip
+    """The weighted mean, or the weighted sum where `over` is None.
+
+    Args:
+        memory: Where the errors of this call lie; see `error_feedback`.
+        reduce: What a `coded_mean` does.
+
+    Raises:
+        RuntimeError: something differentiates through the gradients.
+    """
+    factor = share(check_weight(weight), over or "weight")
+    if lane and "total" in lane:
+        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+    of = named_leaves(grads)
+    check_not_differentiated(of.values())
+    device = next(iter(of.values())).device if of else None
+    factor, known = factor.to(device), known_share(weight, over or "weight")
+    flat, words = silenced(ravel(of.values(), device), factor, known), encode_lane(lane or {}, torch.float64, 1, device)
+    places = places_of(of, device) if wire.noisy else None
+    if memory is None:
+        reduced = reduce(wire, flat, factor, words, axis, places=places)
+    else:
+        errors = [memory.error[path] for path in of]
+        owed = Owed(flat, ravel(errors, device), factor, known, memory.flush)
+        reduced = reduce(wire, owed.given, factor, words, axis, times=owed.times, places=places)
+        memory.new.update(zip(of, _split(owed.left(reduced), errors), strict=True))
+    total, full = reduced.total, reduced.mean
+    if over is None:
+        full = full * total.to(torch.float32)
+    elif over == "world":
+        ranks = axis_size(axis)
+        full, total = full * (total / ranks).to(torch.float32), torch.full_like(total, ranks)
+    return Encoded(unravel(full, grads), total, decode_lane(reduced.words, lane or {}, 1))
+
+
+class Owed:
+    """What a rank sends that still owes something, and what it owes then, in sums of weight * gradient.
+
+    given: (n,) float32, what is sent.
+    times: What it counts, 0-d float64: the rank's factor, or 1 where that is 0 and the error is flushed.
+    """
+
+    def __init__(self, flat: Tensor, error: Tensor, factor: Tensor, known: float | None, flush: bool) -> None:
+        if known is None:
+            self._owed = flat * factor.to(torch.float32) + error
+            self.times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))
+            self._sends: Tensor | bool = self.times > 0
+            divisor = torch.where(self._sends, self.times, torch.ones_like(self.times)).to(torch.float32)
+            self.given = torch.where(self._sends, self._owed / divisor, 0.0)
+        else:
+            self._owed, scale = torch.add(error, flat, alpha=known) if known else error, known or float(flush)
+            self.times = torch.full_like(factor, scale)
+            self._sends = scale > 0
+            self.given = self._owed if scale == 1.0 else self._owed / scale if scale else torch.zeros_like(self._owed)
+
+    def left(self, reduced: Reduced) -> Tensor:
+        lost = reduced.lost
+        assert lost is not None
+        if isinstance(self._sends, Tensor):
+            return torch.where(self._sends, lost, self._owed + lost)
+        return lost if self._sends else self._owed + lost
+
+
+def check_not_differentiated(leaves: Any) -> None:
+    if any(_is_differentiated(leaf) for leaf in leaves):
+        raise RuntimeError(
+            "codes have no derivative; differentiate through the hook without its codec, or detach the gradients"
+        )
+
+
+def _is_differentiated(leaf: Tensor) -> bool:
+    inside = leaf
+    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
+        if torch._C._functorch.is_gradtrackingtensor(inside):
+            return True
+        inside = torch._C._functorch.get_unwrapped(inside)
+    return torch.is_grad_enabled() and leaf.requires_grad
+
+
+def ravel(leaves: Any, device: torch.device | None) -> Tensor:
+    """All leaves in a row, float32."""
+    flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves]
+    return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, device=device)
+
+
+def unravel(flat: Tensor, tree: Tree) -> Tree:
+    """Flat values in the form, the shapes and the dtypes of a tree."""
+    leaves, structure = optree.tree_flatten(tree)
+    return optree.tree_unflatten(structure, _split(flat, [torch.as_tensor(leaf) for leaf in leaves]))
+
+
+def _split(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    pieces = flat.split([leaf.numel() for leaf in leaves]) if leaves else ()
+    return [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]

@@ -1,0 +1,70 @@
+"""Random bits for codecs that round by chance: the same ones for the same place in a leaf, in whatever bucket it travels."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Key = tuple[int, int]  # seed, step
+
+_GOLDEN = -1640531527  # 2**32 / the golden ratio, as an int32
+
+
+class Noise(NamedTuple):
+    """What `Codec.encode` is given where it is `noisy`.
+
+    places: (rows, n) int32, where each float stands: of its path and its offset in the leaf.
+    own: 0-d int32, differs between seeds, steps, ranks and messages.
+    common: 0-d int32, differs between seeds and steps only.
+
+    >>> noise = Noise(torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor(7), torch.tensor(1))
+    >>> noise.uniform()
+    tensor([[0.5544, 0.5331, 0.3556, 0.3204]])
+    """
+
+    places: Tensor
+    own: Tensor
+    common: Tensor
+
+    def uniform(self) -> Tensor:
+        """(rows, n) float32 in [0, 1): independent for each place and each `own`."""
+        bits = mixed(self.places + self.own.to(torch.int32))
+        return ((bits >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def mixed(h: Tensor) -> Tensor:
+    """int32 to int32, one to one: each bit depends on all bits.
+
+    Source: the finalizer of MurmurHash3, with the constants of C. Wellons's lowbias32.
+    """
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def places_of(leaves: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
+    """(n,) int32: a number for each element of each leaf, of its path and its offset there."""
+    each = [
+        torch.arange(leaf.numel(), dtype=torch.int32, device=device) * _GOLDEN + _signed(zlib.crc32(path.encode()))
+        for path, leaf in leaves.items()
+    ]
+    return torch.cat(each) if each else torch.zeros(0, dtype=torch.int32, device=device)
+
+
+def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) -> Tensor:
+    """A 0-d int32 of a seed, a step and whatever else shall make a difference."""
+    seed, step = key
+    out = torch.tensor(_signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
+    for part in (step, *folded):
+        part = part.to(device, torch.int32) if isinstance(part, Tensor) else _signed(part)
+        out = mixed(out * _GOLDEN + part + 1)
+    return out
+
+
+def _signed(n: int) -> int:
+    """The last 32 bits, as an int32."""
+    return (n & 0xFFFFFFFF) - ((n & 0x80000000) << 1)
