@@ -6,7 +6,8 @@ when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_sc
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  average_buffers  broadcast_buffers
 wire         cast  compress  quantized_mean  error_feedback  hierarchical_mean
-codecs       Codec  bfloat16  float16  float32  fp8  int8  int4
+codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
+             sign  one_bit  top_k  random_k  threshold
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
 layers       sync_batch_norm
 optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafactor  rmsprop  rprop  asgd
@@ -138,13 +139,25 @@ from .sync._mean import sum_over as sum_over
 from .wire._blocks import fp8 as fp8
 from .wire._blocks import int4 as int4
 from .wire._blocks import int8 as int8
+from .wire._blocks import qsgd as qsgd
+from .wire._blocks import terngrad as terngrad
+from .wire._blocks import uint8 as uint8
 from .wire._codec import Codec as Codec
 from .wire._codec import bfloat16 as bfloat16
+from .wire._codec import bfp16 as bfp16
 from .wire._codec import float16 as float16
 from .wire._codec import float32 as float32
+from .wire._compress import CompressState as CompressState
 from .wire._compress import cast as cast
 from .wire._compress import compress as compress
 from .wire._compress import quantized_mean as quantized_mean
 from .wire._feedback import ErrorState as ErrorState
 from .wire._feedback import error_feedback as error_feedback
 from .wire._hierarchical import hierarchical_mean as hierarchical_mean
+from .wire._noise import Noise as Noise
+from .wire._powers import natural as natural
+from .wire._signs import one_bit as one_bit
+from .wire._signs import sign as sign
+from .wire._sparse import random_k as random_k
+from .wire._sparse import threshold as threshold
+from .wire._sparse import top_k as top_k

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._base import _Specified
 from .._spec import Spec, factory
 from ..axes._env import under_vmap
-from ._noise import Key
+from ._noise import Key, Noise
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,18 +67,51 @@ def _viewed(x: Tensor, dtype: torch.dtype, n: int) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=dtype)
     flat = x.reshape(-1)
     # A row of an odd place, or of a batch of which only a part is meant: torch refuses to view it.
-    if under_vmap() or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize:
+    if under_vmap() or flat.stride(0) != 1 or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize:
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(dtype).view(x.shape[0], n)
 
 
+def by_chance(x: Tensor, dice: Tensor, fraction: int, smallest: float) -> Tensor:
+    """Round to so many bits of fraction, up or down by chance, so that the result is right on average.
+
+    Args:
+        dice: Like `x`, uniform in [0, 1).
+        smallest: The smallest power of two that still has all these bits.
+    """
+    power = (x.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)  # 2 ** exponent; infinity stays so
+    step = power.clamp(min=smallest) * 2.0**-fraction
+    return torch.floor(x / step + dice) * step
+
+
 @factory
-def bfloat16() -> Codec:
+def bfloat16(stochastic: bool = False) -> Codec:
     """Two bytes: float32 without its last 16 bits, rounded; the same range.
 
-    Same as: torch's bf16_compress_hook; the BFP16 of its quantized collectives.
+    Args:
+        stochastic: Round up or down by chance, so that what is decoded is right on average.
+
+    Same as: torch's bf16_compress_hook.
 
     >>> bfloat16().decode(bfloat16().encode(torch.tensor([[1.0, 1.001]])), 2)
+    tensor([[1., 1.]])
+    """
+    if not stochastic:
+        return _plain(torch.bfloat16)
+
+    def encode(x: Tensor, noise: Noise) -> Tensor:
+        return as_bytes(by_chance(x, noise.uniform(), 7, 2.0**-126).to(torch.bfloat16))
+
+    return replace(_plain(torch.bfloat16), encode=encode, noisy=True)
+
+
+@factory
+def bfp16() -> Codec:
+    """`bfloat16` under the name that torch's quantized collectives have for it.
+
+    Same as: DQuantType.BFP16 of torch.distributed.algorithms._quantization, for tensors of any shape.
+
+    >>> bfp16().decode(bfp16().encode(torch.tensor([[1.0, 1.001]])), 2)
     tensor([[1., 1.]])
     """
     return _plain(torch.bfloat16)

@@ -23,7 +23,7 @@ class Noise(NamedTuple):
 
     >>> noise = Noise(torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor(7), torch.tensor(1))
     >>> noise.uniform()
-    tensor([[0.5544, 0.5331, 0.3556, 0.3204]])
+    tensor([[0.5803, 0.9153, 0.2603, 0.7209]])
     """
 
     places: Tensor
@@ -39,7 +39,7 @@ class Noise(NamedTuple):
 def mixed(h: Tensor) -> Tensor:
     """int32 to int32, one to one: each bit depends on all bits.
 
-    Source: the finalizer of MurmurHash3, with the constants of C. Wellons's lowbias32.
+    Source: C. Wellons, lowbias32, of his hash-prospector.
     """
     h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
     h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261

@@ -1,0 +1,58 @@
+"""Small whole numbers, several in a byte."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def in_a_byte(base: int) -> int:
+    """How many digits of a base a byte holds.
+
+    >>> [in_a_byte(base) for base in (2, 3, 15, 255)]
+    [8, 5, 2, 1]
+    """
+    count = 1
+    while base ** (count + 1) <= 256:
+        count += 1
+    return count
+
+
+def width(n: int, base: int) -> int:
+    """Bytes of n digits."""
+    return -(-n // in_a_byte(base))
+
+
+def pack(digits: Tensor, base: int) -> Tensor:
+    """(rows, n) uint8 below `base` as (rows, width(n)): the first part's digits are the lowest, and so on."""
+    count, base, n = in_a_byte(base), _whole_bits(base), digits.shape[1]
+    if count == 1:
+        return digits
+    parts = torch.nn.functional.pad(digits, (0, -n % count)).unflatten(1, (count, -1)).unbind(1)
+    packed = parts[0]
+    for i, part in enumerate(parts[1:], start=1):
+        packed = packed + part * base**i
+    return packed
+
+
+def unpack(data: Tensor, n: int, base: int) -> Tensor:
+    """The other way round."""
+    count, base = in_a_byte(base), _whole_bits(base)
+    if count == 1:
+        return data
+    digits = []
+    for _ in range(count):
+        if base & (base - 1):
+            rest = torch.div(data, base, rounding_mode="floor")
+            digits.append(data - rest * base)
+            data = rest
+        else:  # several times as fast
+            digits.append(data & (base - 1))
+            data = data >> (base.bit_length() - 1)
+    return torch.cat(digits, dim=1)[:, :n]
+
+
+def _whole_bits(base: int) -> int:
+    """The next power of two, where as many digits of it fit."""
+    power = 1 << (base - 1).bit_length()
+    return power if in_a_byte(power) == in_a_byte(base) else base
