@@ -105,7 +105,7 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
     Args:
         k: As for `top_k`.
         values: The codec of the values; None: `float32`.
-        scaled: Multiply by what makes it right on average, n / k: for use without `error_feedback`.
+        scaled: Multiply by what makes it right on average, about n / k: for use without `error_feedback`.
 
     Raises:
         ValueError: `k` out of range, or, when something is encoded, above the elements of a row.
@@ -121,25 +121,25 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
     _check_k(k)
     inner = _check_values(values)
 
-    def drawn(key: Tensor, n: int) -> Tensor:
-        """(rows, count) places of what is drawn with (rows, 1) keys."""
+    def drawn(key: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """(rows, count) places of what is drawn with (rows, 1) keys, and of how many each was drawn, (count,)."""
         count = _count(k, n)
         part = torch.arange(count + 1, device=key.device) * n // max(count, 1)
         lot = mixed(key + torch.arange(count, dtype=torch.int32, device=key.device)).to(torch.int64) & 0x7FFFFFFF
-        return part[:-1] + lot % (part[1:] - part[:-1])
+        of = part[1:] - part[:-1]
+        return part[:-1] + lot % of, of
 
     def encode(x: Tensor, noise: Noise) -> Tensor:
-        rows, n = x.shape
-        key = noise.common.to(x.device, torch.int32).expand(rows, 1)
-        at = drawn(key, n)
-        chosen = x.gather(1, at) * (n / _count(k, n) if scaled and n else 1.0)
+        key = noise.common.to(x.device, torch.int32).expand(x.shape[0], 1)
+        at, of = drawn(key, x.shape[1])
+        chosen = x.gather(1, at) * of if scaled else x.gather(1, at)
         # What is not finite and was not drawn must be told too.
         chosen = chosen + (x * 0).sum(dim=1, keepdim=True)
         some = (noise._replace(places=noise.places.gather(1, at)),) if inner.noisy else ()
         return torch.cat([as_bytes(key.contiguous()), inner.encode(chosen, *some)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
-        at = drawn(read(data[:, :4], torch.int32), n)
+        at, _ = drawn(read(data[:, :4], torch.int32), n)
         chosen = inner.decode(data[:, 4:], _count(k, n))
         rest = (chosen * 0).sum(dim=1, keepdim=True).expand(-1, n)
         return rest.scatter(1, at, chosen)

@@ -1,0 +1,215 @@
+"""Codecs: right on average where they say so, as exact as they say, and what torch's own hooks send."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_text, same_bits
+from torch import Tensor
+
+from fjoin import transforms as tx
+from fjoin.transforms.wire._digits import in_a_byte, pack, unpack, width
+from fjoin.transforms.wire._noise import key_of, places_of
+
+ON_AVERAGE: dict[str, Any] = {
+    "bfloat16": lambda: tx.bfloat16(stochastic=True),
+    "fp8": lambda: tx.fp8(stochastic=True),
+    "fp8_e5m2": lambda: tx.fp8(dtype=torch.float8_e5m2, stochastic=True),
+    "int8": lambda: tx.int8(block=16, stochastic=True),
+    "int4": lambda: tx.int4(block=16, stochastic=True),
+    "qsgd": lambda: tx.qsgd(levels=3, block=16),
+    "terngrad": lambda: tx.terngrad(block=16),
+    "natural": tx.natural,
+    "random_k": lambda: tx.random_k(0.25, scaled=True),
+    "top_k of dice": lambda: tx.top_k(1.0, tx.qsgd()),
+}
+
+
+def thrown(codec: tx.Codec, x: Tensor, seed: int = 0, step: int = 0) -> Tensor:
+    """What comes of rows of the leaf "w"."""
+    own, common = key_of((seed, step), 0), key_of((seed, step))
+    places = places_of({"w": x[0]}).expand(x.shape)
+    return codec.decode(codec.encode(x, tx.Noise(places, own, common)), x.shape[1])
+
+
+@pytest.mark.parametrize("name", ON_AVERAGE)
+def test_right_on_average(name: str) -> None:
+    """Within 5 standard errors of the mean, of 400 throws of 50 numbers of either sign, none so small that it hardly ever comes up."""
+    x = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
+    x = x + 0.1 * x.sign()
+    throws = torch.cat([thrown(ON_AVERAGE[name](), x, step=step) for step in range(400)]).double()
+    off, spread = throws.mean(0) - x[0], throws.std(0) / 20
+    assert (off.abs() <= 5 * spread + 1e-6 * x.abs().max()).all(), (off / spread).abs().max()
+    assert spread.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [(tx.int8, 1 / 254), (tx.int4, 1 / 14), (lambda: tx.int8(stochastic=True), 1 / 127), (lambda: tx.int4(stochastic=True), 1 / 7)],
+)  # fmt: skip
+def test_as_exact_as_it_says(make: Any, part: float) -> None:
+    codec = make()
+    for step in range(20):
+        x = torch.randn(1, 1024, generator=torch.Generator().manual_seed(step)).view(-1, 16)
+        back = thrown(codec, x, step=step) if codec.noisy else codec.decode(codec.encode(x), 16)
+        assert ((back - x).abs() <= x.abs().amax(1, keepdim=True) * part * (1 + 1e-5)).all()
+
+
+def test_the_largest_value_is_never_rounded_beyond_the_largest_code() -> None:
+    """Where the scale's rounding lifts it a little above: 127.00001 and dice near 1 would be 128, a byte of -128."""
+    x = torch.rand(3000, 8, generator=torch.Generator().manual_seed(0)) + 1.0
+    over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
+    assert over > 0
+    for codec in (
+        tx.int8(stochastic=True),
+        tx.int4(stochastic=True),
+        tx.qsgd(127),
+        tx.terngrad(),
+        tx.fp8(stochastic=True),
+    ):
+        most = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
+        most = type("", (), {"uniform": lambda self, n=most.places: torch.full(n.shape, 1 - 2.0**-24)})()
+        assert (codec.decode(codec.encode(x, most), 8) > 0).all(), codec
+
+
+def test_dice_depend_on_seed_step_and_path_and_on_nothing_else() -> None:
+    codec, x = tx.bfloat16(stochastic=True), torch.full((1, 1000), 1.001)
+    assert same_bits(thrown(codec, x), thrown(codec, x))
+    for other in (thrown(codec, x, seed=1), thrown(codec, x, step=1), thrown(codec, x, seed=2**40)):
+        assert 0.2 < (other == thrown(codec, x)).float().mean() < 0.9
+
+    def three(bucket: str) -> Any:
+        hook = tx.quantized_mean("data", codec, seed=5)
+        params = {"a": torch.full((300,), 1.001), "b": torch.full((20, 20), 1.001)}
+        state, outs = hook.init(params), []
+        for _ in range(3):
+            if bucket == "one":
+                out, state = hook.update(params, state)
+            else:
+                parts = [hook.update({path: params[path]}, state) for path in reversed(params)]
+                out, state = {**parts[0][0], **parts[1][0]}, parts[0][1]
+            outs.append(out)
+        return outs
+
+    one = tx.simulate(lambda: three("one"), {"data": 2})[0]
+    assert same_bits(one, tx.simulate(lambda: three("each"), {"data": 2})[0])
+    assert not torch.equal(one[0]["a"], one[1]["a"]) and not torch.equal(one[0]["a"], one[0]["b"].flatten()[:300])
+    # Two ranks throw dice of their own: with the same ones all means would be one of two neighbours.
+    assert len(one[0]["a"].unique()) == 3
+
+
+def test_codes_that_throw_dice_need_a_hook_that_counts_steps() -> None:
+    from fjoin.transforms.wire._reduce import coded_mean
+
+    def bare() -> Any:
+        return coded_mean(tx.qsgd(), torch.ones(4), torch.ones((), dtype=torch.float64), torch.zeros(0), "data")
+
+    raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "throws dice", "compress")
+    raises_text(ValueError, lambda: tx.quantized_mean("data", tx.qsgd(), seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
+
+
+def test_as_torch_encodes() -> None:
+    """The same codes as of quantize_per_tensor and quantize_per_channel with what torch's observers find."""
+    warnings.filterwarnings("ignore", ".*deprecated and will be removed", UserWarning)
+    from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
+
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) + 0.3
+    whole = MinMaxObserver(dtype=torch.quint8)
+    whole(x)
+    scale, zero = whole.calculate_qparams()
+    want = torch.quantize_per_tensor(x, float(scale), int(zero), torch.quint8)
+    assert torch.equal(tx.uint8().encode(x.view(1, -1))[0, 5:], want.int_repr())
+    each = PerChannelMinMaxObserver(dtype=torch.quint8)
+    each(x.view(8, 512))
+    scales, zeros = each.calculate_qparams()
+    rows = torch.quantize_per_channel(x.view(8, 512), scales, zeros, 0, torch.quint8)
+    assert torch.equal(tx.uint8(512).encode(x.view(1, -1))[0, 40:], rows.int_repr().flatten())
+    torch.testing.assert_close(
+        tx.uint8(512).decode(tx.uint8(512).encode(x.view(1, -1)), 4096)[0], rows.dequantize().flatten()
+    )
+
+    two_d = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    theirs = torch.ops.quantization._Bfloat16QuantizedToFloat(torch.ops.quantization._FloatToBfloat16Quantized(two_d))
+    ours = tx.bfp16().decode(tx.bfp16().encode(two_d), 8)
+    assert (ours - theirs).abs().max() <= theirs.abs().max() * 2**-7 and (ours - two_d).abs().max() <= (
+        theirs - two_d
+    ).abs().max()
+
+
+def test_natural_is_powers_of_two() -> None:
+    x = torch.tensor([[3.0, -0.75, 2.0**-200, 0.0, 1e-45, -(2.0**127), 3e38]])
+    back = thrown(tx.natural(), x[:, :5])
+    assert set(back.abs().log2()[0, :2].frac().tolist()) == {0.0} and not back[0, 2:].any()
+    assert thrown(tx.natural(), x)[0, 5] == -(2.0**127)
+
+
+def test_signs() -> None:
+    x = torch.tensor([[1.0, -2.0, 3.0, 0.0, -4.0, -6.0]])
+    assert tx.sign(block=4).decode(tx.sign(block=4).encode(x), 6).tolist() == [[1.5, -1.5, 1.5, 1.5, -5.0, -5.0]]
+    assert tx.one_bit(block=4).decode(tx.one_bit(block=4).encode(x), 6).tolist() == [
+        [pytest.approx(4 / 3), -2.0, pytest.approx(4 / 3), pytest.approx(4 / 3), -5.0, -5.0]
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 7, 1000, 70000])
+@pytest.mark.parametrize("k", [1, 0.01, 0.3, 1.0])
+def test_top_k_is_what_torch_chooses(k: Any, n: int) -> None:
+    x = torch.randn(2, n, generator=torch.Generator().manual_seed(n))
+    codec, count = tx.top_k(k), k if isinstance(k, int) else -int(-k * n // 1)
+    back = codec.decode(codec.encode(x), n)
+    at = x.abs().topk(count, dim=1).indices
+    assert torch.equal(back, torch.zeros_like(x).scatter(1, at, x.gather(1, at)))
+    assert codec.width(n) == count * (6 if n <= 65536 else 8)
+
+
+def test_random_k_draws_the_same_everywhere_and_all_in_time() -> None:
+    n = 103
+    hook = tx.quantized_mean("data", tx.random_k(10), seed=4)
+
+    def one_rank(r: float) -> Any:
+        g = torch.full((n,), 1.0 + r)
+        state, outs = hook.init(g), []
+        for _ in range(200):
+            out, state = hook.update(g, state)
+            outs.append(out)
+        return torch.stack(outs)
+
+    out = tx.simulate(one_rank, {"data": 2}, [0.0, 1.0])[0]
+    assert set(out.unique().tolist()) == {0.0, 1.5} and ((out != 0).sum(1) == 10).all()
+    assert (out != 0).any(0).all(), "some are never drawn"
+
+
+def test_threshold_sends_no_more_than_it_may() -> None:
+    x = torch.tensor([[5.0, -4.0, 3.0, 2.0, 1.0, 0.0]])
+    for value, most, want in ((2.5, 1.0, [5, -4, 3, 0, 0, 0]), (2.5, 2, [5, -4, 0, 0, 0, 0]), (9.0, 0.5, [0] * 6)):
+        codec = tx.threshold(value, most)
+        assert codec.decode(codec.encode(x), 6).tolist() == [want]
+
+
+@pytest.mark.parametrize("base", [2, 3, 5, 7, 15, 16, 17, 255, 256])
+def test_digits_come_back(base: int) -> None:
+    for n in (0, 1, 4, 5, 8, 9, 100):
+        digits = torch.randint(0, base, (3, n), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
+        packed = pack(digits, base)
+        assert packed.shape == (3, width(n, base)) and torch.equal(unpack(packed, n, base), digits)
+        assert width(n, base) == -(-n // in_a_byte(base)) and base ** in_a_byte(base) <= 256
+
+
+def test_what_is_refused() -> None:
+    for k in (0, -1, 0.0, 1.5, True, "1"):
+        raises_text(ValueError, lambda: tx.top_k(k), "k must be", repr(k))  # type: ignore[arg-type]  # noqa: B023
+        raises_text(ValueError, lambda: tx.random_k(k), "k must be", repr(k))  # type: ignore[arg-type]  # noqa: B023
+    raises_text(ValueError, lambda: tx.top_k(5).encode(torch.ones(1, 4)), "k is 5", "4 elements")
+    raises_text(ValueError, lambda: tx.top_k(5).width(4), "k is 5", "4 elements")
+    raises_text(TypeError, lambda: tx.top_k(0.5, tx.int8), "Codec")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.threshold(-1.0), "-1.0")
+    raises_text(ValueError, lambda: tx.threshold(1.0, 0), "k must be")
+    for levels in (0, 128, 1.5):
+        raises_text(ValueError, lambda: tx.qsgd(levels), "levels", repr(levels))  # type: ignore[arg-type]  # noqa: B023
+    raises_text(ValueError, lambda: tx.terngrad(clip=0.0), "clip", "0.0")
+    for make in (tx.sign, tx.one_bit, tx.uint8, tx.terngrad):
+        raises_text(ValueError, lambda: make(0), "block", "or None")  # noqa: B023
+    raises_text(ValueError, lambda: tx.int8(None), "block")  # type: ignore[arg-type]
