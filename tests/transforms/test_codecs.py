@@ -37,13 +37,14 @@ def thrown(codec: tx.Codec, x: Tensor, seed: int = 0, step: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", ON_AVERAGE)
 def test_right_on_average(name: str) -> None:
-    """Within 5 standard errors of the mean, of 400 throws of 50 numbers of either sign, none so small that it hardly ever comes up."""
+    """The mean of 400 throws of 50 numbers is off by standard errors, as if by chance."""
     x = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
-    x = x + 0.1 * x.sign()
+    x = x + 0.1 * x.sign()  # what is very small would hardly ever come up
     throws = torch.cat([thrown(ON_AVERAGE[name](), x, step=step) for step in range(400)]).double()
     off, spread = throws.mean(0) - x[0], throws.std(0) / 20
-    assert (off.abs() <= 5 * spread + 1e-6 * x.abs().max()).all(), (off / spread).abs().max()
-    assert spread.max() > 0
+    thrown_at = spread > 0
+    assert thrown_at.sum() >= 40 and (off[~thrown_at].abs() <= 1e-3).all()
+    assert (off / spread)[thrown_at].square().mean() < 2.0
 
 
 @pytest.mark.parametrize(
