@@ -10,6 +10,7 @@ lane are summed as the gradients are, each rank taking some of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Reduced(NamedTuple):
 
 def coded_mean(
     codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    places: Tensor | None = None,
+    places: Tensor | None = None, settle: Callable[[Tensor], Tensor] = lambda mean: mean,
 ) -> Reduced:  # fmt: skip
     """sum_r factor_r flat_r / sum_r factor_r, with the floats encoded while they travel; 0 where all factors are.
 
@@ -42,6 +43,7 @@ def coded_mean(
         axis: The axis; of several, the last is reduced first, and the others what it gave.
         times: What this rank's floats are multiplied with, where that is not `factor`; asks for what is lost.
         places: Where each float stands, for a codec that throws dice; see `places_of`.
+        settle: What becomes of the mean where it is taken, before it is sent.
 
     Raises:
         ValueError: what is lost is asked for over several axes.
@@ -50,7 +52,7 @@ def coded_mean(
         raise ValueError(f"error feedback is over one axis, got {axis!r}; chain one mean for each axis")
     for i, name in enumerate(reversed(names(axis))):
         dice = _Dice(codec, flat, places, axis_index(axis), i)
-        reduced = _over_one(codec, dice, flat, factor, words, name, times)
+        reduced = _over_one(codec, dice, flat, factor, words, name, times, settle)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
     return reduced
 
@@ -78,25 +80,24 @@ class _Dice:
 
 
 def _over_one(
-    codec: Codec, dice: _Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None
-) -> Reduced:
+    codec: Codec, dice: _Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
+    settle: Callable[[Tensor], Tensor],
+) -> Reduced:  # fmt: skip
     ranks, n = axis_size(axis), flat.numel()
     if ranks == 1:
         return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
+    if ranks == 2:
+        reduced = _gathered(codec, dice, flat, factor, words, axis, times)
+        return reduced._replace(mean=settle(reduced.mean))
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
     head, here = len(own), axis_index(axis).to(flat.device)
-    if ranks == 2:
-        codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
-        rows, said = _read(codec, all_gather(_row(codes, mine.unsqueeze(0))[0], axis), n, len(mine))
-        mean, total = _mean(rows, said[:, :head])
-        lost = None if times is None else _lost(flat, rows.index_select(0, here.view(1))[0], times)
-        return Reduced(mean, total, said[:, head:].sum(0), lost)
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
     chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
     places = cut(dice.places, ranks, size) if codec.noisy else dice.places
     codes = dice.encode(chunks, places)
     rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
     mean, total = _mean(rows, said[:, :head])
+    mean = settle(mean)
     coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=1)
     back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
     lost = None
@@ -105,6 +106,26 @@ def _over_one(
         again = torch.where(is_here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
         lost = (_lost(chunks, codec.decode(codes, size), times) + again).flatten()[:n]
     return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost)
+
+
+def gathered_mean(
+    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Reduced:  # fmt: skip
+    """`coded_mean` in which every rank gets all ranks' codes and takes the mean itself: encoded once, ranks / 2 times the bytes."""
+    return _gathered(codec, _Dice(codec, flat, places, axis_index(axis), 0), flat, factor, words, axis, times)
+
+
+def _gathered(
+    codec: Codec, dice: _Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None
+) -> Reduced:
+    own = factor.reshape(1) if times is None else torch.stack([factor, times])
+    codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
+    rows, said = _read(codec, all_gather(_row(codes, mine.unsqueeze(0))[0], axis), flat.numel(), len(mine))
+    mean, total = _mean(rows, said[:, : len(own)])
+    here = axis_index(axis).to(flat.device).view(1)
+    lost = None if times is None else _lost(flat, rows.index_select(0, here)[0], times)
+    return Reduced(mean, total, said[:, len(own) :].sum(0), lost)
 
 
 def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
