@@ -20,7 +20,7 @@ from .._spec import factory
 from .._tree import Tree, named_leaves, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
-from ..wire._codec import Codec
+from ..wire._codec import Codec, refuse_derivative
 from ..wire._memory import Memory
 from ..wire._reduce import Reduced, coded_mean
 from ._lane import Lane, decode_lane, encode_lane
@@ -119,10 +119,7 @@ def _encoded_sum(
     if "total" in named:
         raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
     of = named_leaves(grads)
-    if any(_is_differentiated(leaf) for leaf in of.values()):
-        raise RuntimeError(
-            "codes have no derivative; differentiate through the hook without its codec, or detach the gradients"
-        )
+    refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     leaves, device = list(of.values()), next(iter(of.values())).device if of else None
     factor = factor.to(device)
     flat, words = _flat(leaves, device), encode_lane(named, torch.float64, 1, device)
@@ -146,15 +143,6 @@ def _encoded_sum(
         return out, carried_state(carried)
     told = torch.full_like(total, ranks) if over == "world" else total
     return out, MeanState(told, decode_lane(reduced.words, named, 1))
-
-
-def _is_differentiated(leaf: Tensor) -> bool:
-    inside = leaf
-    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
-        if torch._C._functorch.is_gradtrackingtensor(inside):
-            return True
-        inside = torch._C._functorch.get_unwrapped(inside)
-    return torch.is_grad_enabled() and leaf.requires_grad
 
 
 def _with_memory(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._base import _Specified
 from .._spec import Spec, factory
-from ..axes._env import under_vmap
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,6 +46,21 @@ class Codec(_Specified):
         return replace(self, spec=spec)
 
 
+def refuse_derivative(leaves: Iterable[Tensor], remedy: str) -> None:
+    """Raise RuntimeError, with a remedy, where something differentiates through what is to be encoded."""
+    if any(_is_differentiated(leaf) for leaf in leaves):
+        raise RuntimeError(f"codes have no derivative; {remedy}")
+
+
+def _is_differentiated(leaf: Tensor) -> bool:
+    inside = leaf
+    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
+        if torch._C._functorch.is_gradtrackingtensor(inside):
+            return True
+        inside = torch._C._functorch.get_unwrapped(inside)
+    return torch.is_grad_enabled() and leaf.requires_grad
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """(rows, n) of anything as (rows, bytes)."""
     return _viewed(x, torch.uint8, x.shape[1] * x.dtype.itemsize)
@@ -62,7 +76,7 @@ def _viewed(x: Tensor, dtype: torch.dtype, n: int) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=dtype)
     flat = x.reshape(-1)
     # A row of an odd place, or of a batch of which only a part is meant: torch refuses to view it.
-    if under_vmap() or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize:
+    if torch._C._are_functorch_transforms_active() or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize:
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(dtype).view(x.shape[0], n)
 
