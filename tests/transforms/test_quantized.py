@@ -56,6 +56,15 @@ def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: A
                 assert same_bits(out[r], out[0])
 
 
+def test_a_codec_of_ones_own() -> None:
+    """In its bytes, zeros are no zeros; a rank that gets nothing has zeros nevertheless."""
+    base = tx.bfloat16()
+    flipped = tx.Codec(lambda x: base.encode(x) ^ 255, lambda data, n: base.decode(data ^ 255, n), base.width)
+    for n in (2, 3):
+        out = tx.simulate(lambda x: tx.quantized(tx.ppermute, flipped)(x, "data", [(0, 1)]), {"data": n}, [1.5] * n)
+        assert out == [0.0, 1.5, 0.0][:n]
+
+
 def tree_of(rank: int, ranks: int) -> dict[str, Any]:
     """Leaves of all kinds, each with a dimension of the ranks in front."""
     g = torch.Generator().manual_seed(rank)
