@@ -7,6 +7,7 @@ Join  Joinable  JoinHook            torch's generic Join, for whatever communica
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
 ddp.register                        hooks and pipelines in DistributedDataParallel
+auto_quantize                       torch's collectives, encoded
 Optimizer                           ours in the shape of torch.optim's
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
@@ -17,6 +18,7 @@ transforms                          the pure part: `from fjoin import transforms
 from . import ddp as ddp
 from . import testing as testing
 from . import transforms as transforms
+from ._auto_quantize import auto_quantize as auto_quantize
 from ._errors import CollectiveTimeout as CollectiveTimeout
 from ._errors import DesyncError as DesyncError
 from ._errors import DonatedState as DonatedState

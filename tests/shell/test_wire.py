@@ -217,8 +217,10 @@ def test_what_is_refused() -> None:
     raises_text(ValueError, lambda: tx.fp8(dtype=torch.float16), "torch.float16", "float8_e4m3fn")
 
 
-def test_a_code_has_no_derivative() -> None:
-    hook = tx.cast(torch.bfloat16, tx.mean("data"))
+@pytest.mark.parametrize(
+    "hook", [tx.cast(torch.bfloat16, tx.mean("data")), tx.hierarchical_mean("local", "data", tx.bfloat16())], ids=repr
+)
+def test_a_code_has_no_derivative(hook: tx.Transform) -> None:
 
     def outer(x: torch.Tensor) -> torch.Tensor:
         return torch.func.grad(lambda y: hook.update(y, hook.init(y))[0].sum())(x)
@@ -228,7 +230,7 @@ def test_a_code_has_no_derivative() -> None:
 
     for run in (outer, plain):
         two = [torch.ones(2), torch.ones(2)]
-        raises_text(RuntimeError, lambda: tx.simulate(run, {"data": 2}, two), "no derivative")  # noqa: B023
+        raises_text(RuntimeError, lambda: tx.simulate(run, {"data": 2, "local": 1}, two), "no derivative")  # noqa: B023
 
 
 def test_weights_that_overflow_are_not_taken_for_none() -> None:

@@ -139,12 +139,12 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
             out = apply_one("all_gather", out, one)
         return out.reshape((axis_size(axis), *flat.shape))
 
-    def place(leaf: Tensor) -> Tensor:
-        if not tiled:
-            return leaf.movedim(0, dim)
-        return torch.cat(leaf.unbind(0), dim)
+    return place_gathered(packed(x, 0, gather), dim, tiled)
 
-    return optree.tree_map(place, packed(x, 0, gather))
+
+def place_gathered(x: Tree, dim: int, tiled: bool) -> Tree:
+    """What all_gather makes of leaves (n, ...), one entry for each rank."""
+    return optree.tree_map(lambda leaf: torch.cat(leaf.unbind(0), dim) if tiled else leaf.movedim(0, dim), x)
 
 
 def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
@@ -175,7 +175,7 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) 
             out = apply_one("psum_scatter", out, one)
         return out
 
-    x = _split_ranks("psum_scatter", x, axis, dim, tiled)
+    x = split_ranks("psum_scatter", x, axis, dim, tiled)
     out = packed(x, 1, scatter)
     return optree.tree_map(lambda leaf: leaf.movedim(0, dim), out) if tiled else out
 
@@ -202,17 +202,22 @@ def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, t
     [tensor([1, 3]), tensor([2, 4])]
     """
     one = lookup(axis)
+    x = split_ranks("all_to_all", x, axis, split_dim, tiled)
+    return place_received(packed(x, 1, lambda v: apply_one("all_to_all", v, one)), split_dim, concat_dim, tiled)
+
+
+def place_received(x: Tree, split_dim: int, concat_dim: int, tiled: bool) -> Tree:
+    """What all_to_all makes of leaves (n, ...), one piece from each rank."""
 
     def place(leaf: Tensor) -> Tensor:
         if not tiled:
             return leaf.movedim(0, concat_dim)
         return torch.cat([piece.movedim(0, split_dim) for piece in leaf.unbind(0)], concat_dim)
 
-    x = _split_ranks("all_to_all", x, axis, split_dim, tiled)
-    return optree.tree_map(place, packed(x, 1, lambda v: apply_one("all_to_all", v, one)))
+    return optree.tree_map(place, x)
 
 
-def _split_ranks(op: str, tree: Tree, axis: AxisName, dim: int, tiled: bool) -> Tree:
+def split_ranks(op: str, tree: Tree, axis: AxisName, dim: int, tiled: bool) -> Tree:
     """Bring the ranks' dimension of each leaf to the front: (n, ...), tiled: (n, size / n, ...)."""
     n = axis_size(axis)
 

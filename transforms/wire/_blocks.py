@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .._spec import factory
-from ..axes._env import under_vmap
 from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, by_chance, read
 from ._digits import pack, unpack, width
@@ -106,7 +105,8 @@ def rounded(x: Tensor, dice: Tensor | None, largest: int) -> Tensor:
 
 
 def _cut(x: Tensor, largest: int) -> Tensor:
-    return x.clamp(-largest, largest) if under_vmap() else x.clamp_(-largest, largest)  # vmap has no clamp_
+    mapped = torch._C._are_functorch_transforms_active()  # vmap has no clamp_
+    return x.clamp(-largest, largest) if mapped else x.clamp_(-largest, largest)
 
 
 def whole(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._base import _Specified
 from .._spec import Spec, factory
-from ..axes._env import under_vmap
 from ._noise import Key, Noise
 
 
@@ -28,7 +27,7 @@ class Codec(_Specified):
         elementwise: Whether each float's bytes depend on that float alone, so that it does not matter which floats
             stand in a row.
         noisy: Whether `encode` throws dice; the hook that encodes then keeps the count of its steps.
-        key: Where `noisy`, the seed and the step that the hook is in: what `coded_mean` makes the noise of.
+        key: Where `noisy`, the seed and the step that noise is made of; see `keyed`. `compress` fills it in.
         spec: The codec as data; `factory` fills it in.
 
     >>> from fjoin import transforms as tx
@@ -51,6 +50,28 @@ class Codec(_Specified):
     def with_spec(self, spec: Spec) -> Codec:
         return replace(self, spec=spec)
 
+    def keyed(self, seed: int, step: int) -> Codec:
+        """The same codec with what its dice are keyed by: both the same on all ranks."""
+        for name, value in (("seed", seed), ("step", step)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+        return replace(self, key=(seed, step))
+
+
+def refuse_derivative(leaves: Iterable[Tensor], remedy: str) -> None:
+    """Raise RuntimeError, with a remedy, where something differentiates through what is to be encoded."""
+    if any(_is_differentiated(leaf) for leaf in leaves):
+        raise RuntimeError(f"codes have no derivative; {remedy}")
+
+
+def _is_differentiated(leaf: Tensor) -> bool:
+    inside = leaf
+    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
+        if torch._C._functorch.is_gradtrackingtensor(inside):
+            return True
+        inside = torch._C._functorch.get_unwrapped(inside)
+    return torch.is_grad_enabled() and leaf.requires_grad
+
 
 def as_bytes(x: Tensor) -> Tensor:
     """(rows, n) of anything as (rows, bytes)."""
@@ -67,7 +88,11 @@ def _viewed(x: Tensor, dtype: torch.dtype, n: int) -> Tensor:
         return x.new_empty(x.shape[0], n, dtype=dtype)
     flat = x.reshape(-1)
     # A row of an odd place, or of a batch of which only a part is meant: torch refuses to view it.
-    if under_vmap() or flat.stride(0) != 1 or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize:
+    if (
+        torch._C._are_functorch_transforms_active()
+        or flat.stride(0) != 1
+        or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize
+    ):
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(dtype).view(x.shape[0], n)
 

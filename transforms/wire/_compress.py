@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -148,8 +147,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
             return hook.update(grads, state, params, **{**extra, "wire": codec})
 
         return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=_all_paths)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    codec.keyed(seed, 0)
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
@@ -157,7 +155,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     def noisy(
         grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, CompressState]:
-        wire = replace(codec, key=(seed, state.step))
+        wire = codec.keyed(seed, state.step)
         out, inner = hook.update(
             grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "wire": wire}
         )

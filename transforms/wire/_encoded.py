@@ -14,7 +14,7 @@ from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, decode_lane, encode_lane
 from ..sync._weights import Over, check_weight, known_share, share, silenced
-from ._codec import Codec
+from ._codec import Codec, refuse_derivative
 from ._memory import Memory
 from ._noise import places_of
 from ._reduce import Reduced, coded_mean
@@ -43,7 +43,7 @@ def encoded_mean(
     if lane and "total" in lane:
         raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
     of = named_leaves(grads)
-    check_not_differentiated(of.values())
+    refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device = next(iter(of.values())).device if of else None
     factor, known = factor.to(device), known_share(weight, over or "weight")
     flat, words = silenced(ravel(of.values(), device), factor, known), encode_lane(lane or {}, torch.float64, 1, device)
@@ -90,22 +90,6 @@ class Owed:
         if isinstance(self._sends, Tensor):
             return torch.where(self._sends, lost, self._owed + lost)
         return lost if self._sends else self._owed + lost
-
-
-def check_not_differentiated(leaves: Any) -> None:
-    if any(_is_differentiated(leaf) for leaf in leaves):
-        raise RuntimeError(
-            "codes have no derivative; differentiate through the hook without its codec, or detach the gradients"
-        )
-
-
-def _is_differentiated(leaf: Tensor) -> bool:
-    inside = leaf
-    while torch._C._functorch.is_functorch_wrapped_tensor(inside):
-        if torch._C._functorch.is_gradtrackingtensor(inside):
-            return True
-        inside = torch._C._functorch.get_unwrapped(inside)
-    return torch.is_grad_enabled() and leaf.requires_grad
 
 
 def ravel(leaves: Any, device: torch.device | None) -> Tensor:

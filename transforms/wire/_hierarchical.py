@@ -14,7 +14,7 @@ from ..axes._collectives import all_gather, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean
 from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
-from ._codec import Codec
+from ._codec import Codec, refuse_derivative
 from ._encoded import unravel
 from ._reduce import coded_mean, cut
 
@@ -81,6 +81,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
             divisor = torch.full_like(total, inside * nodes) if over == "world" else total
             part = part / not_zero(divisor).to(part)
         else:
+            refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
             sums = decode_lane(part[size:], named, inside * nodes)
             here = sums.pop("total")
             said = torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)

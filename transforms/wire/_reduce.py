@@ -20,7 +20,7 @@ from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import AxisName, names
 from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, read
-from ._noise import Noise, key_of, places_of
+from ._dice import Dice
 
 
 class Reduced(NamedTuple):
@@ -50,37 +50,15 @@ def coded_mean(
     """
     if times is not None and len(names(axis)) > 1:
         raise ValueError(f"error feedback is over one axis, got {axis!r}; chain one mean for each axis")
-    for i, name in enumerate(reversed(names(axis))):
-        dice = _Dice(codec, flat, places, axis_index(axis), i)
+    for i, name in reversed(list(enumerate(names(axis)))):
+        dice = Dice(codec, flat, places, axis_index(names(axis)[: i + 1]), i)  # ranks that hold the same throw the same
         reduced = _over_one(codec, dice, flat, factor, words, name, times, settle)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
     return reduced
 
 
-class _Dice:
-    """Encodes rows, with noise where the codec takes any."""
-
-    def __init__(self, codec: Codec, flat: Tensor, places: Tensor | None, rank: Tensor, message: int) -> None:
-        self._codec, self._rank, self._message = codec, rank, message
-        if codec.noisy:
-            if codec.key is None:
-                raise ValueError(
-                    f"{codec!r} throws dice and needs a seed and a step; use it in compress or quantized_mean"
-                )
-            self.places = places_of({"": flat}, flat.device) if places is None else places
-        else:
-            self.places = flat.new_zeros(0, dtype=torch.int32)
-
-    def encode(self, rows: Tensor, places: Tensor, back: int = 0) -> Tensor:
-        if not self._codec.noisy:
-            return self._codec.encode(rows)
-        assert self._codec.key is not None
-        own = key_of(self._codec.key, self._rank, 2 * self._message + back, device=rows.device)
-        return self._codec.encode(rows, Noise(places, own, key_of(self._codec.key, device=rows.device)))
-
-
 def _over_one(
-    codec: Codec, dice: _Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
+    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
     settle: Callable[[Tensor], Tensor],
 ) -> Reduced:  # fmt: skip
     ranks, n = axis_size(axis), flat.numel()
@@ -113,11 +91,11 @@ def gathered_mean(
     places: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
     """`coded_mean` in which every rank gets all ranks' codes and takes the mean itself: encoded once, ranks / 2 times the bytes."""
-    return _gathered(codec, _Dice(codec, flat, places, axis_index(axis), 0), flat, factor, words, axis, times)
+    return _gathered(codec, Dice(codec, flat, places, axis_index(axis)), flat, factor, words, axis, times)
 
 
 def _gathered(
-    codec: Codec, dice: _Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None
+    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None
 ) -> Reduced:
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
     codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])

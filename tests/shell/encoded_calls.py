@@ -1,0 +1,98 @@
+"""One call of each of torch's collectives with encoded floats, and what is seen of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms._quantization.quantization import DQuantType
+
+import fjoin
+from fjoin import transforms as tx
+
+# Each codec, and what a value may be off by, of the largest that is encoded with it.
+CODECS: dict[str, tuple[Any, float]] = {
+    "fp16": ("fp16", 2.0**-11),
+    "torch's fp16": (DQuantType.FP16, 2.0**-11),
+    "bfp16": ("BFP16", 2.0**-8),
+    "torch's bfp16": (DQuantType.BFP16, 2.0**-8),
+    "fp8": (tx.fp8(block=8), 1 / 15),
+    "int8": (tx.int8(), 1 / 253),
+    "int4": (tx.int4(block=4), 1 / 13),
+    "float32": (tx.float32(), 1e-7),
+}
+SUM = dist.ReduceOp.SUM
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES: list[tuple[int, ...]] = [(), (7,), (3, 5), (2, 1, 4), (0, 3)]
+
+
+def value(shape: tuple[int, ...], *seed: int) -> Tensor:
+    """What a rank sends, which any rank can tell."""
+    g = torch.Generator().manual_seed(sum((s + 1) * 10**i for i, s in enumerate(seed)))
+    return torch.randn(shape, generator=g, dtype=torch.float64).clamp(-2, 2)
+
+
+def place(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor to be filled, every second element of another one."""
+    return torch.full((*shape, 2), 9.0, dtype=dtype)[..., 0]
+
+
+def near(got: Tensor, want: Tensor, room: float) -> None:
+    rounding = torch.finfo(got.dtype).eps + 1e-6
+    assert got.shape == want.shape
+    assert got.numel() == 0 or (got.double() - want).abs().max() <= 2 * room + want.abs().max() * rounding, (got, want)
+
+
+SENDS = ["all_reduce", "all_gather", "all_to_all", "all_to_all_single", "broadcast", "reduce_scatter"]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Any]]:
+    """What is given to torch.distributed: (name, dtype, bytes)."""
+    sent: list[Any] = []
+    kept = {name: getattr(dist, name) for name in SENDS}
+
+    def watch(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            x = args[1]
+            sent.append((name, str(x.dtype), x.numel() * x.element_size()))
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    for name in SENDS:
+        setattr(dist, name, watch(name))
+    try:
+        yield sent
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def calls(codec: Any, n: int, me: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]]:
+    """One call of each collective: the function, its arguments, what it fills."""
+
+    def quantized(name: str) -> Callable[..., Any]:
+        return fjoin.auto_quantize(getattr(dist, name), codec)
+
+    x, all_of, uneven = value((50,), me).float(), value((n * 50,), me).float(), [50 * me + r for r in range(n)]
+    fresh = [[place((50,)) for _ in range(n)] for _ in range(2)]
+    a, b, c, part, split = (place((size,)) for size in (50 * n, 50 * n, 50 * n, 50, sum(50 * r + me for r in range(n))))
+    c.copy_(all_of)
+    return {
+        "all_gather": (quantized("all_gather"), (fresh[0], x), fresh[0]),
+        "all_gather_into_tensor": (quantized("all_gather_into_tensor"), (a, x), [a]),
+        "all_to_all": (quantized("all_to_all"), (fresh[1], list(all_of.split(50))), fresh[1]),
+        "all_to_all_single": (quantized("all_to_all_single"), (b, all_of), [b]),
+        "reduce_scatter_tensor": (quantized("reduce_scatter_tensor"), (part, all_of), [part]),
+        "all_reduce": (quantized("all_reduce"), (c,), [c]),
+        "splits": (
+            quantized("all_to_all_single"),
+            (split, torch.ones(sum(uneven)), [50 * r + me for r in range(n)], uneven),
+            [split],
+        ),
+    }

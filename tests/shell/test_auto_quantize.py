@@ -1,0 +1,318 @@
+"""torch's collectives with encoded floats, on real processes: the plain ones' meaning, in the caller's own tensors."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value, watched
+from helpers import raises_text, same_bits
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def meaning(codec: str) -> Any:
+    qtype, room = CODECS[codec]
+    me, n = dist.get_rank(), dist.get_world_size()
+    room *= n > 1
+    kinds = [(shape, DTYPES[i % 4], DTYPES[(i + i // 4) % 4]) for i, shape in enumerate(SHAPES)]
+    for shape, given, taken in kinds:
+        outs = [place(shape, taken) for _ in range(n)]
+        fjoin.auto_quantize(dist.all_gather, qtype)(outs, value(shape, me).to(given))
+        for r in range(n):
+            near(outs[r], value(shape, r).to(given).double(), room)
+        for whole in ((n, *shape), (n * shape[0], *shape[1:]) if shape else (n,)):
+            out = place(whole, taken)
+            fjoin.auto_quantize(dist.all_gather_into_tensor, qtype)(out, value(shape, me).to(given))
+            near(out, torch.stack([value(shape, r) for r in range(n)]).to(given).double().view(whole), room)
+            back = place(shape, taken)
+            fjoin.auto_quantize(dist.reduce_scatter_tensor, qtype)(back, value(whole, me, 1).to(given))
+            parts = [value(whole, r, 1).to(given).double().reshape(n, -1)[me] for r in range(n)]
+            near(back, torch.stack(parts).sum(0).view(shape), n * room)
+        fjoin.auto_quantize(dist.reduce_scatter_tensor, qtype)(back, value(whole, me, 1).to(given), dist.ReduceOp.AVG)
+        near(back, torch.stack(parts).mean(0).view(shape), room)
+    for shape, _, dtype in kinds:
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            x = place(shape, dtype)
+            x.copy_(value(shape, me))
+            fjoin.auto_quantize(dist.all_reduce, qtype)(x, op=op)
+            want = torch.stack([value(shape, r).to(dtype).double() for r in range(n)]).sum(0)
+            near(
+                x,
+                want / (n if op == dist.ReduceOp.AVG else 1),
+                (n if op == dist.ReduceOp.SUM else 1) * room * (2.2 if n > 2 else 1),
+            )
+            sums = [torch.zeros_like(x) for _ in range(n)]
+            dist.all_gather(sums, x.contiguous())
+            assert all(same_bits(s, sums[0]) for s in sums), "ranks differ"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("codec", CODECS)
+def test_meaning(pool: Any, codec: str, ranks: int) -> None:
+    pool.run(ranks, meaning, codec)
+
+
+def pieces(codec: str) -> Any:
+    """Different shapes for each pair of ranks, which gloo's own all_to_all refuses; split sizes, of which some are 0."""
+    qtype, room = CODECS[codec]
+    me, n = dist.get_rank(), dist.get_world_size()
+    room *= n > 1
+
+    def shape(sender: int, receiver: int) -> tuple[int, ...]:
+        return [(sender + 1, receiver), (), (2, 2, receiver + 1)][(sender + receiver) % 3]
+
+    outs = [place(shape(r, me), DTYPES[r]) for r in range(n)]
+    kept = list(outs)
+    given = [value(shape(me, r), me, r).to(DTYPES[r]) for r in range(n)]
+    assert fjoin.auto_quantize(dist.all_to_all, qtype)(outs, given) is None
+    for r in range(n):
+        assert outs[r] is kept[r]
+        near(outs[r], value(shape(r, me), r, me).to(DTYPES[me]).double(), room)
+    if n > 1:
+        text = raises_text(
+            RuntimeError, lambda: dist.all_to_all([torch.zeros(r) for r in range(n)], [torch.zeros(me)] * n)
+        )
+        assert "invalid tensor size" in text, "gloo takes pieces of different sizes now"
+        dist.barrier()
+    outs = [place((r, 2)) for r in range(n)]
+    fjoin.auto_quantize(dist.all_gather, qtype)(outs, value((me, 2), me))
+    for r in range(n):
+        near(outs[r], value((r, 2), r), room)
+
+    counts = [[(s + 2 * t) % 3 for t in range(n)] for s in range(n)]  # rows that s sends to t
+    ins, taken = counts[me], [counts[r][me] for r in range(n)]
+    for rest in ((), (3,), (2, 2)):
+        x, want = value((sum(ins), *rest), me), torch.zeros((sum(taken), *rest), dtype=torch.float64)
+        dist.all_to_all_single(want, x, taken, ins)
+        for args, kwargs in (
+            ((taken, ins), {}),
+            ((), {"output_split_sizes": taken, "input_split_sizes": ins}),
+            ((tuple(taken),), {"input_split_sizes": torch.tensor(ins)}),
+        ):
+            out = place((sum(taken), *rest))
+            assert fjoin.auto_quantize(dist.all_to_all_single, qtype)(out, x, *args, **kwargs) is None
+            near(out, want, room)
+    for rest in ((), (4,)):
+        x, want = value((2 * n, *rest), me), torch.zeros((2 * n, *rest), dtype=torch.float64)
+        dist.all_to_all_single(want, x)
+        out = place((2 * n, *rest), torch.bfloat16)
+        fjoin.auto_quantize(dist.all_to_all_single, qtype)(out, x.t().contiguous().t() if rest else x, [], None)
+        near(out, want, room)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("codec", ["fp16", "int8", "int4"])
+def test_pieces_of_any_size(pool: Any, codec: str, ranks: int) -> None:
+    pool.run(ranks, pieces, codec)
+
+
+def in_a_part() -> Any:
+    group, me = dist.new_group([0, 2]), dist.get_rank()
+    results = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for name, (f, args, outs) in calls(tx.int8(), 2, min(me, 1)).items():
+            before = [o.clone() for o in outs]
+            between = {"all_to_all_single": (None, None)}.get(name, (SUM,) if "reduce" in name else ())
+            assert f(*args, *between, group) is None
+            results.append([o.clone() for o in outs])
+            assert same_bits(results[-1], before) == (me == 1)
+            assert f(*args, group=group, async_op=True) is None or me != 1
+    texts = [str(w.message) for w in told if "does not belong" in str(w.message)]
+    assert len(texts) == (2 * len(results) if me == 1 else 0)
+    assert all("global rank 1" in text for text in texts)
+    return results
+
+
+def test_groups_of_some_of_the_ranks(pool: Any) -> None:
+    """By position or by name; a rank that is not in the group is told so, and its tensors stay as they were."""
+    first, _, last = pool.run(3, in_a_part)
+    for gathered in (0, 1, 5):  # what both have got alike
+        assert same_bits(first[gathered], last[gathered])
+    x, y = first[0]
+    near(x, value((50,), 0), 2.0**-7)
+    near(y, value((50,), 1), 2.0**-7)
+
+
+def extremes(codec: str) -> Any:
+    qtype, me, n = CODECS[codec][0], dist.get_rank(), dist.get_world_size()
+    for bad in (math.nan, math.inf, -math.inf):
+        x = torch.ones(n * 3)
+        if me == n - 1:
+            x[1] = bad  # in the piece for rank 0
+        outs = [torch.zeros(n * 3) for _ in range(n)]
+        fjoin.auto_quantize(dist.all_gather, qtype)(outs, x)
+        assert [bool(o.isfinite().all()) for o in outs] == [r < n - 1 for r in range(n)]
+        out = torch.zeros(n * 3)
+        fjoin.auto_quantize(dist.all_to_all_single, qtype)(out, x)
+        part = torch.zeros(3)
+        fjoin.auto_quantize(dist.reduce_scatter_tensor, qtype)(part, x)
+        assert bool(out.isfinite().all()) == bool(part.isfinite().all()) == (me != 0)
+        fjoin.auto_quantize(dist.all_reduce, qtype)(x)
+        assert not x.isfinite().all()
+    for large in (1e5, -1e30):
+        out = torch.zeros(n)
+        fjoin.auto_quantize(dist.all_gather_into_tensor, qtype)(out, torch.tensor(large))
+        assert (out / large - 1).abs().max() < 0.005
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_arrives_so_and_what_is_large_arrives(pool: Any, codec: str) -> None:
+    for ranks in (2, 3):
+        pool.run(ranks, extremes, codec)
+
+
+def divided(codec: str) -> Any:
+    results = []
+    for loss in (None, 2.0):
+        out: Any = {}
+        n, me = dist.get_world_size(), dist.get_rank()
+        for name, (_, args, outs) in calls("fp16", n, me).items():
+            func = getattr(dist, "all_to_all_single" if name == "splits" else name)
+            fjoin.auto_quantize(func, CODECS[codec][0], quant_loss=loss)(*args)
+            out[name] = [o.clone() for o in outs]
+        results.append(out)
+    for name, outs in results[0].items():
+        for whole, half in zip(outs, results[1][name], strict=True):
+            assert torch.equal(whole / 2, half), name
+
+
+@pytest.mark.parametrize("codec", ["fp16", "bfp16", "int8"])
+def test_results_are_divided_by_quant_loss(pool: Any, codec: str) -> None:
+    """In every collective, lists too, and with every codec."""
+    for ranks in (1, 2, 3):
+        pool.run(ranks, divided, codec)
+
+
+def with_dice() -> Any:
+    reduce, x = fjoin.auto_quantize(dist.all_reduce, tx.random_k(3, tx.int8(stochastic=True))), torch.ones(30)
+    out = []
+    for _ in range(2):
+        out.append(x.clone())
+        reduce(out[-1])
+    return out
+
+
+def test_dice_are_the_same_on_all_ranks_and_others_in_the_next_call(pool: Any) -> None:
+    for ranks in (2, 3):
+        results = pool.run(ranks, with_dice)
+        for first, second in results:
+            assert (first != 0).sum() == (second != 0).sum() == 3 * (1 if ranks == 2 else ranks)
+            assert torch.equal(first, results[0][0]) and not torch.equal(first, second)
+
+
+def leaves_and_views() -> None:
+    """Tensors that require a gradient, an input that is also the output, views of one buffer."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = torch.full((2,), me + 1.0, requires_grad=True)
+    outs = [torch.zeros(2, requires_grad=True) for _ in range(n)]
+    fjoin.auto_quantize(dist.all_gather, "fp16")(outs, x)
+    assert [o[0].item() for o in outs] == [r + 1.0 for r in range(n)] and all(
+        o.is_leaf and o.requires_grad for o in outs
+    )
+    buffer = torch.arange(float(n)) + 10 * me
+    views = list(buffer.split(1))
+    fjoin.auto_quantize(dist.all_to_all, tx.float32())(views, views)
+    assert buffer.tolist() == [10.0 * r + me for r in range(n)]
+    fjoin.auto_quantize(dist.all_to_all_single, tx.float32())(buffer, buffer)
+    assert buffer.tolist() == [me * 10.0 + r for r in range(n)]
+    table = torch.zeros(4, n)
+    fjoin.auto_quantize(dist.all_gather, "fp16")(list(table.unbind(1)), torch.full((4,), me + 1.0))
+    assert table[3].tolist() == [r + 1.0 for r in range(n)]
+
+
+def test_leaves_and_views(pool: Any) -> None:
+    for ranks in (1, 2, 3):
+        pool.run(ranks, leaves_and_views)
+
+
+# -- errors ------------------------------------------------------------------------------------------
+
+
+def mistakes() -> None:
+    """All before anything is sent."""
+    me, x, ints = dist.get_rank(), torch.ones(4), torch.ones(4, dtype=torch.int64)
+    gather, to_all, single, into, scatter, reduce = (
+        fjoin.auto_quantize(getattr(dist, name), "fp16")
+        for name in ("all_gather", "all_to_all", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    )  # fmt: skip
+    with watched() as sent:
+        raises_text(ValueError, lambda: gather([], x), "all_gather", "tensor_list has 0 tensors", "2 ranks")
+        raises_text(ValueError, lambda: gather([x, x, x], x), "3 tensors", "2 ranks")
+        raises_text(
+            ValueError, lambda: gather([torch.ones(4, 1), torch.ones(4, 1)], x), f"tensor_list[{me}]", "(4, 1)", "(4,)"
+        )
+        raises_text(ValueError, lambda: to_all([x, x], [x]), "input_tensor_list has 1")
+        raises_text(
+            ValueError, lambda: to_all([torch.ones(2), torch.ones(2)], [x, x]), f"input_tensor_list[{me}]", "(2,)"
+        )
+        raises_text(ValueError, lambda: into(torch.ones(4, 2), x), "output_tensor", "(4, 2)", "(8,)", "(2, 4)")
+        raises_text(ValueError, lambda: into(torch.ones(3), torch.ones(())), "(3,)", "(2,)")
+        raises_text(ValueError, lambda: scatter(x, torch.ones(9)), "input has shape (9,)", "(4,)")
+        raises_text(ValueError, lambda: scatter(x, torch.ones(8), dist.ReduceOp.MAX), "SUM or AVG", "MAX")
+        raises_text(ValueError, lambda: reduce(x, dist.ReduceOp.PRODUCT), "SUM or AVG", "PRODUCT")
+        raises_text(ValueError, lambda: reduce(x, None), "SUM or AVG", "None")
+        raises_text(ValueError, lambda: single(x, torch.ones(3)), "input has shape (3,)", "input_split_sizes")
+        raises_text(ValueError, lambda: single(torch.ones(6), x), "output (6,)", "input has shape (4,)")
+        raises_text(ValueError, lambda: single(torch.ones(()), torch.ones(())), "0-d")
+        raises_text(ValueError, lambda: single(x, x, [1, 2], [2, 2]), "output_split_sizes is [1, 2]", "sum 4", "(4,)")
+        raises_text(ValueError, lambda: single(x, x, [2, 2], [5, -1]), "input_split_sizes is [5, -1]")
+        raises_text(ValueError, lambda: single(x, x, [2, 2], [4]), "input_split_sizes is [4]", "2 ranks")
+        raises_text(ValueError, lambda: single(x, x, [1, 3] if me == 0 else [3, 1], [2, 2]), "2 floats", "place for 1")
+        raises_text(TypeError, lambda: single(x, x, [2.0, 2.0], [2, 2]), "output_split_sizes is [2.0, 2.0]")
+        raises_text(TypeError, lambda: single(x, x, 2, [2, 2]), "output_split_sizes is 2")
+        raises_text(TypeError, lambda: single(ints, ints), "output", "torch.int64", "dist.all_to_all_single itself")
+        raises_text(TypeError, lambda: gather([x, ints], x), "tensor_list[1]", "torch.int64")
+        raises_text(TypeError, lambda: gather([x, x], x.to(torch.complex64)), "tensor has dtype torch.complex64")
+        raises_text(TypeError, lambda: gather([x, x], x.to_sparse()), "sparse")
+        raises_text(TypeError, lambda: gather(torch.ones(2, 4), x), "tensor_list is a Tensor", "list")
+        raises_text(TypeError, lambda: gather([x, None], x), "tensor_list[1] is None")
+        raises_text(TypeError, lambda: reduce(1.0), "tensor is 1.0, a float")
+        raises_text(ValueError, lambda: reduce(torch.ones(1).expand(4)), "expanded", ".clone()")
+        raises_text(
+            TypeError,
+            lambda: single(x, x, out_splits=[2, 2]),
+            "all_to_all_single",
+            "'out_splits'",
+            "output_split_sizes",
+        )
+        raises_text(TypeError, lambda: gather([x, x], x, nonsense=3), "'nonsense'")
+        raises_text(TypeError, lambda: gather([x, x]), "'tensor'")
+    assert not sent
+
+
+def test_mistakes_are_told_before_anything_is_sent(pool: Any) -> None:
+    pool.run(2, mistakes)
+
+
+def test_what_is_refused() -> None:
+    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.broadcast, "fp16"), "broadcast", "all_to_all_single")
+    raises_text(TypeError, lambda: fjoin.auto_quantize(tx.psum, "fp16"), "psum")
+    raises_text(ValueError, lambda: fjoin.auto_quantize(dist.all_gather, "int8"), "'int8'", "int8()")
+    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, tx.int8), "int8;", "int8()")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, torch.float16), "torch.float16")  # type: ignore[arg-type]
+    for bad in (0, math.nan, math.inf):
+        raises_text(ValueError, lambda: fjoin.auto_quantize(dist.all_gather, "fp16", bad), "quant_loss", repr(bad))  # noqa: B023
+    for wrong in ("2", True):
+        raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, "fp16", wrong), repr(wrong))  # type: ignore[arg-type]  # noqa: B023
+
+
+def test_it_has_the_signature_of_what_it_wraps() -> None:
+    for name in (
+        "all_gather",
+        "all_to_all",
+        "all_to_all_single",
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_reduce",
+    ):
+        if hasattr(dist, name):  # the names since torch 2.13
+            f = fjoin.auto_quantize(getattr(dist, name), "fp16")
+            assert inspect.signature(f) == inspect.signature(getattr(dist, name)) and f.__name__ == name

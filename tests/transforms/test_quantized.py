@@ -1,0 +1,308 @@
+"""Collectives whose floats travel encoded: the plain ones' meaning, within what a codec may be off by."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from collective_table import OPS, SIZES, inputs, ring
+from helpers import assert_untouched, raises_text, same_bits, snapshot
+from torch import Tensor
+
+from fjoin import transforms as tx
+from fjoin.transforms.axes._lockstep import SimulatedAxis
+
+# Each codec, and what a value may be off by, of the largest that is encoded with it.
+CODECS: dict[str, tuple[Any, float]] = {
+    "float32": (tx.float32(), 1e-7),
+    "bfloat16": (tx.bfloat16(), 2.0**-8),
+    "float16": (tx.float16(), 2.0**-11),
+    "fp8": (tx.fp8(block=8), 1 / 15),
+    "fp8 e5m2": (tx.fp8(dtype=torch.float8_e5m2), 1 / 7),
+    "int8": (tx.int8(), 1 / 253),
+    "int4": (tx.int4(block=4), 1 / 13),
+    "int8 by chance": (tx.int8(stochastic=True).keyed(1, 2), 1 / 126),
+}
+SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pbroadcast"]
+SERVED_OPS = [op for op in OPS if not op.startswith(("pmax", "pmin"))]
+
+
+def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
+    for name in SERVED:
+        monkeypatch.setattr(tx, name, tx.quantized(getattr(tx, name), codec))
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("op", SERVED_OPS)
+def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: Any) -> None:
+    made, room = CODECS[codec]
+    all_quantized(monkeypatch, made)
+    call, shape, expected = OPS[op]
+    for n in SIZES:
+        xs = [x - 4 for x in inputs(n, shape(n))]
+        before = snapshot(xs)
+        out = tx.simulate(lambda x: call(x, n), {"data": n}, xs, engine=engine)  # noqa: B023
+        assert_untouched(xs, before)
+        for r in range(n):
+            want = expected(xs, r)
+            assert out[r].dtype is want.dtype and out[r].shape == want.shape
+            # A sum adds up what n values are off by; psum encodes it again.
+            most = 4.0 * (2.2 * n if op == "psum" else n if "psum" in op else 1) * room * (n > 1)
+            assert (out[r] - want).abs().max() <= most, (n, r, out[r], want)
+            if op == "psum":
+                assert same_bits(out[r], out[0])
+
+
+def test_a_codec_of_ones_own() -> None:
+    """In its bytes, zeros are no zeros; a rank that gets nothing has zeros nevertheless."""
+    base = tx.bfloat16()
+    flipped = tx.Codec(lambda x: base.encode(x) ^ 255, lambda data, n: base.decode(data ^ 255, n), base.width)
+    for n in (2, 3):
+        out = tx.simulate(lambda x: tx.quantized(tx.ppermute, flipped)(x, "data", [(0, 1)]), {"data": n}, [1.5] * n)
+        assert out == [0.0, 1.5, 0.0][:n]
+
+
+def tree_of(rank: int, ranks: int) -> dict[str, Any]:
+    """Leaves of all kinds, each with a dimension of the ranks in front."""
+    g = torch.Generator().manual_seed(rank)
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+    leaves = {str(d): torch.randint(0, 5, (ranks, 3), generator=g).to(d) for d in kinds}
+    return {**leaves, "none": torch.zeros(ranks, 0), "inside": [torch.arange(float(ranks)) + rank, None]}
+
+
+CALLS: dict[str, Any] = {
+    "psum": lambda f, x, n: f(x, "data"),
+    "pmean": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
+    "psum_scatter": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
+    "all_gather": lambda f, x, n: f(x, "data", dim=1),
+    "all_to_all": lambda f, x, n: f(x, "data", tiled=True),
+    "ppermute": lambda f, x, n: f(x, "data", ring(n)[1:]),
+    "pbroadcast": lambda f, x, n: f(x, "data", n - 1),
+}
+
+
+def on_ranks(name: str, f: Any, xs: list[Any], engine: Any = "lockstep") -> list[Any]:
+    return tx.simulate(lambda x: CALLS[name](f, x, len(xs)), {"data": len(xs)}, xs, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
+@pytest.mark.parametrize("name", SERVED)
+def test_leaves_of_all_dtypes(name: str, engine: Any) -> None:
+    """Whole numbers are exact; floats come in their own dtype, the empty tree and the empty leaf too."""
+    plain, coded = getattr(tx, name), tx.quantized(getattr(tx, name), tx.float32())
+    for n in (1, 2, 3):
+        xs = [tree_of(r, n) for r in range(n)]
+        got, want = (on_ranks(name, f, xs, engine) for f in (coded, plain))
+        for mine, other in zip(got, want, strict=True):
+            assert mine.keys() == other.keys()
+            for path in mine.keys() - {"inside"}:
+                a, b = mine[path], other[path]
+                assert a.dtype is b.dtype and a.shape == b.shape, path
+                if a.is_floating_point():
+                    assert torch.allclose(a.double(), b.double(), rtol=2.0**-7 if a.element_size() == 2 else 1e-6)
+                else:
+                    assert torch.equal(a, b), path
+            assert mine["inside"][1] is None and torch.allclose(mine["inside"][0], other["inside"][0])
+        assert on_ranks(name, coded, [{}] * n) == [{}] * n
+
+
+AXES = {"node": 2, "local": 3}
+BOTH = ("node", "local")
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_over_two_axes(codec: str, engine: Any) -> None:
+    """Moved bytes are encoded once over both, sums once for each axis."""
+    made, room = CODECS[codec]
+    calls: dict[str, Any] = {
+        "psum": lambda f, x: f(x, BOTH),
+        "pmean": lambda f, x: f(x, BOTH),
+        "psum_scatter": lambda f, x: f(x, BOTH, dim=1, tiled=True),
+        "all_gather": lambda f, x: f(x, BOTH, dim=1, tiled=True),
+    }
+    xs = [torch.randn(4, 12, generator=torch.Generator().manual_seed(r)).clamp(-2, 2) for r in range(6)]
+    for name, call in calls.items():
+        f = getattr(tx, name)
+        got, want = (
+            tx.simulate(lambda x: call(g, x), AXES, xs, engine=engine)  # noqa: B023
+            for g in (tx.quantized(f, made), f)
+        )
+        for r in range(6):
+            most = 2.0 * {"psum": 18, "pmean": 3, "psum_scatter": 6, "all_gather": 1}[name] * room
+            assert (got[r] - want[r]).abs().max() <= most * 1.3 + 1e-6, name
+            assert name == "psum_scatter" or same_bits(got[r], got[0])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", SERVED)
+def test_what_is_not_finite_stays_so(name: str, bad: float, codec: str) -> None:
+    coded = tx.quantized(getattr(tx, name), CODECS[codec][0])
+    for n in (2, 3, 5):
+        xs = [{"x": torch.ones(n, 4)} for _ in range(n)]
+        xs[n - 1]["x"][0, 2] = bad  # its own piece for rank 0
+        out = on_ranks(name, coded, xs)
+        hit = [0] if name in ("psum_scatter", "all_to_all", "ppermute") else list(range(n))
+        assert [bool(torch.isfinite(o["x"]).all()) for o in out] == [r not in hit for r in range(n)], n
+
+
+def sent(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], function: Any, xs: list[Any]) -> list[Any]:
+    """What rank 0 gives to the axis: (op, dtype, bytes)."""
+    notes: list[Any] = []
+    plain = SimulatedAxis.run
+
+    def run(self: SimulatedAxis, op: str, x: Tensor, arg: Any) -> Tensor:
+        if self.world_rank == 0:
+            notes.append((op, x.dtype, x.numel() * x.element_size()))
+        return plain(self, op, x, arg)
+
+    monkeypatch.setattr(SimulatedAxis, "run", run)
+    tx.simulate(function, axes, xs)
+    monkeypatch.undo()
+    return notes
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """One message of bytes for all floats of a call, and one for each other dtype; nothing else."""
+    made, n = CODECS[codec][0], 3
+    xs = [
+        {"a": torch.ones(n, 40), "b": torch.ones(n, 7, dtype=torch.bfloat16), "c": torch.ones(n, 2).long()}
+        for _ in range(n)
+    ]
+    whole, row, ints = made.width(47 * n), made.width(47), (torch.int64, 2 * n * 8)
+    once = {
+        "all_gather": [("all_gather", *ints), ("all_gather", torch.uint8, whole)],
+        "all_to_all": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
+        "psum_scatter": [("psum_scatter", *ints), ("all_to_all", torch.uint8, row * n)],
+        "ppermute": [("ppermute", *ints), ("ppermute", torch.uint8, whole)],
+        "pbroadcast": [("pbroadcast", *ints), ("pbroadcast", torch.uint8, whole)],
+    }
+    for name, want in once.items():
+        f = tx.quantized(getattr(tx, name), made)
+        assert sent(monkeypatch, {"data": n}, lambda x: CALLS[name](f, x, n), xs) == want, name  # noqa: B023
+    for name in ("psum", "pmean"):  # a part to each rank, and back; a word beside each row
+        f = tx.quantized(getattr(tx, name), made)
+        (_, *other), to, back = sent(monkeypatch, {"data": n}, lambda x: CALLS[name](f, x, n), xs)  # noqa: B023
+        assert (
+            tuple(other) == ints and to[:2] == ("all_to_all", torch.uint8) and back[:2] == ("all_gather", torch.uint8)
+        )
+        assert row * n <= to[2] <= (row + 16) * n and row <= back[2] <= row + 8
+    moved = sent(monkeypatch, AXES, lambda x: tx.quantized(tx.psum_scatter, made)(x, BOTH), [torch.ones(6, 5)] * 6)
+    assert moved == [("all_to_all", torch.uint8, 6 * made.width(5))] * 2
+    for name in SERVED:  # nothing is encoded for one rank
+        f = tx.quantized(getattr(tx, name), made)
+        x = {"a": torch.rand(1, 40), "b": torch.rand(1, 3, dtype=torch.float64)}
+        notes = sent(monkeypatch, {"data": 1}, lambda x: CALLS[name](f, x, 1), [x])  # noqa: B023
+        assert {dtype for _, dtype, _ in notes} == {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_one_rank_keeps_what_it_has(name: str) -> None:
+    f = tx.quantized(getattr(tx, name), tx.int4())
+    x = {"a": torch.rand(1, 5, dtype=torch.float64)}
+    got, want = (tx.simulate(lambda x: CALLS[name](g, x, 1), {"data": 1}, [x])[0] for g in (f, getattr(tx, name)))  # noqa: B023
+    assert same_bits(got, want) and got["a"].data_ptr() != x["a"].data_ptr()
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", ["psum", "all_gather", "all_to_all"])
+def test_somebody_elses_vmap_around_it(name: str, codec: str, engine: Any) -> None:
+    """torch.func.vmap over an ensemble of 4, inside each rank: each of them is encoded alone."""
+    f = tx.quantized(getattr(tx, name), CODECS[codec][0])
+    xs = [torch.randn(4, 3, 5) for _ in range(3)]
+    mapped = tx.simulate(lambda x: torch.func.vmap(lambda v: f(v, "data"))(x), {"data": 3}, xs, engine=engine)
+    for k in range(4):
+        alone = tx.simulate(lambda x: f(x[k], "data"), {"data": 3}, xs)  # noqa: B023
+        assert all(torch.allclose(m[k], a, rtol=1e-6) for m, a in zip(mapped, alone, strict=True))
+
+
+def test_bytes_of_a_sum_do_not_grow_with_the_ranks() -> None:
+    f = tx.quantized(tx.psum, tx.int8())
+    hook = tx.Transform(lambda params: (), lambda g, s, params=None, **extra: (f(g, "data"), s))
+    params = {"w": torch.zeros(10**6, device="meta"), "v": torch.zeros(1000, dtype=torch.bfloat16)}
+    for ranks in (2, 8, 64):
+        what = tx.explain(hook, params, {"data": ranks})
+        assert what.messages == (1 if ranks == 2 else 2) and what.sent_bytes < 2.1e6
+
+
+def test_in_a_pipeline() -> None:
+    """A hook of one's own that sends in bytes: traced without data, run on both engines."""
+    scatter, gather = tx.quantized(tx.psum_scatter, tx.int8()), tx.quantized(tx.all_gather, tx.bfloat16())
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return gather(scatter(grads, "data", tiled=True), "data", tiled=True), state
+
+    pipeline = tx.fuse(tx.Transform(lambda params: (), update), tx.sgd(1.0))
+    params = {"w": torch.zeros(6)}
+    (row, *_) = tx.explain(pipeline, params, {"data": 3}).rows
+    assert [(m.collective, m.payload_bytes) for m in row.messages] == [("all_to_all", 3 * 6), ("all_gather", 4)]
+    grads = [{"w": torch.arange(6.0) * r} for r in range(3)]
+    for engine in ("lockstep", "vmap"):
+        for new, _ in tx.simulate(
+            lambda g: pipeline.step(params, g, pipeline.init(params)), {"data": 3}, grads, engine=engine
+        ):  # type: ignore[arg-type]
+            assert (new["w"] + 3 * torch.arange(6.0)).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_code_has_no_derivative(name: str) -> None:
+    f = tx.quantized(getattr(tx, name), tx.bfloat16())
+
+    def inside(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: CALLS[name](f, {"x": y}, 2)["x"].sum())(x)
+
+    def plain(x: Tensor) -> Any:
+        return CALLS[name](f, {"x": x.clone().requires_grad_()}, 2)
+
+    xs, told = [torch.ones(2, 3)] * 2, ("no derivative", "the collective itself")
+    raises_text(RuntimeError, lambda: tx.simulate(inside, {"data": 2}, xs), *told)
+    raises_text(RuntimeError, lambda: tx.simulate(plain, {"data": 2}, xs), *told)
+    tx.simulate(torch.no_grad()(plain), {"data": 2}, xs)
+
+
+def test_its_arguments_are_the_collectives() -> None:
+    for name in SERVED:
+        f = tx.quantized(getattr(tx, name), tx.int8())
+        assert inspect.signature(f) == inspect.signature(getattr(tx, name)) and f.__name__ == name
+    raises_text(TypeError, lambda: tx.quantized(tx.psum, tx.int8())(1.0, "data", dims=2), "dims")  # type: ignore[call-arg]
+    one, other = (tx.stateless(tx.quantized(tx.psum, tx.int8(b))) for b in (8, 16))
+    assert tx.fingerprint(one) != tx.fingerprint(other) and one == tx.stateless(tx.quantized(tx.psum, tx.int8(8)))
+
+
+def test_dice_need_a_key() -> None:
+    def coded(codec: tx.Codec, x: Tensor) -> Any:
+        return tx.simulate(lambda: tx.quantized(tx.psum, codec)(x, "data"), {"data": 3})
+
+    x = torch.full((300,), 0.3)
+    raises_text(ValueError, lambda: coded(tx.qsgd(), x), "qsgd()", "keyed(seed, step)")
+    first, second, other = (coded(tx.qsgd(1).keyed(*key), x)[0] for key in ((0, 0), (0, 1), (1, 0)))
+    assert not torch.equal(first, second) and not torch.equal(first, other)
+    assert (coded(tx.random_k(10).keyed(0, 0), x)[2] != 0).sum() == 30, "each rank's part loses its own"
+    raises_text(ValueError, lambda: tx.qsgd().keyed(0.5, 0), "seed", "0.5")  # type: ignore[arg-type]
+
+
+def test_what_is_refused() -> None:
+    raises_text(TypeError, lambda: tx.quantized(tx.pmax, tx.int8()), "pmax", "psum_scatter", "compress")
+    raises_text(TypeError, lambda: tx.quantized(tx.mean("data"), tx.int8()), "mean('data')", "compress(codec, hook)")  # type: ignore[type-var]
+    raises_text(TypeError, lambda: tx.quantized(tx.psum, tx.int8), "int8", "quantized(psum, int8())")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.quantized(tx.psum, "fp16"), "'fp16'")  # type: ignore[arg-type]
+    xs = [torch.ones(3, 2)] * 2
+
+    def on_two(name: str, *args: Any) -> Any:
+        return lambda: tx.simulate(
+            lambda x: tx.quantized(getattr(tx, name), tx.int8())({"w": x}, *args), {"data": 2}, xs
+        )
+
+    raises_text(ValueError, on_two("psum_scatter", "data"), "'w'", "(3, 2)", "size 2")
+    raises_text(ValueError, on_two("all_to_all", "data"), "all_to_all", "'w'")
+    raises_text(ValueError, on_two("pbroadcast", "data", 2), "source", "2")
+    raises_text(ValueError, on_two("ppermute", "data", [(0, 5)]), "(0, 5)")
+    raises_text(TypeError, on_two("all_to_all", ("data",)), "('data',)")
+    raises_text(tx.UnboundAxis, lambda: tx.quantized(tx.psum, tx.int8())(torch.ones(2), "nowhere"), "nowhere")
