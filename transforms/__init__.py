@@ -4,8 +4,8 @@ kinds        Transform  Optimizer  Pipeline  Schedule
 combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
-agree        mean  sum_over  noop  average_buffers  broadcast_buffers
-wire         cast  compress  quantized  quantized_mean  error_feedback  hierarchical_mean
+agree        mean  sum_over  noop  all_gather_mean  majority_vote  adasum  average_buffers  broadcast_buffers
+wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  loco  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
              sign  one_bit  top_k  random_k  threshold
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
@@ -18,7 +18,7 @@ collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_
              axis_index  axis_size
 run          simulate
 optax        from_optax  to_optax
-look         explain  fingerprint  to_json  from_json  factory
+look         tap  logged  explain  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict
 """
 
@@ -62,6 +62,9 @@ from ._spec import from_json as from_json
 from ._spec import to_json as to_json
 from ._state_dict import from_state_dict as from_state_dict
 from ._state_dict import to_state_dict as to_state_dict
+from ._tap import LoggedState as LoggedState
+from ._tap import logged as logged
+from ._tap import tap as tap
 from ._when import AccumulateState as AccumulateState
 from ._when import EveryState as EveryState
 from ._when import SwitchState as SwitchState
@@ -136,6 +139,7 @@ from .sync._mean import MeanState as MeanState
 from .sync._mean import mean as mean
 from .sync._mean import noop as noop
 from .sync._mean import sum_over as sum_over
+from .wire._adasum import adasum as adasum
 from .wire._blocks import fp8 as fp8
 from .wire._blocks import int4 as int4
 from .wire._blocks import int8 as int8
@@ -151,8 +155,14 @@ from .wire._compress import CompressState as CompressState
 from .wire._compress import cast as cast
 from .wire._compress import compress as compress
 from .wire._compress import quantized_mean as quantized_mean
+from .wire._ef21 import EF21State as EF21State
+from .wire._ef21 import ef21 as ef21
 from .wire._feedback import ErrorState as ErrorState
+from .wire._feedback import LocoState as LocoState
 from .wire._feedback import error_feedback as error_feedback
+from .wire._feedback import loco as loco
+from .wire._gather import all_gather_mean as all_gather_mean
+from .wire._gather import majority_vote as majority_vote
 from .wire._hierarchical import hierarchical_mean as hierarchical_mean
 from .wire._noise import Noise as Noise
 from .wire._powers import natural as natural

@@ -33,7 +33,7 @@ def _chosen(which: Which, tree: Tree) -> dict[str, Any]:
     return {path: leaf for path, leaf in named_leaves(tree).items() if matches(path)}
 
 
-def _replace_leaves(tree: Tree, new: Mapping[str, Any]) -> Tree:
+def replace_leaves(tree: Tree, new: Mapping[str, Any]) -> Tree:
     return optree.tree_map_with_path(lambda p, leaf: new.get(path_string(p), leaf), tree)
 
 
@@ -70,7 +70,7 @@ def masked(transform: Transform, which: Which) -> Transform:
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
         some = None if params is None else _chosen(which, params)
         new, state = transform.update(_chosen(which, grads), state, some, **extra)
-        return _replace_leaves(grads, _not_none(new, "masked")), state
+        return replace_leaves(grads, _not_none(new, "masked")), state
 
     # No sums: the leaves that it passes by are not the same on all ranks.
     loses = transform.loses and (lambda params: transform.loses(_chosen(which, params)))  # type: ignore[misc]
@@ -79,7 +79,7 @@ def masked(transform: Transform, which: Which) -> Transform:
 
 def _per_path(parts: Sequence[Transform]) -> Scope:
     """The scope of what looks at paths: leaves at least."""
-    return "leaf" if widest(parts) == "element" else widest(parts)
+    return widest(parts, least="leaf")
 
 
 def _not_none(tree: Tree, where: str) -> Tree:
@@ -177,7 +177,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
                 lane=lane if i == carrier else None, carried=part_of(carried, i), **extra,
             )  # fmt: skip
             new.update(_not_none(out, "partition"))
-        return _replace_leaves(grads, new), tuple(new_state)
+        return replace_leaves(grads, new), tuple(new_state)
 
     # The lane needs to travel once only: with the first part that reduces.
     reducing = [i for i, part in enumerate(parts.values()) if part.sums]

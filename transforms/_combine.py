@@ -15,9 +15,9 @@ from ._tree import State, Tree
 _WIDTH: dict[Scope, int] = {"element": 0, "leaf": 1, "message": 2, "tree": 3}
 
 
-def widest(parts: Sequence[Transform]) -> Scope:
-    """The scope of things run one after the other: the most demanding one's."""
-    return max((part.scope for part in parts), key=_WIDTH.__getitem__, default="element")
+def widest(parts: Sequence[Transform], least: Scope = "element") -> Scope:
+    """The scope of things run one after the other: the most demanding one's, or a more demanding `least`."""
+    return max([least, *(part.scope for part in parts)], key=_WIDTH.__getitem__)
 
 
 @factory

@@ -46,6 +46,42 @@ def test_it_is_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tenso
         assert same_bits(out, got[0][0])
 
 
+@pytest.mark.parametrize("without_input", ["freeze", "flush"])
+@pytest.mark.parametrize("axes", SHAPES, ids=str)
+def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any) -> None:
+    """What came out and what all ranks owe is what went in, also where a whole node has no input for a while."""
+
+    def one_rank(hook: tx.Transform) -> Any:
+        rank, node = int(tx.axis_index(("node", "local"))), int(tx.axis_index("node"))
+        state, given, came = hook.init(_grads(0)), _zeros(), _zeros()
+        for step in range(8):
+            weight = 0.0 if (node + step) % 3 == 0 and step < 7 else 1.0 + rank
+            grads = _grads(100 * step + rank)
+            out, state = hook.update(
+                grads if weight else {k: v * float("nan") for k, v in grads.items()}, state, weight=weight
+            )
+            total = tx.psum(weight, ("node", "local"))
+            came = {k: v + out[k] * total for k, v in came.items()}
+            given = {k: v + weight * grads[k] for k, v in given.items()}
+        return came, given, state.error
+
+    for hook in (
+        tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int4(block=4)), without_input),
+        tx.error_feedback(
+            tx.compress(tx.qsgd(3, block=4), tx.hierarchical_mean("local", "node"), seed=1), without_input
+        ),
+    ):
+        results = tx.simulate(lambda: one_rank(hook), axes)  # noqa: B023
+        for key in ("a", "b"):
+            owed, given = (sum(r[i][key] for r in results) for i in (2, 1))
+            assert (results[0][0][key] + owed - given).abs().max() < 1e-3, key
+        assert axes["node"] == 1 or any(r[2]["a"].abs().max() > 0 for r in results)
+
+
+def _zeros() -> dict[str, Tensor]:
+    return {k: torch.zeros_like(v) for k, v in _grads(0).items()}
+
+
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_encoded_across_nodes(axes: dict[str, int], over: Any) -> None:

@@ -24,6 +24,12 @@ def _negate(g: Tensor) -> Tensor:
 # One row or more for each public factory: what `make` returns is put under all laws of its kind.
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "accumulate": [lambda: tx.accumulate(2, tx.mean("data")), lambda: tx.accumulate(1, tx.mean("data"))],
+    "adasum": [lambda: tx.adasum("data")],
+    "all_gather_mean": [
+        lambda: tx.all_gather_mean("data"),
+        lambda: tx.all_gather_mean("data", over="world"),
+        lambda: tx.error_feedback(tx.compress(tx.top_k(0.5), tx.all_gather_mean("data", over="live"))),
+    ],
     "average_buffers": [lambda: tx.average_buffers("data")],
     "broadcast_buffers": [lambda: tx.broadcast_buffers("data")],
     "cast": [
@@ -41,6 +47,8 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.hierarchical_mean("local", "node", over="world"),
         lambda: tx.hierarchical_mean("node", "local", tx.int8(block=4), over="live"),
         lambda: tx.compress(tx.bfloat16(), tx.hierarchical_mean("local", "node")),
+        lambda: tx.error_feedback(tx.compress(tx.int8(stochastic=True), tx.hierarchical_mean("node", "local"))),
+        lambda: tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int8(block=4))),
     ],
     "error_feedback": [
         lambda: tx.error_feedback(tx.quantized_mean("data", tx.random_k(0.5))),
@@ -49,6 +57,15 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.error_feedback(
             tx.partition({"layer.*": tx.quantized_mean("data", tx.int4()), "*": tx.mean("data")})
         ),
+    ],
+    "ef21": [
+        lambda: tx.ef21(tx.quantized_mean("data", tx.int8(block=4))),
+        lambda: tx.ef21(tx.cast(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
+        lambda: tx.ef21(tx.compress(tx.top_k(0.5), tx.sum_over("data"))),
+    ],
+    "loco": [
+        lambda: tx.loco(tx.quantized_mean("data", tx.int4(block=4))),
+        lambda: tx.loco(tx.cast(torch.bfloat16, tx.mean("data")), beta=0.5, reset=2, memory=tx.bfloat16()),
     ],
     "quantized_mean": [
         lambda: tx.quantized_mean("data", tx.int8(block=4)),
@@ -74,6 +91,8 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.chain(tx.mean("data"), tx.from_optax(optax.clip_by_global_norm(0.5))),
     ],
     "identity": [tx.identity],
+    "logged": [lambda: tx.logged(tx.mean("data")), lambda: tx.logged(tx.quantized_mean("data", tx.int8()), every=2)],
+    "majority_vote": [lambda: tx.majority_vote("data"), lambda: tx.majority_vote("data", over="world")],
     "masked": [
         lambda: tx.masked(tx.mean("data"), "layer.*"),
         lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),
@@ -88,6 +107,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "skip_if_nonfinite": [lambda: tx.skip_if_nonfinite(tx.mean("data"))],
     "stateless": [lambda: tx.stateless(_negate), lambda: tx.stateless(_negate, scope="element")],
     "sum_over": [lambda: tx.sum_over("data")],
+    "tap": [lambda: tx.tap(len), lambda: tx.chain(tx.tap(len), tx.mean("data"))],
     "switch_after": [
         lambda: tx.switch_after(1, tx.mean("data"), tx.sum_over("data")),
         lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),

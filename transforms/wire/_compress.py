@@ -140,13 +140,13 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform with wired=True that "
             f"takes extra['wire']"
         )
-    scope = widest([hook]) if codec.elementwise else widest([hook, _ON_MESSAGES])
+    scope = widest([hook], least="element" if codec.elementwise else "message")
     if not codec.noisy:
 
         def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
             return hook.update(grads, state, params, **{**extra, "wire": codec})
 
-        return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=_all_paths)
+        return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves)
     codec.keyed(seed, 0)
 
     def init(params: Tree) -> CompressState:
@@ -162,11 +162,4 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         return out, CompressState(inner, state.step + 1)
 
     sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
-    return Transform(init, noisy, scope=scope, sums=sums, wired=True, loses=_all_paths, named=True)
-
-
-def _all_paths(params: Tree) -> list[str]:
-    return list(named_leaves(params))
-
-
-_ON_MESSAGES = Transform(lambda params: (), lambda grads, state, params=None, **extra: (grads, state), scope="message")
+    return Transform(init, noisy, scope=scope, sums=sums, wired=True, loses=named_leaves, named=True)

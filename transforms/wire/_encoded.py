@@ -54,7 +54,7 @@ def encoded_mean(
         errors = [memory.error[path] for path in of]
         owed = Owed(flat, ravel(errors, device), factor, known, memory.flush)
         reduced = reduce(wire, owed.given, factor, words, axis, times=owed.times, places=places)
-        memory.new.update(zip(of, _split(owed.left(reduced), errors), strict=True))
+        memory.new.update(zip(of, split(owed.left(reduced), errors), strict=True))
     total, full = reduced.total, reduced.mean
     if over is None:
         full = full * total.to(torch.float32)
@@ -101,9 +101,9 @@ def ravel(leaves: Any, device: torch.device | None) -> Tensor:
 def unravel(flat: Tensor, tree: Tree) -> Tree:
     """Flat values in the form, the shapes and the dtypes of a tree."""
     leaves, structure = optree.tree_flatten(tree)
-    return optree.tree_unflatten(structure, _split(flat, [torch.as_tensor(leaf) for leaf in leaves]))
+    return optree.tree_unflatten(structure, split(flat, [torch.as_tensor(leaf) for leaf in leaves]))
 
 
-def _split(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+def split(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     pieces = flat.split([leaf.numel() for leaf in leaves]) if leaves else ()
     return [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,11 @@ from .._bucketwise import Carried, part_of
 from .._combine import widest
 from .._spec import factory
 from .._tree import State, Tree, named_leaves
+from ._blocks import int8
+from ._codec import Codec
 from ._memory import Memory
+
+WithoutInput: TypeAlias = Literal["freeze", "flush"]
 
 
 class ErrorState(NamedTuple):
@@ -21,7 +25,7 @@ class ErrorState(NamedTuple):
 
 
 @factory
-def error_feedback(hook: Transform, without_input: Literal["freeze", "flush"] = "freeze") -> Transform:
+def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     """Add to what this rank sends what earlier messages have lost of it.
 
         u <- w g + e,  u' is what the others decode of u,  e <- u - u'
@@ -57,20 +61,10 @@ def error_feedback(hook: Transform, without_input: Literal["freeze", "flush"] = 
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 0.3]), torch.tensor([127.0, 0.1])])[0]
     tensor([12700.,    20.])
     """
-    check_transform(hook, "error_feedback: hook")
-    if hook.loses is None:
-        raise TypeError(
-            f"nothing in {hook!r} is encoded, so there is no error to feed back; write error_feedback(quantized_mean(axis, codec))"
-        )
-    if without_input not in ("freeze", "flush"):
-        raise ValueError(f"without_input must be 'freeze' or 'flush', got {without_input!r}")
+    _check(hook, without_input, "error_feedback")
 
     def init(params: Tree) -> ErrorState:
-        def zeros(p: Tensor) -> Tensor:
-            return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-
-        of, lost = named_leaves(params), set(hook.loses(params))  # type: ignore[misc]
-        return ErrorState(hook.init(params), {path: zeros(p) for path, p in of.items() if path in lost})
+        return ErrorState(hook.init(params), zero_errors(hook, params))
 
     def update(
         grads: Tree, state: ErrorState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
@@ -81,5 +75,100 @@ def error_feedback(hook: Transform, without_input: Literal["freeze", "flush"] = 
         )
         return out, ErrorState(inner, {**state.error, **memory.new})
 
-    sums = None if hook.sums is None else lambda state: hook.sums(state.inner)  # type: ignore[misc]
-    return Transform(init, update, scope=widest([hook]), sums=sums)
+    sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
+    # Which rank sums an element, and so keeps its second error, depends on what stands beside it.
+    return Transform(init, update, scope=widest([hook], least="message"), sums=sums)
+
+
+class LocoState(NamedTuple):
+    inner: State
+    step: int  # calls so far, on the host
+    error: dict[str, Tensor]  # by path, as encoded, uint8
+
+
+@factory
+def loco(
+    hook: Transform,
+    beta: float = 0.95,
+    reset: int = 1024,
+    memory: Codec | None = None,
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """Error feedback with a moving average of the errors that takes a byte for each element.
+
+        e <- (1 - beta) e + beta (u - u'),  kept encoded; 0 in every `reset`-th call
+
+    with u = w g + e and u' what the others decode of it. What the average leaves out and what encoding e loses is lost.
+
+    Args:
+        hook: As for `error_feedback`.
+        beta: The share of the newest error, in (0, 1].
+        reset: Calls after which the errors begin anew, at least 1.
+        memory: What errors are encoded with, a leaf of a bucket at a time; None: `int8()`. One without dice.
+        without_input: As for `error_feedback`.
+
+    Returns:
+        A `Transform` with state `LocoState(inner, step, error)`; `error` differs between ranks.
+
+    Raises:
+        TypeError: nothing is encoded in `hook`; `memory` is no codec.
+        ValueError: `beta` or `reset` out of range, `without_input` none of the two, or `memory` throws dice.
+
+    Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training, arXiv:2407.04480, algorithm 1.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = loco(tx.quantized_mean("data", tx.int4()))
+    >>> hook.init({"w": torch.zeros(100)}).error["w"].shape
+    torch.Size([104])
+    """
+    _check(hook, without_input, "loco")
+    if not (isinstance(beta, (int, float)) and 0 < beta <= 1):
+        raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
+    if isinstance(reset, bool) or not isinstance(reset, int) or reset < 1:
+        raise ValueError(f"loco: reset must be a whole number, at least 1, got {reset!r}")
+    codec = int8() if memory is None else memory
+    if not isinstance(codec, Codec):
+        raise TypeError(f"loco: memory must be a Codec, got {memory!r}; for example int8()")
+    if codec.noisy:
+        raise ValueError(f"loco: memory must be a codec without dice, got {memory!r}")
+
+    def stored(error: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {path: codec.encode(e.reshape(1, -1).to(torch.float32))[0] for path, e in error.items()}
+
+    def init(params: Tree) -> LocoState:
+        return LocoState(hook.init(params), 0, stored(zero_errors(hook, params)))
+
+    def update(
+        grads: Tree, state: LocoState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, LocoState]:
+        of = {path: g for path, g in named_leaves(grads).items() if path in state.error}
+        old = {path: codec.decode(state.error[path].unsqueeze(0), g.numel()).view(g.shape) for path, g in of.items()}
+        errors = Memory(old, without_input == "flush")
+        out, inner = hook.update(
+            grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "memory": errors}
+        )
+        last = (state.step + 1) % reset == 0
+        new = {path: torch.zeros_like(e) if last else torch.lerp(old[path], e, beta) for path, e in errors.new.items()}
+        return out, LocoState(inner, state.step + 1, {**state.error, **stored(new)})
+
+    sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
+    return Transform(init, update, scope=widest([hook], least="message"), sums=sums)
+
+
+def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:
+    lost = set(hook.loses(params)) if hook.loses else set()
+    return {
+        path: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        for path, p in named_leaves(params).items()
+        if path in lost
+    }
+
+
+def _check(hook: Transform, without_input: Any, name: str) -> None:
+    check_transform(hook, f"{name}: hook")
+    if hook.loses is None:
+        raise TypeError(
+            f"nothing in {hook!r} is encoded, so there is no error to feed back; write {name}(quantized_mean(axis, codec))"
+        )
+    if without_input not in ("freeze", "flush"):
+        raise ValueError(f"without_input must be 'freeze' or 'flush', got {without_input!r}")

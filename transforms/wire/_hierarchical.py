@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._base import Transform
 from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree, named_leaves
-from ..axes._collectives import all_gather, axis_size, psum, psum_scatter
+from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean
 from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
 from ._codec import Codec, refuse_derivative
-from ._encoded import unravel
-from ._reduce import coded_mean, cut
+from ._encoded import Owed, ravel, split, unravel
+from ._memory import Memory
+from ._noise import places_of
+from ._reduce import Reduced, coded_mean, cut
 
 
 @factory
@@ -30,7 +33,8 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     Args:
         local: The axis inside a node.
         node: The axis across nodes.
-        wire: What travels across nodes; `compress(codec, hierarchical_mean(...))` says the same. None: floats.
+        wire: What travels across nodes; `compress(codec, hierarchical_mean(...))` says the same, and is what codecs that throw
+            dice need. None: floats.
         over: What to divide by; see `mean`.
 
     Returns:
@@ -38,7 +42,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         State: `MeanState(total, lane)`.
 
     Raises:
-        ValueError: `over` is none of the three; `local` and `node` are the same axis.
+        ValueError: `over` is none of the three; `local` and `node` are the same axis; `wire` throws dice.
 
     Same as: torch's hierarchical sharding of HYBRID_SHARD; NCCL's trees.
 
@@ -52,11 +56,15 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     check_over(over)
     if local == node:
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
+    if wire is not None and wire.noisy:
+        raise ValueError(
+            f"{wire!r} throws dice, which are keyed by steps; write compress({wire!r}, hierarchical_mean(...))"
+        )
     given = wire
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, wire: Codec | None = None, **extra: Any,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         if lane and "total" in lane:
@@ -77,23 +85,54 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         if codec is None or nodes == 1:
             part = psum(part, node)
             sums = decode_lane(part[size:], named, inside * nodes)
-            total, part = sums.pop("total"), part[:size]
-            divisor = torch.full_like(total, inside * nodes) if over == "world" else total
-            part = part / not_zero(divisor).to(part)
+            total = sums.pop("total")
+            part = part[:size] / not_zero(total).to(part)
         else:
             refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
             sums = decode_lane(part[size:], named, inside * nodes)
             here = sums.pop("total")
             said = torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)
-            reduced = coded_mean(codec, (part[:size] / not_zero(here).to(part)).float(), here, said, node)
+            reduced = _across(codec, part[:size], here, said, local, node, of, memory)
             total, part = reduced.total, reduced.mean
-            divisor = torch.full_like(total, inside * nodes) if over == "world" else total
-            if over == "world":
-                part = part * (total / divisor).to(part)
             sums = dict(zip(sums, reduced.words.unbind(0), strict=True))
+        if over == "world":
+            part, total = part * (total / (inside * nodes)).to(part), torch.full_like(total, inside * nodes)
         whole = all_gather(part, local).flatten()
         out = unravel(whole[: own.numel()], grads)
-        return out, carried_state(carried) if carried is not None else MeanState(divisor, sums)
+        return out, carried_state(carried) if carried is not None else MeanState(total, sums)
 
     scope: Any = "element" if wire is None or wire.elementwise else "message"
-    return Transform(init_mean, update, scope=scope, sums=lambda state: state, wired=True)
+    lossy = wire is not None
+    return Transform(
+        init_mean, update, scope=scope, sums=lambda state: state, wired=True, loses=named_leaves if lossy else None,
+    )  # fmt: skip
+
+
+def _across(
+    codec: Codec, part: Tensor, here: Tensor, said: Tensor, local: str, node: str, of: dict[str, Tensor], memory: Memory | None
+) -> Reduced:  # fmt: skip
+    """The mean over the nodes of this rank's part of the gradients.
+
+    A rank owes for its part what the messages of its node have lost, whoever had the input; so a node without any keeps it, or
+    flushes it.
+
+    Args:
+        part: (size,) sum of the node's weight * gradient.
+        here: The node's total, 0-d float64.
+    """
+    mean, inside, size = (part / not_zero(here).to(part)).float(), axis_size(local), len(part)
+    at = axis_index(local).to(part.device).view(1)
+
+    def mine(whole: Tensor) -> Tensor:
+        return cut(whole, inside, size).index_select(0, at)[0]
+
+    places = mine(places_of(of, part.device)) if codec.noisy else None
+    if memory is None:
+        return coded_mean(codec, mean, here, said, node, places=places)
+    errors = [memory.error[path] for path in of]
+    owed = Owed(mean, mine(ravel(errors, part.device)), here, None, memory.flush)
+    reduced = coded_mean(codec, owed.given, here, said, node, owed.times, places)
+    rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
+    left = torch.where(rows, owed.left(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()
+    memory.new.update(zip(of, split(left[: sum(e.numel() for e in errors)], errors), strict=True))
+    return reduced

@@ -1,0 +1,100 @@
+"""A sum that takes from two gradients what they agree in only once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import Transform
+from .._bucketwise import Carried
+from .._spec import factory
+from .._tree import Tree
+from ..axes._collectives import axis_index, axis_size, ppermute, psum
+from ..sync._lane import Lane, decode_lane, encode_lane
+from ..sync._mean import MeanState, carried_state, init_mean
+from ..sync._weights import check_weight, known_share, not_zero, share, silenced
+
+
+@factory
+def adasum(axis: str) -> Transform:
+    """Add gradients pairwise, each less half of its part along the other: orthogonal ones are summed, parallel ones averaged.
+
+        a + b  becomes  (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b,    for each leaf
+
+    In log2(ranks) rounds, in each of which a rank sends all its gradients to one other; where the ranks are no power of two, those
+    above the last one give theirs away before and get the result after. A rank without input adds nothing; other weights do
+    not count.
+
+    Args:
+        axis: The axis.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit. Sums are taken in at least float32.
+        State: `MeanState(total, lane)`, total being the ranks with input.
+
+    Source: Maleki et al., Scaling Distributed Training with Adaptive Summation, arXiv:2006.02924, section 3.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = adasum("data")
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])])[0]
+    tensor([2., 4.])
+    >>> tx.simulate(one_rank, {"data": 3}, [torch.tensor([v, v]) for v in (1.0, 2.0, 3.0)])[2]
+    tensor([2., 2.])
+    """
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        if lane and "total" in lane:
+            raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+        factor, known = share(check_weight(weight), "live"), known_share(weight, "live")
+        grads = optree.tree_map(torch.as_tensor, grads)
+        wide = optree.tree_map(
+            lambda g: silenced(g, factor, known).to(torch.promote_types(g.dtype, torch.float32)), grads
+        )
+        summed = _over_ranks(wide, axis)
+        out = optree.tree_map(lambda s, g: s.to(g.dtype), summed, grads)
+        if carried is not None:
+            return out, carried_state(carried)
+        named = {"total": factor, **(lane or {})}
+        leaves = optree.tree_leaves(grads)
+        words = encode_lane(named, torch.float64, 1, leaves[0].device if leaves else None)
+        sums = decode_lane(psum(words, axis), named, 1)
+        return out, MeanState(sums.pop("total"), sums)
+
+    return Transform(init_mean, update, scope="leaf", sums=lambda state: state)
+
+
+def _over_ranks(own: Tree, axis: str) -> Tree:
+    ranks, me = axis_size(axis), axis_index(axis)
+    power = 1 << (ranks.bit_length() - 1)
+    if rest := ranks - power:
+        own = _both(own, ppermute(own, axis, [(power + r, r) for r in range(rest)]), me < rest, me < rest)
+    step = 1
+    while step < power:
+        other = ppermute(own, axis, [(r, r ^ step) for r in range(power)])
+        own = _both(own, other, me < power, (me & step) == 0)
+        step *= 2
+    if rest:
+        back = ppermute(own, axis, [(r, power + r) for r in range(rest)])
+        own = optree.tree_map(lambda a, b: torch.where((me >= power).to(a.device), b, a), own, back)
+    return own
+
+
+def _both(own: Tree, other: Tree, here: Tensor, first: Tensor) -> Tree:
+    """The adaptive sum where `here`; `first`: whether one's own comes first, so that both of a pair compute the same bits."""
+
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        mine, is_first = here.to(a.device), first.to(a.device)
+        x, y = torch.where(is_first, a, b), torch.where(is_first, b, a)
+        dot, xx, yy = (torch.sum(p * q) for p, q in ((x, y), (x, x), (y, y)))
+        return torch.where(mine, (1 - dot / (2 * not_zero(xx))) * x + (1 - dot / (2 * not_zero(yy))) * y, a)
+
+    return optree.tree_map(add, own, other)
