@@ -198,10 +198,10 @@ def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
 
 def _around(spec: Spec, argument: str, stage: Transform) -> Transform:
     """What a factory makes of one stage of what it was given; the stage itself where that is none of its business."""
-    try:
-        made: Transform = _FACTORIES[spec.name](**{**dict(spec.args), argument: stage})
-    except TypeError:  # such as a codec around a stage that sends nothing
+    serves = {"cast": stage.wired, "compress": stage.wired, "error_feedback": stage.loses, "loco": stage.loses}
+    if not serves.get(spec.name, True):  # such as a codec around a stage that sends nothing
         return stage
+    made: Transform = _FACTORIES[spec.name](**{**dict(spec.args), argument: stage})
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ._base import Optimizer, Pipeline, Transform, check_transform
@@ -30,8 +29,7 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
-        `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`. `looks`, a function, is
-        shown what the hook made of the gradients.
+        `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`.
         State: `PipelineState(hook, optimizer, after)`.
 
     Raises:
@@ -58,24 +56,28 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
     def init(params: Tree) -> State:
         return PipelineState(hook.init(params), optimizer.init(params), after.init(params) if after else ())
 
-    def step(
-        params: Tree, grads: Tree, state: PipelineState, *, weight: Any = None, lane: Any = None,
-        looks: Callable[[Tree], None] | None = None, **extra: Any,
-    ) -> tuple[Tree, State]:  # fmt: skip
-        if not isinstance(state, PipelineState):
-            raise ValueError(
-                f"state is a {type(state).__name__}, expected the PipelineState that this pipeline's init or step returned"
-            )
-        check_same("grads", grads, "params", params)
-        grads, hook_state = hook.update(grads, state.hook, params, weight=weight, lane=lane, **extra)
-        if looks is not None:
-            looks(grads)
-        if grads is None:  # accumulating: nothing to step with in this call
-            return params, state._replace(hook=hook_state)
-        params, optimizer_state = optimizer.step(params, grads, state.optimizer)
-        after_state = state.after
-        if after:
-            params, after_state = after.update(params, state.after, params, weight=weight, **extra)
-        return params, PipelineState(hook_state, optimizer_state, after_state)
+    def step(params: Tree, grads: Tree, state: PipelineState, **extra: Any) -> tuple[Tree, State]:
+        params, state, _ = run(hook, optimizer, after, params, grads, state, **extra)
+        return params, state
 
     return Pipeline(init, step, hook, optimizer, after)
+
+
+def run(
+    hook: Transform, optimizer: Optimizer, after: Transform | None, params: Tree, grads: Tree, state: PipelineState,
+    *, weight: Any = None, lane: Any = None, **extra: Any,
+) -> tuple[Tree, PipelineState, Tree]:  # fmt: skip
+    """One step: parameters, state, and what the hook made of the gradients, None within a window of `accumulate`."""
+    if not isinstance(state, PipelineState):
+        raise ValueError(
+            f"state is a {type(state).__name__}, expected the PipelineState that this pipeline's init or step returned"
+        )
+    check_same("grads", grads, "params", params)
+    grads, hook_state = hook.update(grads, state.hook, params, weight=weight, lane=lane, **extra)
+    if grads is None:  # accumulating: nothing to step with in this call
+        return params, state._replace(hook=hook_state), None
+    params, optimizer_state = optimizer.step(params, grads, state.optimizer)
+    after_state = state.after
+    if after:
+        params, after_state = after.update(params, state.after, params, weight=weight, **extra)
+    return params, PipelineState(hook_state, optimizer_state, after_state), grads

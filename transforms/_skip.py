@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._base import Optimizer, Pipeline, Skips, Transform, check_transform
 from ._bucketwise import Carried, part_of
+from ._fuse import run
 from ._spec import factory
 from ._tree import State, Tree, all_finite, choose_state, where, zeros_like
 
@@ -104,11 +105,12 @@ def guarded(
         )
 
     def step(params: Tree, grads: Tree, state: Any, **extra: Any) -> tuple[Tree, State]:
-        seen: list[Tree] = []
-        new, inner = part.step(params, prepare(grads, state), state.inner, looks=seen.append, **extra)
-        if seen == [None]:  # within a window of accumulate
+        new, inner, behind = run(
+            part.hook, part.optimizer, part.after, params, prepare(grads, state), state.inner, **extra
+        )
+        if behind is None:  # within a window of accumulate
             return new, state._replace(inner=inner)
-        fine = all_finite(seen[0])  # and not the parameters: some optimizers take the sign of a NaN for 0
+        fine = all_finite(behind)  # and not the parameters: some optimizers take the sign of a NaN for 0
         kept = state._replace(inner=choose_state(fine, inner, state.inner))
         return where(fine, new, params), skips.settle(kept, fine)
 

@@ -58,6 +58,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
             tx.partition({"layer.*": tx.quantized_mean("data", tx.int4()), "*": tx.mean("data")})
         ),
     ],
+    "dgc": [lambda: tx.dgc("data", k=0.3, clip=1.0), lambda: tx.dgc("data", nesterov=True, warmup=2, over="live")],
     "ef21": [
         lambda: tx.ef21(tx.quantized_mean("data", tx.int8(block=4))),
         lambda: tx.ef21(tx.cast(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
@@ -100,6 +101,8 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
     "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
     "noop": [tx.noop],
+    "one_bit_adam": [lambda: tx.one_bit_adam("data", 1), lambda: tx.one_bit_adam("data", 2, over="live")],
+    "one_bit_lamb": [lambda: tx.one_bit_lamb("data", 1), lambda: tx.one_bit_lamb("data", 2, codec=tx.int8(block=4))],
     "partition": [
         lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")}),
         lambda: tx.partition({"*bias": tx.identity(), "*": tx.clip_by_value(0.2)}),

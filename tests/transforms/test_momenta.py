@@ -1,0 +1,132 @@
+"""Hooks that send momenta: as written out, as torch's Adam at first, and no rank hears one without input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, raises_text, same_bits
+from oracle.momenta import deep_compression, one_bit, one_bit_lamb
+from torch import Tensor
+
+from fjoin import transforms as tx
+
+STEPS = 8
+GRADS = [[torch.randn(40, generator=torch.Generator().manual_seed(10 * s + r)) for r in range(2)] for s in range(STEPS)]
+PARAMS = [torch.randn(40, generator=torch.Generator().manual_seed(1000 + s)) for s in range(STEPS)]
+SIGN = tx.sign(block=8)
+
+
+def outs_of(hook: tx.Transform, grads: Any = GRADS) -> Any:
+    def one_rank(rank: int) -> Any:
+        state, outs = hook.init(grads[0][0]), []
+        for step, params in zip(grads, PARAMS, strict=False):
+            out, state = hook.update(step[rank], state, params)
+            outs.append(out)
+        return outs, state
+
+    results = tx.simulate(one_rank, {"data": 2}, [0, 1])
+    assert all(same_bits(outs, results[0][0]) for outs, _ in results)
+    return results[0]
+
+
+def read(x: Tensor) -> Tensor:
+    return SIGN.decode(SIGN.encode(x.view(1, -1)), x.numel())[0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"nesterov": True}, {"clip": 3.0}, {"momentum": 0.0}, {"warmup": 5}], ids=str
+)  # fmt: skip
+def test_deep_gradient_compression(settings: dict[str, Any]) -> None:
+    shares = [0.25 * 0.4 ** (i / 5) for i in range(5)] + [0.1] * 3 if "warmup" in settings else [0.1] * STEPS
+    given = {"momentum": 0.9, "nesterov": False, "clip": None} | {k: v for k, v in settings.items() if k != "warmup"}
+    outs, state = outs_of(tx.dgc("data", k=0.1, **settings))
+    assert max_diff(outs, deep_compression(GRADS, shares, **given)) < 1e-5
+    assert all((o != 0).sum() <= 2 * -int(-s * 40 // 1) for o, s in zip(outs, shares, strict=True))
+    assert state.step == STEPS
+
+
+def test_deep_gradient_compression_of_a_rank_without_input() -> None:
+    """It keeps its momentum and error, and neither is heard; or it sends the error."""
+    for how in ("freeze", "flush"):
+        hook = tx.dgc("data", k=0.1, without_input=how)
+
+        def one_rank(rank: int) -> Any:
+            state = hook.init(GRADS[0][0])  # noqa: B023
+            _, state = hook.update(GRADS[0][rank], state)  # noqa: B023
+            out, new = hook.update(GRADS[1][rank] * (float("nan") if rank else 1.0), state, weight=1.0 - rank)  # noqa: B023
+            return state, new, out
+
+        _, (before, after, out) = tx.simulate(one_rank, {"data": 2}, [0, 1])
+        assert torch.isfinite(out).all() and same_bits(before.momentum, after.momentum)
+        assert same_bits(before.error, after.error) == (how == "freeze")
+
+
+def test_one_bit_adam_begins_as_adam() -> None:
+    """Four steps of torch.optim.Adam on the mean of the gradients."""
+    pipeline = tx.fuse(tx.one_bit_adam("data", warmup=4, b1=0.8, b2=0.95, eps=1e-6), tx.sgd(0.01))
+
+    def one_rank(rank: int) -> Any:
+        params, state = PARAMS[0], pipeline.init(PARAMS[0])
+        for step in GRADS[:4]:
+            params, state = pipeline.step(params, step[rank], state)
+        return params
+
+    theirs = PARAMS[0].clone().requires_grad_()
+    adam = torch.optim.Adam([theirs], lr=0.01, betas=(0.8, 0.95), eps=1e-6)
+    for step in GRADS[:4]:
+        theirs.grad = (step[0] + step[1]) / 2
+        adam.step()
+    for ours in tx.simulate(one_rank, {"data": 2}, [0, 1]):
+        assert max_diff(ours - PARAMS[0], theirs.detach() - PARAMS[0]) < 1e-7
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_one_bit_adam_as_written_out(warmup: int) -> None:
+    outs, state = outs_of(tx.one_bit_adam("data", warmup, codec=SIGN))
+    want = one_bit(GRADS, warmup, 0.9, 0.999, 1e-8, read)
+    assert max_diff(outs, [u for u, _, _ in want]) < 1e-4
+    assert max_diff(state.variance[""], want[-1][2]) < 1e-6
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_one_bit_lamb_as_written_out(warmup: int) -> None:
+    outs, _ = outs_of(tx.one_bit_lamb("data", warmup, codec=SIGN))
+    assert max_diff(outs, one_bit_lamb(GRADS, PARAMS, warmup, (0.9, 0.999, 0.9), 1e-6, read)) < 1e-4
+
+
+@pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb], ids=["adam", "lamb"])
+def test_weights_count_in_momenta_too(make: Any) -> None:
+    """Without a lossy code: three ranks with weights, one of 0 that holds NaN, are one rank with their mean."""
+    weights, grads = [2.0, 0.0, 1.0], [[g[0], g[1] * float("nan"), g[1]] for g in GRADS]
+    hook = make("data", 3, codec=tx.float32())
+
+    def one_rank(rank: int) -> Any:
+        state, outs = hook.init(PARAMS[0]), []
+        for step, params in zip(grads, PARAMS, strict=True):
+            out, state = hook.update(step[rank], state, params, weight=weights[rank])
+            outs.append(out)
+        return outs
+
+    alone = [[(2 * g[0] + g[1]) / 3] * 2 for g in GRADS]
+    assert max_diff(tx.simulate(one_rank, {"data": 3}, [0, 1, 2])[1], outs_of(hook, alone)[0]) < 1e-4
+
+
+def test_what_is_refused() -> None:
+    for k in (0.0, 1.5, 1):
+        raises_text(ValueError, lambda: tx.dgc("data", k=k), "k must be", repr(k))  # noqa: B023
+    raises_text(ValueError, lambda: tx.dgc("data", momentum=1.0), "momentum", "1.0")
+    raises_text(ValueError, lambda: tx.dgc("data", clip=0.0), "clip", "0.0")
+    raises_text(ValueError, lambda: tx.dgc("data", warmup=-1), "warmup", "-1")
+    raises_text(ValueError, lambda: tx.dgc("data", values=tx.qsgd()), "dice", "qsgd()")
+    raises_text(ValueError, lambda: tx.dgc("data", without_input="keep"), "'keep'")  # type: ignore[arg-type]
+    for make in (tx.one_bit_adam, tx.one_bit_lamb):
+        raises_text(ValueError, lambda: make("data", 0), "warmup", "0")  # noqa: B023
+        raises_text(ValueError, lambda: make("data", 1, b1=1.0), "b1", "1.0")  # noqa: B023
+    raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, ratios=(2.0, 1.0)), "ratios", "(2.0, 1.0)")
+    raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, threshold=0.0), "threshold", "0.0")
+    hook = tx.one_bit_lamb("data", 1)
+    raises_text(
+        ValueError, lambda: tx.simulate(lambda: hook.update(PARAMS[0], hook.init(PARAMS[0])), {"data": 2}), "parameters"
+    )

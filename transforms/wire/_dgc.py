@@ -1,0 +1,135 @@
+"""Deep gradient compression: momentum and error feedback of what is sent now and then."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import Transform
+from .._bucketwise import Carried, part_of
+from .._by_path import replace_leaves
+from .._spec import factory
+from .._tree import Tree, global_norm, named_leaves
+from ..axes._primitive import AxisName
+from ..sync._lane import Lane
+from ..sync._mean import MeanState, init_mean, mean
+from ..sync._weights import Over, check_weight, known_share, silenced
+from ._codec import Codec
+from ._feedback import WithoutInput
+from ._memory import Memory
+from ._sparse import top_k
+
+_FIRST = 0.25  # the share that is sent at the beginning of the warm-up
+_STAGES = 5
+
+
+class DGCState(NamedTuple):
+    reduced: MeanState
+    step: int  # calls so far, on the host
+    momentum: dict[str, Tensor]  # by path, of this rank's gradients, at least float32
+    error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * momentum
+
+
+@factory
+def dgc(
+    axis: AxisName,
+    k: float = 0.001,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    clip: float | None = None,
+    warmup: int = 0,
+    values: Codec | None = None,
+    over: Over = "weight",
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """The mean of the largest elements of what momentum has gathered; what is not sent is gathered on.
+
+        u <- m u + g,  v <- v + w u,  the largest k of v are sent; v <- v - sent,  u <- 0 where all of v was sent
+
+    The momentum is inside, so the optimizer behind it has none: `fuse(dgc(axis), sgd(lr))`.
+
+    Args:
+        axis: One axis.
+        k: The share of each message's elements that is sent, in (0, 1]. Sums are cut to their largest k again; see `top_k`.
+        momentum: m, in [0, 1).
+        nesterov: Send g + m u in the place of u.
+        clip: The norm to which a rank clips its gradients of each bucket first; None: it does not. The paper takes that of the whole
+            over the root of the ranks.
+        warmup: Calls in which the share falls from a quarter to k, in five stages; `explain` shows the first.
+        values: The codec of the values; None: `float32`.
+        over: What to divide by; see `mean`.
+        without_input: What a rank of weight 0 does: "freeze" keeps its momentum and its error, "flush" sends the error.
+
+    Returns:
+        A `Transform` with state `DGCState(reduced, step, momentum, error)`; the last two differ between ranks.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Source: Lin et al., Deep Gradient Compression, arXiv:1712.01887, sections 3.1 to 3.3.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = dgc("data", k=0.5)
+    >>> def one_rank(g):
+    ...     state, outs = hook.init(g), []
+    ...     for _ in range(2):
+    ...         out, state = hook.update(g, state)
+    ...         outs.append(out.tolist())
+    ...     return outs
+    >>> tx.simulate(one_rank, {"data": 2}, 2 * [torch.tensor([1.0, 0.75])])[0]
+    [[1.0, 0.0], [0.0, 2.174999952316284]]
+    """
+    if not isinstance(k, float) or not 0 < k <= 1:
+        raise ValueError(f"dgc: k must be a share in (0.0, 1.0], got {k!r}")
+    if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
+        raise ValueError(f"dgc: momentum must be in [0, 1), got {momentum!r}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"dgc: clip must be above 0, or None, got {clip!r}")
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise ValueError(f"dgc: warmup must be a whole number, at least 0, got {warmup!r}")
+    if without_input not in ("freeze", "flush"):
+        raise ValueError(f"without_input must be 'freeze' or 'flush', got {without_input!r}")
+    if values is not None and values.noisy:
+        raise ValueError(f"dgc: values must be a codec without dice, got {values!r}")
+    inner = mean(axis, over)
+    shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
+    codecs = [top_k(share, values) for share in [*shares, k]]
+
+    def init(params: Tree) -> DGCState:
+        def zeros() -> dict[str, Tensor]:
+            return {
+                path: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                for path, p in named_leaves(params).items()
+            }
+
+        return DGCState(init_mean(params), 0, zeros(), zeros())
+
+    def update(
+        grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, **extra: Any,
+    ) -> tuple[Tree, DGCState]:  # fmt: skip
+        live, known = check_weight(weight), known_share(weight, "live")
+        of = {path: silenced(torch.as_tensor(g), live, known) for path, g in named_leaves(grads).items()}
+        if clip is not None:
+            factor = clip / global_norm(of).clamp(min=clip)
+            of = {path: g * factor.to(g) for path, g in of.items()}
+        new, sends = {}, {}
+        for path, g in of.items():
+            old = state.momentum[path]
+            u = momentum * old + g.to(old)
+            new[path] = torch.where(live.to(u.device) > 0, u, old)
+            sends[path] = g.to(u) + momentum * u if nesterov else u
+        memory = Memory(state.error, without_input == "flush")
+        stage = min(state.step * _STAGES // warmup, _STAGES) if warmup and shares else -1
+        out, reduced = inner.update(
+            replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
+            carried=part_of(carried, "reduced"), **{**extra, "wire": codecs[stage], "memory": memory},
+        )  # fmt: skip
+        for path, left in memory.new.items():
+            new[path] = torch.where((left == 0) & (live.to(left.device) > 0), torch.zeros_like(left), new[path])
+        back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
+        return replace_leaves(grads, back), DGCState(reduced, state.step + 1, new, {**state.error, **memory.new})
+
+    return Transform(init, update, scope="message", sums=lambda state: state.reduced)

@@ -1,0 +1,263 @@
+"""Adam and LAMB whose momentum, not gradient, travels encoded, once their variance has settled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import Transform
+from .._bucketwise import Carried, part_of
+from .._by_path import replace_leaves
+from .._spec import factory
+from .._tree import State, Tree, named_leaves
+from .._when import switch_after
+from ..axes._primitive import AxisName
+from ..sync._mean import mean
+from ..sync._weights import Over, check_weight, known_share, silenced
+from ._codec import Codec
+from ._compress import quantized_mean
+from ._feedback import WithoutInput, error_feedback
+from ._signs import sign
+
+
+class OneBitAdamState(NamedTuple):
+    inner: State  # of switch_after(warmup, mean, error_feedback(quantized_mean))
+    step: int  # calls so far, on the host
+    momentum: dict[str, Tensor]  # by path, equal on all ranks, at least float32
+    variance: dict[str, Tensor]  # the same; stays after the warm-up
+
+
+@factory
+def one_bit_adam(
+    axis: AxisName,
+    warmup: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    codec: Codec | None = None,
+    over: Over = "weight",
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """Adam's direction; after `warmup` calls the variance stays and the ranks' momenta are averaged, encoded.
+
+        at first  g <- mean of g,  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
+        then      m <- mean of b1 m + (1 - b1) g, by error_feedback(quantized_mean(axis, codec))
+        result    m / (1 - b1^t) / (sqrt(v / (1 - b2^min(t, warmup))) + eps)
+
+    The optimizer behind it only takes the step: `fuse(one_bit_adam(axis, warmup), sgd(lr))`.
+
+    Args:
+        axis: One axis.
+        warmup: Calls in which gradients are averaged as they are, at least 1; the paper takes 15 to 20 % of all.
+        b1, b2: Decay of momentum and variance, in [0, 1).
+        eps: Added to the root of the variance.
+        codec: What momenta travel as; None: `sign()`.
+        over: What to divide by; see `mean`.
+        without_input: What a rank of weight 0 does with its error; see `error_feedback`.
+
+    Returns:
+        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance)`.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Source: Tang et al., 1-bit Adam, arXiv:2102.02888, algorithm 1, with Adam's bias corrections.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = one_bit_adam("data", warmup=1)
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -3.0]), torch.tensor([2.0, -1.0])])[0]
+    tensor([ 1., -1.])
+    """
+    inner = _momenta(axis, warmup, b1, b2, codec, over, without_input)
+
+    def init(params: Tree) -> OneBitAdamState:
+        return OneBitAdamState(inner.init(params), 0, _zeros(params), _zeros(params))
+
+    def update(
+        grads: Tree, state: OneBitAdamState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, OneBitAdamState]:
+        got = _moments(inner, grads, state, carried, warmup, b1, b2, extra)
+        new = OneBitAdamState(
+            got.inner, state.step + 1, {**state.momentum, **got.momentum}, {**state.variance, **got.variance}
+        )
+        out = {path: _direction(new, path, warmup, b1, b2, eps) for path in got.momentum}
+        return replace_leaves(grads, {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}), new
+
+    sums = inner.sums and (lambda state: inner.sums(state.inner))  # type: ignore[misc]
+    return Transform(init, update, scope=inner.scope, sums=sums, named=inner.named)
+
+
+class OneBitLambState(NamedTuple):
+    inner: State
+    step: int  # calls so far, on the host
+    momentum: dict[str, Tensor]  # as in OneBitAdamState
+    variance: dict[str, Tensor]
+    fresh: dict[str, Tensor]  # the variance that would be, from how the momentum changes
+    ratio: dict[str, Tensor]  # 0-d by path, the moving average of LAMB's ratios, which stays after the warm-up
+    change: dict[str, Tensor]  # 0-d by path, what the ratio was last multiplied with
+
+
+@factory
+def one_bit_lamb(
+    axis: AxisName,
+    warmup: int,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    b3: float = 0.9,
+    eps: float = 1e-6,
+    ratios: tuple[float, float] = (0.01, 10.0),
+    changes: tuple[float, float] = (0.5, 4.0),
+    threshold: float = 0.1,
+    codec: Codec | None = None,
+    over: Over = "weight",
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """LAMB's direction; after `warmup` calls as `one_bit_adam`, with each leaf's ratio from what has become of its variance.
+
+        at first  c = clip(|x| / |u|, ratios),  a <- b3 a + (1 - b3) c,            the result: c u
+        then      r = clip(max of (sqrt v + eps) / (sqrt f + eps), changes, last r (1 +- threshold)),  the result: r a u
+
+    with u the direction of `one_bit_adam` and f the variance of (m - b1 m_before) / (1 - b1), which goes on.
+
+    Args:
+        axis: One axis.
+        warmup: Calls in which gradients are averaged as they are, at least 1.
+        b1, b2, b3: Decay of momentum, variance and ratio, in [0, 1).
+        eps: Added to the roots of variances.
+        ratios: The smallest and the largest |x| / |u|. Where either norm is 0 it is 1.
+        changes: The smallest and the largest r.
+        threshold: How far r may move in a call, as a share of itself.
+        codec: What momenta travel as; None: `sign()`.
+        over: What to divide by; see `mean`.
+        without_input: What a rank of weight 0 does with its error; see `error_feedback`.
+
+    Returns:
+        A `Transform` with state `OneBitLambState`; its `update` needs the parameters.
+
+    Raises:
+        ValueError: an argument out of range; at `update`: no parameters are given.
+
+    Source: Li et al., 1-bit LAMB, arXiv:2104.06069, algorithm 1, with LAMB's bias corrections.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = one_bit_lamb("data", warmup=1)
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g), 3.0 * g)[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -2.0]), torch.tensor([2.0, -2.0])])[0]
+    tensor([ 6.0000, -6.0000])
+    """
+    inner = _momenta(axis, warmup, b1, b2, codec, over, without_input)
+    _share("b3", b3)
+    for name, (low, high) in (("ratios", ratios), ("changes", changes)):
+        if not 0 < low <= high:
+            raise ValueError(f"{name} must be (smallest, largest), both above 0, got {(low, high)!r}")
+    if not threshold > 0:
+        raise ValueError(f"threshold must be above 0, got {threshold!r}")
+
+    def init(params: Tree) -> OneBitLambState:
+        def each(value: float) -> dict[str, Tensor]:
+            return {path: z.new_full((), value) for path, z in _zeros(params).items()}
+
+        return OneBitLambState(
+            inner.init(params), 0, _zeros(params), _zeros(params), _zeros(params), each(0.0), each(1.0)
+        )
+
+    def update(
+        grads: Tree, state: OneBitLambState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, OneBitLambState]:
+        if params is None:
+            raise ValueError("one_bit_lamb needs the parameters: call update(grads, state, params)")
+        got, of = _moments(inner, grads, state, carried, warmup, b1, b2, extra), named_leaves(params)
+        new = state._replace(
+            inner=got.inner, step=state.step + 1, momentum={**state.momentum, **got.momentum},
+            variance={**state.variance, **got.variance},
+        )  # fmt: skip
+        fresh, ratio, change, out = dict(state.fresh), dict(state.ratio), dict(state.change), {}
+        for path in got.momentum:
+            u = _direction(new, path, warmup, b1, b2, eps)
+            if state.step < warmup:
+                fresh[path] = new.variance[path]
+                c = _ratio(of[path], u).clamp(*ratios)
+                ratio[path] = b3 * ratio[path] + (1 - b3) * c
+            else:
+                g = (new.momentum[path] - b1 * state.momentum[path]) / (1 - b1)
+                fresh[path] = b2 * fresh[path] + (1 - b2) * g * g
+                gone = (new.variance[path].sqrt() + eps) / (fresh[path].sqrt() + eps)
+                r = gone.amax() if gone.numel() else torch.ones_like(change[path])
+                r = torch.maximum(torch.minimum(r, change[path] * (1 + threshold)), change[path] * (1 - threshold))
+                change[path] = r.clamp(*changes)
+                c = change[path] * ratio[path] / (1 - b3**warmup)
+            out[path] = c * u
+        back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
+        return replace_leaves(grads, back), new._replace(fresh=fresh, ratio=ratio, change=change)
+
+    sums = inner.sums and (lambda state: inner.sums(state.inner))  # type: ignore[misc]
+    return Transform(init, update, scope=inner.scope, sums=sums, named=True)
+
+
+def _ratio(param: Tensor, direction: Tensor) -> Tensor:
+    size, step = (torch.linalg.vector_norm(x.to(direction.dtype)) for x in (param, direction))
+    one = torch.ones_like(size)
+    return torch.where((size > 0) & (step > 0), size / torch.where(step > 0, step, one), one)
+
+
+def _momenta(
+    axis: AxisName, warmup: int, b1: float, b2: float, codec: Codec | None, over: Over, without_input: WithoutInput
+) -> Transform:
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
+        raise ValueError(f"warmup must be a whole number, at least 1, got {warmup!r}; there is no variance before")
+    _share("b1", b1)
+    _share("b2", b2)
+    encoded = quantized_mean(axis, sign() if codec is None else codec, over)
+    return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
+
+
+def _share(name: str, value: Any) -> None:
+    if not (isinstance(value, (int, float)) and 0 <= value < 1):
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
+def _zeros(params: Tree) -> dict[str, Tensor]:
+    return {
+        path: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        for path, p in named_leaves(params).items()
+    }
+
+
+class _Moments(NamedTuple):
+    inner: State
+    momentum: dict[str, Tensor]
+    variance: dict[str, Tensor]
+
+
+def _moments(
+    inner: Transform, grads: Tree, state: Any, carried: Carried | None, warmup: int, b1: float, b2: float, extra: dict[str, Any]
+) -> _Moments:  # fmt: skip
+    """The new momentum, and variance, of these leaves."""
+    weight = extra.get("weight")
+    live, known = check_weight(weight), known_share(weight, "live")
+    wide = {
+        path: silenced(torch.as_tensor(g), live, known).to(state.momentum[path])
+        for path, g in named_leaves(grads).items()
+    }
+    first = state.step < warmup
+    sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
+    out, new = inner.update(replace_leaves(grads, sends), state.inner, carried=part_of(carried, "inner"), **extra)
+    came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
+    if not first:
+        return _Moments(new, came, {path: state.variance[path] for path in came})
+    return _Moments(
+        new,
+        {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()},
+        {path: b2 * state.variance[path] + (1 - b2) * g * g for path, g in came.items()},
+    )
+
+
+def _direction(state: Any, path: str, warmup: int, b1: float, b2: float, eps: float) -> Tensor:
+    m = state.momentum[path] / (1 - b1**state.step)
+    v = state.variance[path] / (1 - b2 ** min(state.step, warmup))
+    return m / (v.sqrt() + eps)
