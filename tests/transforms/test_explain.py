@@ -1,0 +1,100 @@
+"""What a pipeline will send, before it runs, and in which buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import raises_text
+
+from fjoin import transforms as tx
+from fjoin.transforms._layout import make_layout
+
+
+def test_explain_covers_what_runs_now_and_then() -> None:
+    params = {"w": torch.zeros(1000), "b": torch.zeros(10)}
+    pipeline = tx.fuse(
+        tx.chain(tx.switch_after(5, tx.mean("data"), tx.every(3, tx.sum_over("data"))), tx.clip_by_global_norm(1.0)),
+        tx.partition({"b": tx.sgd(0.1), "*": tx.adam(0.1)}),
+    )
+    what = tx.explain(pipeline, params, {"data": 4})
+    assert [(r.stage, r.when, len(r.messages)) for r in what.rows] == [
+        ("mean('data')", "before step 5", 1),
+        ("sum_over('data')", "from step 5, every 3 steps", 1),
+        ("clip_by_global_norm(1.0)", "each step", 0),
+        ("(the step's own counts)", "each step", 1),
+        ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),
+        ("sgd(lr=0.1)", "each step, 1 of 2 leaves", 0),
+    ] or [r.stage for r in what.rows][-2:] == ["sgd(lr=0.1)", "adam(lr=0.1)"]
+    text = str(what)
+    assert "psum(data)" in text and "total per rank and step" in text and "before step 5" in text
+    assert what.rows[0].messages[0].sent_bytes == round(what.rows[0].messages[0].payload_bytes * 2 * 3 / 4)
+
+
+def test_explain_takes_no_memory_for_huge_models() -> None:
+    params = {f"p{i}": torch.empty(10**9, device="meta") for i in range(70)}
+    what = tx.explain(tx.fuse(tx.mean("data"), tx.adamw(0.1)), params, {"data": 512})
+    assert what.state_bytes == 70 * 8 * 10**9 + 4 + 8 and what.messages == 71
+
+
+def test_explain_says_where_it_cannot_look_ahead() -> None:
+    def peek(g: Any, s: Any, params: Any = None, **extra: Any) -> Any:
+        return (g, s) if g["w"].sum().item() > 0 else (tx.psum(g, "data"), s)
+
+    part = tx.chain(tx.mean("data"), tx.Transform(lambda p: (), peek))
+    raises_text(
+        TypeError, lambda: tx.explain(part, {"w": torch.zeros(3)}, {"data": 2}), "peek", "reads a tensor's value"
+    )
+
+
+def test_explain_of_nested_axes() -> None:
+    what = tx.explain(tx.mean(("node", "local")), {"w": torch.zeros(10)}, {"node": 2, "local": 4})
+    assert [(m.axis, m.collective) for m in what.rows[0].messages] == [("node x local", "psum")]
+    what = tx.explain(tx.mean("local"), {"w": torch.zeros(10)}, {"node": 2, "local": 4})
+    assert [m.axis for m in what.rows[0].messages] == ["local"]
+
+
+def test_explain_finds_what_runs_now_and_then_inside_others() -> None:
+    """As many messages, and in the same steps, whichever of two wrappers is the outer one."""
+    params, mean = {"w": torch.zeros(1000), "v": torch.zeros(10)}, tx.mean("data")
+
+    def rows(hook: tx.Transform) -> list[Any]:
+        return [(row.when, row.messages) for row in tx.explain(hook, params, {"data": 4}).rows]
+
+    cast = lambda hook: tx.cast(torch.bfloat16, hook)  # noqa: E731
+    (now_and_then,) = rows(tx.every(2, cast(mean)))
+    assert now_and_then[0] == "every 2 steps" and len(now_and_then[1]) == 2
+    for hook in (
+        cast(tx.every(2, mean)),
+        tx.error_feedback(cast(tx.every(2, mean))),
+        tx.masked(tx.every(2, cast(mean)), "*"),
+    ):
+        ((when, messages),) = rows(hook)
+        assert when == "every 2 steps" and [m.collective for m in messages] == [m.collective for m in now_and_then[1]]
+    assert rows(cast(tx.chain(tx.clip_by_value(1.0), tx.every(2, mean))))[1] == now_and_then
+    assert [when for when, _ in rows(cast(tx.switch_after(1, tx.noop(), mean)))] == ["before step 1", "from step 1"]
+    by_path = rows(tx.partition({"w": tx.every(2, mean), "*": mean}))
+    assert [(when, [m.payload_bytes for m in messages]) for when, messages in by_path] == [
+        ("every 2 steps", [4008]), ("each step", [48])
+    ]  # fmt: skip
+    ((when, messages),) = rows(tx.skip_if_nonfinite(tx.every(2, mean)))
+    assert when == "every 2 steps" and len(messages) == 1
+
+
+def test_layout() -> None:
+    params = {f"p{i}": torch.zeros(10) for i in range(5)} | {
+        "big": torch.zeros(1_000_000),
+        "half": torch.zeros(3, dtype=torch.float16),
+    }
+    layout = make_layout(params, lambda path: path in ("p1", "p3"), bucket_bytes=120)
+    assert sorted(p for b in layout for p in b.paths) == sorted(params)
+    assert [b.direct for b in layout if "big" in b.paths] == [True]
+    first = next(b for b in layout if "p4" in b.paths)
+    assert first.paths == ("p4", "p2", "p3"), "reverse order, equal labels together"
+    assert [(s.start, s.stop, s.paths) for s in first.spans] == [(0, 32, ("p4", "p2")), (32, 48, ("p3",))]
+    assert first.offsets == (0, 16, 32), "each leaf begins on a cache line"
+    assert all(b.dtype == params[p].dtype for b in layout for p in b.paths)
+    assert make_layout({}, lambda path: 0) == ()
+    mebibyte = {f"p{i}": torch.zeros(2**18) for i in range(8)}
+    assert [len(b.paths) for b in make_layout(mebibyte, lambda path: 0)] == [1, 5, 2], "the first of several is small"
+    assert [len(b.paths) for b in make_layout(dict(list(mebibyte.items())[:5]), lambda path: 0)] == [5]

@@ -1,0 +1,106 @@
+"""What a pipeline is as data: it reads as it is written, and comes back from JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from helpers import raises_text
+from torch import Tensor
+
+from fjoin import transforms as tx
+
+FULL = tx.fuse(
+    tx.chain(tx.clip_by_value(9.0), tx.mean(("node", "local"), over="live"), tx.clip_by_global_norm(1.0)),
+    tx.partition(
+        {
+            ("*bias", "*norm*"): tx.sgd(tx.constant(0.1)),
+            "*": tx.adamw(tx.warmup_cosine(3e-4, 100, 2000), weight_decay=0.1),
+        }
+    ),
+)
+
+
+def _double(g: Tensor) -> Tensor:
+    return g * 2
+
+
+def test_a_pipeline_reads_as_it_is_written() -> None:
+    assert repr(FULL) == (
+        "fuse(chain(clip_by_value(9.0), mean(('node', 'local'), over='live'), clip_by_global_norm(1.0)), "
+        "partition({('*bias', '*norm*'): sgd(lr=constant(0.1)), "
+        "'*': adamw(lr=warmup_cosine(0.0003, 100, 2000), weight_decay=0.1)}))"
+    )
+    assert eval(repr(FULL), vars(tx)) == FULL
+
+
+def test_json_round_trip() -> None:
+    text = tx.to_json(FULL)
+    json.loads(text)
+    assert tx.from_json(text) == FULL and tx.fingerprint(tx.from_json(text)) == tx.fingerprint(FULL)
+    custom = tx.chain(tx.stateless(_double), tx.mean("data"))
+    name = f"{_double.__module__}._double"
+    raises_text(ValueError, lambda: tx.from_json(tx.to_json(custom)), repr(name), "functions=")
+    assert tx.from_json(tx.to_json(custom), {name: _double}) == custom
+
+
+def test_equality_is_of_meaning() -> None:
+    assert tx.sgd(0.1) == tx.sgd(lr=0.1) == tx.sgd(0.1, momentum=0.0)
+    assert tx.sgd(0.1) != tx.sgd(0.2) and tx.adam(0.1) != tx.adamw(0.1) and tx.mean("a") != tx.mean("b")
+    assert tx.chain(tx.mean("a"), tx.chain(tx.noop(), tx.identity())) == tx.chain(tx.mean("a"), tx.noop())
+    assert tx.chain() == tx.identity() and tx.chain(tx.noop()) == tx.noop()
+    assert tx.fingerprint(tx.stateless(lambda g: g * 2)) != tx.fingerprint(tx.stateless(lambda g: g * 3))
+    assert len({tx.mean("a"), tx.mean("a"), tx.mean("b")}) == 2
+
+
+def test_a_users_factory_is_data_too() -> None:
+    @tx.factory
+    def times_for_test(factor: float) -> tx.Transform:
+        return tx.stateless(lambda g: g * factor, scope="element")
+
+    made = times_for_test(2.0)
+    assert made.spec.name == "stateless", "what a factory passes on keeps its own name"
+
+    @tx.factory
+    def halve_for_test(factor: float = 0.5) -> tx.Transform:
+        return tx.Transform(lambda p: (), lambda g, s, p=None, **e: (g * factor, s), scope="element")
+
+    assert repr(halve_for_test()) == "halve_for_test()" and tx.from_json(
+        tx.to_json(halve_for_test(0.25))
+    ) == halve_for_test(0.25)
+
+    def mean(axis: str) -> tx.Transform:
+        return tx.identity()
+
+    raises_text(ValueError, lambda: tx.factory(mean), "'mean' exists already")
+
+
+def _times(k: Any, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {path: g * k for path, g in grads.items()}, state
+
+
+class _Negates:
+    def __call__(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {path: -g for path, g in grads.items()}, state
+
+    def method(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return grads, state
+
+
+def _by_hand(update: Any) -> tx.Transform:
+    return tx.Transform(lambda params: (), update, scope="leaf")
+
+
+def test_what_is_written_by_hand_is_known_by_its_function_inside_others_too() -> None:
+    """Functions, partials with their arguments, objects that are called and methods: two ranks' must not be taken for equal."""
+    made = [_Negates(), _Negates().method, *(functools.partial(_times, k) for k in (2.0, 3.0)),
+            functools.partial(_times, k=2.0), functools.partial(_times, object())]  # fmt: skip
+    for wrap in (lambda t: t, lambda t: tx.chain(tx.mean("data"), t), lambda t: tx.fuse(t, tx.sgd(0.1))):
+        assert len({tx.fingerprint(wrap(_by_hand(update))) for update in made}) == len(made)
+        assert tx.fingerprint(wrap(_by_hand(_Negates()))) == tx.fingerprint(wrap(_by_hand(_Negates())))
+        assert wrap(_by_hand(made[0])) != wrap(_by_hand(made[1]))
+    both = tx.chain(tx.mean("data"), _by_hand(made[2]))
+    assert repr(both) == "chain(mean('data'), custom(partial(_times, 2.0)))"
+    assert repr(_by_hand(made[0])) == "custom(_Negates)"
+    raises_text(TypeError, lambda: tx.to_json(both), "written by hand", "@factory")
