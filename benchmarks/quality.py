@@ -1,0 +1,223 @@
+"""What a model learns in equal steps, against the bytes that a rank sends: the demo's transformer on simulated ranks.
+
+OMP_NUM_THREADS=1 python benchmarks/quality.py --ranks 8 16 --seeds 3 --steps 200
+
+Each rank trains on files of its own, in batches weighted by their tokens. What has been run is kept in --runs and not run
+again; the table goes to --out, the picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+from _text_model import Batch, Decoder, batches_of, cross_entropy, source_files
+
+CONTEXT, SEQUENCES, HELD_OUT = 64, 2, 40_000
+MODEL = {"width": 64, "heads": 4, "layers": 2, "context": CONTEXT}
+
+
+class Method(NamedTuple):
+    hook: Callable[[int], tx.Transform]  # steps -> hook
+    optimizer: str = "adamw"
+
+
+def _coded(codec: tx.Codec) -> tx.Transform:
+    return tx.quantized_mean("data", codec)
+
+
+def _fed(codec: tx.Codec) -> tx.Transform:
+    return tx.error_feedback(_coded(codec))
+
+
+def _matrices(of_matrices: tx.Transform) -> tx.Transform:
+    """PowerSGD for matrices, int8 for embeddings, floats for the rest."""
+    small = ("*bias", "*norm*")
+    return tx.partition({small: tx.mean("data"), ("embed*", "position*"): _fed(tx.int8()), "*": of_matrices})
+
+
+METHODS: dict[str, Method] = {
+    "float32": Method(lambda n: tx.mean("data")),
+    "bfloat16": Method(lambda n: _coded(tx.bfloat16())),
+    "fp8": Method(lambda n: _coded(tx.fp8())),
+    "int8": Method(lambda n: _coded(tx.int8())),
+    "int8 by chance": Method(lambda n: _coded(tx.int8(stochastic=True))),
+    "uint8": Method(lambda n: _coded(tx.uint8())),
+    "natural": Method(lambda n: _coded(tx.natural())),
+    "int4": Method(lambda n: _coded(tx.int4())),
+    "int4 fed back": Method(lambda n: _fed(tx.int4())),
+    "int4 loco": Method(lambda n: tx.loco(_coded(tx.int4()))),
+    "qsgd 7": Method(lambda n: _coded(tx.qsgd(7))),
+    "terngrad": Method(lambda n: _coded(tx.terngrad(block=512))),
+    "terngrad fed back": Method(lambda n: _fed(tx.terngrad(block=512))),
+    "sign fed back": Method(lambda n: _fed(tx.sign())),
+    "one_bit fed back": Method(lambda n: _fed(tx.one_bit())),
+    "top_k 1 % fed back": Method(lambda n: _fed(tx.top_k(0.01))),
+    "top_k 10 %, no feedback": Method(lambda n: _coded(tx.top_k(0.1))),
+    "top_k 1 % ef21": Method(lambda n: tx.ef21(_coded(tx.top_k(0.01)))),
+    "random_k 10 % fed back": Method(lambda n: _fed(tx.random_k(0.1))),
+    "threshold fed back": Method(lambda n: _fed(tx.threshold(1e-3, most=0.05))),
+    "power_sgd 2 fed back": Method(lambda n: tx.error_feedback(tx.power_sgd("data", 2))),
+    "power_sgd 4 fed back": Method(lambda n: tx.error_feedback(tx.power_sgd("data", 4))),
+    "power_sgd 4, int8, float32 by path": Method(lambda n: _matrices(tx.error_feedback(tx.power_sgd("data", 4)))),
+    "adasum": Method(lambda n: tx.adasum("data")),
+    "majority_vote": Method(lambda n: tx.majority_vote("data"), "signs"),
+    "float32, momentum": Method(lambda n: tx.mean("data"), "momentum"),
+    "dgc 1 %": Method(lambda n: tx.dgc("data", 0.01, warmup=n // 5), "sgd"),
+    "one_bit_adam": Method(lambda n: tx.one_bit_adam("data", n // 5), "direction"),
+    "one_bit_lamb": Method(lambda n: tx.one_bit_lamb("data", n // 5), "ratios"),
+}
+
+
+def make_optimizer(name: str, steps: int) -> tx.Optimizer:
+    def falling(peak: float) -> tx.Schedule:
+        return tx.warmup_cosine(peak, warmup_steps=steps // 10, total_steps=steps)
+
+    return {
+        "adamw": lambda: tx.adamw(falling(3e-3), betas=(0.9, 0.99)),
+        "momentum": lambda: tx.sgd(falling(0.05), momentum=0.9),
+        "sgd": lambda: tx.sgd(falling(0.05)),
+        "signs": lambda: tx.sgd(falling(1e-3)),
+        "direction": lambda: tx.sgd(falling(3e-3)),
+        "ratios": lambda: tx.sgd(falling(5e-2)),
+    }[name]()
+
+
+def train(method: str, ranks: int, seed: int, steps: int) -> dict[str, Any]:
+    """The loss on text that no rank has seen, after so many steps."""
+    torch.manual_seed(seed)
+    apply, params, _ = fjoin.functional(Decoder(**MODEL))
+    hook, optimizer = METHODS[method].hook(steps), make_optimizer(METHODS[method].optimizer, steps)
+    files = source_files(40_000 * ranks + HELD_OUT)
+    held_out = batches_of(files[-4:], CONTEXT, 64)
+    loaders = [batches_of(files[rank:-4:ranks], CONTEXT, SEQUENCES) for rank in range(ranks)]
+    order = torch.Generator().manual_seed(seed)
+    states, optimizer_state = [hook.init(params) for _ in range(ranks)], optimizer.init(params)
+    for _ in range(steps):
+        grads, weights = [], []
+        for loader in loaders:
+            batch = loader[int(torch.randint(len(loader), (), generator=order))]
+            grads.append(_gradient(apply, params, batch))
+            weights.append(float(batch.tokens))
+
+        def one_rank(g: Any, state: Any, weight: float) -> Any:
+            return hook.update(g, state, params, weight=weight)  # noqa: B023
+
+        outs = tx.simulate(one_rank, {"data": ranks}, grads, states, weights)
+        states = [state for _, state in outs]
+        params, optimizer_state = optimizer.step(params, outs[0][0], optimizer_state)
+    with torch.no_grad():
+        losses = [(cross_entropy(apply(params, {}, b.inputs), b).item(), b.tokens) for b in held_out]
+    what = tx.explain(_settled(hook), params, {"data": ranks}, bucket_bytes=10**9)
+    return {"loss": sum(x * n for x, n in losses) / sum(n for _, n in losses), "sent": what.sent_bytes}
+
+
+def _gradient(apply: Any, params: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    leaves = {path: p.detach().requires_grad_() for path, p in params.items()}
+    loss = cross_entropy(apply(leaves, {}, batch.inputs), batch)
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def _settled(hook: tx.Transform) -> tx.Transform:
+    """What runs after the warm-up, for its bytes."""
+    name = hook.spec.name
+    if name in ("one_bit_adam", "one_bit_lamb"):
+        return _fed(tx.sign())
+    return tx.dgc("data", hook.spec["k"]) if name == "dgc" else hook
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--only", nargs="+", default=[*METHODS], metavar="METHOD")
+    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("build/quality.json"))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/RESULTS_QUALITY.md"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.runs.parent.mkdir(parents=True, exist_ok=True)
+    runs = json.loads(args.runs.read_text()) if args.runs.exists() else {}
+    for ranks in args.ranks:
+        for seed in range(args.seeds):
+            for method in args.only:
+                key = f"{method}|{ranks}|{seed}|{args.steps}"
+                if key not in runs:
+                    start = time.perf_counter()
+                    runs[key] = train(method, ranks, seed, args.steps)
+                    args.runs.write_text(json.dumps(runs, indent=1))
+                    print(f"{key}: {runs[key]['loss']:.4f}, {time.perf_counter() - start:.1f} s", flush=True)
+    write(runs, args)
+
+
+def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
+    size = sum(p.numel() for p in Decoder(**MODEL).parameters())
+    lines = [
+        "# Quality against bytes",
+        "",
+        f"`python benchmarks/quality.py --ranks {' '.join(map(str, args.ranks))} --seeds {args.seeds} --steps {args.steps}`, "
+        f"torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}.",
+        "",
+        f"The demo's transformer with {size:,} parameters, on simulated ranks, {SEQUENCES} sequences of {CONTEXT} bytes each,",
+        f"weighted by tokens; the loss, in nats per byte, on text that no rank has seen, after {args.steps} steps: the mean of",
+        f"{args.seeds} seeds and their spread. All methods of one optimizer have its rate; none was tuned for a method. Bytes: what",
+        "a rank sends in a step by a ring, as `explain` says and `tests/shell/test_wire.py` counts, in one bucket; of methods with a",
+        "warm-up, after it.",
+        "",
+        "![loss against bytes](quality.png)",
+    ]
+    points: dict[int, list[tuple[str, float, float, float]]] = {}
+    for ranks in args.ranks:
+        lines += [
+            "",
+            f"## {ranks} ranks",
+            "",
+            "| method | optimizer | bytes per parameter | loss | spread |",
+            "|---|---|---|---|---|",
+        ]
+        for method in args.only:
+            some = [runs[f"{method}|{ranks}|{seed}|{args.steps}"] for seed in range(args.seeds)]
+            losses = [run["loss"] for run in some]
+            mean, spread, sent = statistics.mean(losses), max(losses) - min(losses), some[0]["sent"] / size
+            points.setdefault(ranks, []).append((method, sent, mean, spread))
+            lines.append(f"| {method} | {METHODS[method].optimizer} | {sent:.3f} | {mean:.3f} | {spread:.3f} |")
+    args.out.write_text("\n".join(lines) + "\n")
+    picture(points, args.out.parent / "quality.png")
+
+
+def picture(points: dict[int, list[tuple[str, float, float, float]]], file: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(points), figsize=(7 * len(points), 6), layout="constrained", squeeze=False)
+    for axes, (ranks, some) in zip(panels[0], points.items(), strict=True):
+        for method, sent, mean, spread in some:
+            axes.errorbar(sent, mean, spread / 2, fmt="o", markersize=4, linewidth=1)
+            axes.annotate(method, (sent, mean), textcoords="offset points", xytext=(4, 3), fontsize=7)
+        axes.set(
+            xscale="log",
+            xlabel="bytes sent per parameter and step",
+            ylabel="loss, nats per byte",
+            title=f"{ranks} ranks",
+        )
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

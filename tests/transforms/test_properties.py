@@ -1,0 +1,159 @@
+"""What holds for any sizes, values, weights and numbers of ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from helpers import same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fjoin import transforms as tx
+
+# The same examples in every run, and no time limits on a busy machine.
+settings.register_profile("fjoin", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.load_profile("fjoin")
+
+BLOCK = st.integers(1, 40)
+# Codecs that keep each value to a part of the largest beside it, and that part.
+NEAR = st.one_of(
+    st.just((tx.float32(), 1e-6)),
+    st.just((tx.bfloat16(), 2.0**-8)),
+    st.just((tx.bfloat16(stochastic=True), 2.0**-7)),
+    st.just((tx.float16(), 2.0**-10)),
+    st.builds(lambda b: (tx.int8(b), 1 / 253), BLOCK),
+    st.builds(lambda b: (tx.int8(b, stochastic=True), 1 / 126), BLOCK),
+    st.builds(lambda b: (tx.int4(b), 1 / 13), BLOCK),
+    st.builds(lambda b: (tx.uint8(b), 1 / 253), st.one_of(st.none(), BLOCK)),
+    st.builds(lambda b: (tx.fp8(b), 1 / 15), BLOCK),
+    st.just((tx.natural(), 1.0)),
+)
+LOSSY = st.one_of(
+    NEAR.map(lambda pair: pair[0]),
+    st.builds(tx.sign, st.one_of(st.none(), BLOCK)),
+    st.builds(tx.one_bit, st.one_of(st.none(), BLOCK)),
+    st.builds(tx.top_k, st.floats(0.01, 1.0)),
+    st.builds(tx.random_k, st.floats(0.01, 1.0)),
+    st.builds(tx.threshold, st.floats(0.0, 2.0), st.floats(0.01, 1.0)),
+    st.builds(tx.qsgd, st.integers(1, 127), BLOCK),
+    st.builds(tx.terngrad, st.one_of(st.none(), BLOCK)),
+)
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=0, max_size=4)
+WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(0.01, 1000.0)), min_size=1, max_size=5)
+
+
+def leaves_of(shapes: list[tuple[int, ...]], seed: int, size: float = 1.0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {f"p{i}": torch.randn(shape, generator=g) * size for i, shape in enumerate(shapes)}
+
+
+def weighted(trees: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tensor]:
+    total = sum(weights) or 1.0
+    return {p: sum(w / total * t[p].double() for w, t in zip(weights, trees, strict=True)) for p in trees[0]}
+
+
+@given(NEAR, SHAPES, WEIGHTS, st.integers(0, 99), st.sampled_from([1e-30, 1.0, 1e30]))
+def test_an_encoded_mean_is_near_the_mean(
+    codec: Any, shapes: Any, weights: list[float], seed: int, size: float
+) -> None:
+    """On all ranks to the bit; and what ranks of weight 0 hold is not heard."""
+    made, room = codec
+    hook, trees = (
+        tx.quantized_mean("data", made, seed=seed),
+        [leaves_of(shapes, seed + r, size) for r in range(len(weights))],
+    )
+
+    def one_rank(grads: Any, weight: float) -> Any:
+        given_ = grads if weight else {path: g * math.nan for path, g in grads.items()}
+        return hook.update(given_, hook.init(grads), weight=weight)
+
+    results = tx.simulate(one_rank, {"data": len(weights)}, trees, weights)
+    want = weighted(trees, weights)
+    largest = max([t.abs().max().item() for tree in trees for t in tree.values() if t.numel()], default=0.0)
+    for out, state in results:
+        assert same_bits(out, results[0][0])
+        assert abs(hook.sums(state).total.item() - sum(weights)) <= 1e-7 * sum(weights)  # type: ignore[misc]
+        for path, value in want.items():
+            assert out[path].shape == value.shape
+            if value.numel():
+                assert (out[path].double() - value).abs().max() <= 2.1 * room * largest
+
+
+@given(LOSSY, SHAPES, st.integers(2, 5), st.integers(0, 99), st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_what_is_not_finite_is_told_to_all(codec: tx.Codec, shapes: Any, ranks: int, seed: int, bad: float) -> None:
+    """Wherever it stands, every rank gets something that is not finite."""
+    hook, trees = tx.quantized_mean("data", codec, seed=seed), [leaves_of(shapes, seed + r) for r in range(ranks)]
+    count = sum(t.numel() for t in trees[0].values())
+    if not count:
+        return
+    at = seed % count
+    for leaf in trees[seed % ranks].values():
+        if 0 <= at < leaf.numel():
+            leaf.view(-1)[at] = bad
+        at -= leaf.numel()
+    for out in tx.simulate(lambda g: hook.update(g, hook.init(g))[0], {"data": ranks}, trees):
+        assert not all(torch.isfinite(leaf).all() for leaf in out.values()), codec
+
+
+@given(
+    LOSSY,
+    SHAPES,
+    st.lists(WEIGHTS.filter(lambda w: len(w) > 1), min_size=1, max_size=4),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_nothing_is_lost_for_ever(codec: tx.Codec, shapes: Any, steps: Any, flush: bool, seed: int) -> None:
+    """The sum of what came out, times the weights, and of what the ranks owe, is what went in."""
+    ranks = len(steps[0])
+    steps = [(step * ranks)[:ranks] for step in steps]
+    steps = [step for step in steps if sum(step)]
+    hook = tx.error_feedback(tx.quantized_mean("data", codec, seed=seed), "flush" if flush else "freeze")
+
+    def one_rank(rank: int) -> Any:
+        state, outs = hook.init(leaves_of(shapes, 0)), []
+        for i, weights in enumerate(steps):
+            out, state = hook.update(leaves_of(shapes, 10 * i + rank), state, weight=weights[rank])
+            outs.append(out)
+        return outs, state.error
+
+    results = tx.simulate(one_rank, {"data": ranks}, list(range(ranks)))
+    size = sum(sum(step) for step in steps) or 1.0
+    for path in leaves_of(shapes, 0):
+        came = sum(sum(step) * out[path].double() for step, out in zip(steps, results[0][0], strict=True))
+        went = sum(
+            w * leaves_of(shapes, 10 * i + r)[path].double() for i, step in enumerate(steps) for r, w in enumerate(step)
+        )
+        owed = sum(error[path].double() for _, error in results)
+        gap = torch.as_tensor(came + owed - went)
+        assert gap.numel() == 0 or gap.abs().max() <= 1e-5 * size * 10
+
+
+@given(NEAR, st.integers(1, 5), st.integers(0, 60), st.integers(0, 99))
+def test_a_quantized_sum_is_near_the_sum(codec: Any, ranks: int, n: int, seed: int) -> None:
+    made, room = codec
+    xs = [torch.randn(n, generator=torch.Generator().manual_seed(seed + r)) for r in range(ranks)]
+    psum = tx.quantized(tx.psum, made.keyed(seed, 0) if made.noisy else made)
+    out = tx.simulate(lambda x: psum(x, "data"), {"data": ranks}, xs)
+    largest = max((x.abs().max().item() for x in xs if n), default=0.0)
+    for one in out:
+        assert same_bits(one, out[0]) and one.shape == (n,)
+        assert (
+            n == 0
+            or (one - torch.stack(xs).sum(0)).abs().max() <= 2.1 * ranks * room * largest + 1e-6 * ranks * largest
+        )
+
+
+@given(SHAPES.filter(bool), WEIGHTS, st.integers(0, 99), st.sampled_from(["weight", "live", "world"]))
+def test_a_mean_is_the_mean(shapes: Any, weights: list[float], seed: int, over: Any) -> None:
+    ranks = len(weights)
+    trees = [{p: t.double() for p, t in leaves_of(shapes, seed + r).items()} for r in range(ranks)]
+    counts = weights if over == "weight" else [float(w > 0) for w in weights]
+    for hook in (tx.mean("data", over), tx.all_gather_mean("data", over)):
+        outs = tx.simulate(lambda g, w: hook.update(g, hook.init(g), weight=w)[0], {"data": ranks}, trees, weights)  # noqa: B023
+        want, scale = weighted(trees, counts), (sum(counts) / ranks if over == "world" else 1.0)
+        for out in outs:
+            for path, value in want.items():
+                assert value.numel() == 0 or (out[path] - scale * value).abs().max() <= 1e-12
