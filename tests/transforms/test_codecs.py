@@ -140,6 +140,13 @@ def test_as_torch_encodes() -> None:
     ).abs().max()
 
 
+def test_float16_holds_what_is_large_or_small() -> None:
+    """Where a cast alone makes infinity and 0 of it."""
+    for x in (torch.tensor([[1e5, -3e38, 2e36]]), torch.tensor([[1e-9, -3e-10, 2e-14]])):
+        assert not torch.allclose(x.half().float(), x, rtol=0.01, atol=0.0)
+        assert torch.allclose(tx.float16().decode(tx.float16().encode(x), 3), x, rtol=1e-3, atol=0.0)
+
+
 def test_natural_is_powers_of_two() -> None:
     x = torch.tensor([[3.0, -0.75, 2.0**-200, 0.0, 1e-45, -(2.0**127), 3e38]])
     back = thrown(tx.natural(), x[:, :5])
