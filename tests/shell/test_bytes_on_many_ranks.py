@@ -1,0 +1,74 @@
+"""What `explain` announces for many ranks is what a rank hands to torch.distributed, counted on torch's own fake group."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.transforms.sync._lane import step_lane
+
+HOOKS: dict[str, Any] = {
+    "mean": lambda: tx.mean("data"),
+    "bfloat16": lambda: tx.cast(torch.bfloat16, tx.mean("data")),
+    "int8": lambda: tx.quantized_mean("data", tx.int8()),
+    "int4 fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4())),
+    "qsgd": lambda: tx.quantized_mean("data", tx.qsgd(1)),
+    "one_bit": lambda: tx.loco(tx.quantized_mean("data", tx.one_bit())),
+    "top_k": lambda: tx.ef21(tx.quantized_mean("data", tx.top_k(0.01))),
+    "random_k": lambda: tx.error_feedback(tx.quantized_mean("data", tx.random_k(0.01))),
+    "gathered": lambda: tx.compress(tx.uint8(512), tx.all_gather_mean("data")),
+    "votes": lambda: tx.majority_vote("data"),
+    "dgc": lambda: tx.dgc("data"),
+    "one_bit_adam": lambda: tx.one_bit_adam("data", 1),
+    "by path": lambda: tx.partition({"b": tx.mean("data"), "*": tx.quantized_mean("data", tx.int8())}),
+}
+# What one rank sends of a payload by a ring.
+SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: n - 1,
+    "all_to_all_single": lambda n: (n - 1) / n,
+}
+
+
+@pytest.fixture
+def fake_group(request: pytest.FixtureRequest) -> Iterator[int]:
+    dist.init_process_group(
+        "fake", rank=0, world_size=request.param, store=FakeStore(), timeout=datetime.timedelta(seconds=20)
+    )
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("fake_group", [2, 8, 64, 512], indirect=True)
+def test_counted_and_announced(fake_group: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int, str]] = []
+    for name in SENT:
+        kept = getattr(dist, name)
+
+        def watch(*args: Any, name: str = name, kept: Any = kept, **kwargs: Any) -> Any:
+            x = args[0] if name == "all_reduce" else args[1]
+            sent.append((name, x.numel() * x.element_size(), str(x.dtype)))
+            return kept(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, watch)
+    # Sizes that fill cache lines: the step pads others.
+    params, made = {"w": torch.ones(300, 100), "b": torch.ones(16)}, HOOKS[hook]()
+    lane = dict.fromkeys(step_lane(fake_group)[1:], 0.0)
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        made.update(params, made.init(params), params, lane=lane)
+    what = tx.explain(made, params, {"data": fake_group}, bucket_bytes=10**9)
+    counted = sum(round(size * SENT[name](fake_group)) for name, size, _ in sent)
+    assert counted == what.sent_bytes and sorted(size for _, size, _ in sent) == sorted(
+        m.payload_bytes for row in what.rows for m in row.messages
+    )
+    floats = {"mean", "by path", "one_bit_adam"}
+    assert hook in floats or {dtype for _, _, dtype in sent} == {"torch.uint8"}, "a payload travels as floats"
