@@ -18,10 +18,20 @@ ELEMENTS = 5 * 2**20 // 4  # a bucket of 5 MiB
 CODECS: dict[str, Callable[[], tx.Codec]] = {
     "bfloat16": tx.bfloat16,
     "float16": tx.float16,
-    "int8": tx.int8,
-    "int4": tx.int4,
     "fp8 e4m3": tx.fp8,
     "fp8 e5m2": lambda: tx.fp8(dtype=torch.float8_e5m2),
+    "int8": tx.int8,
+    "int8 by chance": lambda: tx.int8(stochastic=True),
+    "uint8 per tensor": tx.uint8,
+    "uint8 per channel": lambda: tx.uint8(512),
+    "int4": tx.int4,
+    "qsgd": tx.qsgd,
+    "terngrad": tx.terngrad,
+    "natural": tx.natural,
+    "sign": tx.sign,
+    "one_bit": tx.one_bit,
+    "top_k 1 %": lambda: tx.top_k(0.01),
+    "random_k 1 %": lambda: tx.random_k(0.01),
 }
 
 
@@ -38,12 +48,14 @@ def rate(run: Callable[[], Any]) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
+    places = torch.arange(ELEMENTS, dtype=torch.int32).view(1, -1)
     x = torch.randn(1, ELEMENTS, generator=torch.Generator().manual_seed(0))
     print("| codec | encode GB/s | decode GB/s | bytes per element |\n|---|---|---|---|")
     for name, make in CODECS.items():
         codec = make()
-        data = codec.encode(x)
-        both = rate(lambda: codec.encode(x)), rate(lambda: codec.decode(data, ELEMENTS))  # noqa: B023
+        noise = (tx.Noise(places, torch.tensor(1), torch.tensor(2)),) if codec.noisy else ()
+        data = codec.encode(x, *noise)
+        both = rate(lambda: codec.encode(x, *noise)), rate(lambda: codec.decode(data, ELEMENTS))  # noqa: B023
         print(f"| {name} | {both[0]:.2f} | {both[1]:.2f} | {codec.width(ELEMENTS) / ELEMENTS:.3f} |")
 
 
