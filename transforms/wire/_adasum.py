@@ -76,11 +76,11 @@ def _over_ranks(own: Tree, axis: str) -> Tree:
     ranks, me = axis_size(axis), axis_index(axis)
     power = 1 << (ranks.bit_length() - 1)
     if rest := ranks - power:
-        own = _both(own, ppermute(own, axis, [(power + r, r) for r in range(rest)]), me < rest, me < rest)
+        own = _both(own, ppermute(own, axis, [(power + r, r) for r in range(rest)]), me < rest)
     step = 1
     while step < power:
         other = ppermute(own, axis, [(r, r ^ step) for r in range(power)])
-        own = _both(own, other, me < power, (me & step) == 0)
+        own = _both(own, other, me < power)
         step *= 2
     if rest:
         back = ppermute(own, axis, [(r, power + r) for r in range(rest)])
@@ -88,13 +88,12 @@ def _over_ranks(own: Tree, axis: str) -> Tree:
     return own
 
 
-def _both(own: Tree, other: Tree, here: Tensor, first: Tensor) -> Tree:
-    """The adaptive sum where `here`; `first`: whether one's own comes first, so that both of a pair compute the same bits."""
+def _both(own: Tree, other: Tree, here: Tensor) -> Tree:
+    """The adaptive sum where `here`; both of a pair compute the same bits, for it is symmetric."""
 
     def add(a: Tensor, b: Tensor) -> Tensor:
-        mine, is_first = here.to(a.device), first.to(a.device)
-        x, y = torch.where(is_first, a, b), torch.where(is_first, b, a)
-        dot, xx, yy = (torch.sum(p * q) for p, q in ((x, y), (x, x), (y, y)))
-        return torch.where(mine, (1 - dot / (2 * not_zero(xx))) * x + (1 - dot / (2 * not_zero(yy))) * y, a)
+        dot, aa, bb = (torch.sum(p * q) for p, q in ((a, b), (a, a), (b, b)))
+        summed = (1 - dot / (2 * not_zero(aa))) * a + (1 - dot / (2 * not_zero(bb))) * b
+        return torch.where(here.to(a.device), summed, a)
 
     return optree.tree_map(add, own, other)
