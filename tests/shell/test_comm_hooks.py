@@ -1,0 +1,355 @@
+"""The presets with the names of torch's communication hooks: as torch's, in buckets and in modules, as small as announced."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_hook_problem import HOOKS, SHAPES, SIZES, TORCHS, TYPES, called, holder, own, torchs_state
+from helpers import max_diff, raises_text, same_bits
+from oracle import comm_hooks as oracle
+from oracle.whole_batch import make_batches, make_model, mean_loss
+from register_problem import EVEN, SMALL
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, post_localSGD_hook
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+QUANTIZED = {"QUANTIZE_PER_TENSOR": None, "QUANTIZE_PER_CHANNEL": 512}
+HALF = {"FP16_COMPRESS": 2.0**-11, "BF16_COMPRESS": 2.0**-8}  # the largest relative error of rounding
+PLAIN = [name for name in TYPES if name not in (*QUANTIZED, *HALF, "NOOP")]  # in their first 1000 passes
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+
+def by_torch(name: str, kind: str, dtype: torch.dtype) -> list[Tensor]:
+    _, params = holder(dtype)
+    grads = own(kind, dtype)
+    if name not in QUANTIZED:
+        return oracle.run(TORCHS[name], torchs_state(name), params, grads)
+    raises_text(RuntimeError, lambda: oracle.run(TORCHS[name], None, params, grads), "IndexError")
+    with oracle.gathers_as_nccl():
+        return oracle.run(TORCHS[name], None, params, grads)
+
+
+def by_us(name: str, kind: str, dtype: torch.dtype) -> list[Tensor]:
+    ddp, params = holder(dtype)
+    return called(ddp, fjoin.ddp.register_comm_hook_type(name, ddp), params, own(kind, dtype))
+
+
+def both(pool: Any, name: str, ranks: int, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """torch's result and ours by bucket, equal on all ranks; the ranks' gradients; their mean."""
+    theirs, ours = pool.run(ranks, by_torch, name, kind, dtype), pool.run(ranks, by_us, name, kind, dtype)
+    for result in (theirs, ours):
+        assert name == "NOOP" or all(same_bits(other, result[0]) for other in result)
+    grads = [[oracle.flats(rank, SIZES, kind, dtype)[i] for rank in range(ranks)] for i in range(len(SIZES))]
+    means = [sum(flat.double() for flat in bucket) / ranks for bucket in grads]
+    return list(zip(theirs[0], ours[0], grads, means, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", [name for name in TYPES if name not in QUANTIZED])
+def test_equal_to_the_bit_where_nothing_is_rounded(pool: Any, name: str, ranks: int) -> None:
+    for theirs, ours, grads, mean in both(pool, name, ranks, "whole"):
+        want = grads[0].double() if name == "NOOP" else mean
+        assert torch.equal(theirs.double(), want) and ours.dtype == theirs.dtype
+        if name in HALF and ranks == 3:  # a decoded value is multiplied with a third, which float32 has not
+            assert (ours.double() - want).abs().max() < 1e-5
+        else:
+            assert torch.equal(ours.double(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PLAIN)
+def test_means_differ_by_the_order_of_rounding(pool: Any, name: str, ranks: int, dtype: torch.dtype) -> None:
+    """torch divides before it sums, we after: equal on two ranks, where a half is exact."""
+    for theirs, ours, _, mean in both(pool, name, ranks, "any", dtype):
+        if ranks == 2:
+            assert torch.equal(ours, theirs)
+        assert (ours - theirs).abs().max() < 4 * torch.finfo(dtype).eps
+        assert (ours - mean).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", HALF)
+def test_halves_are_nearer_to_the_mean_than_torchs(pool: Any, name: str, ranks: int) -> None:
+    """Each value is rounded once, and the mean once more on three ranks; torch rounds quotients and partial sums too."""
+    for theirs, ours, grads, mean in both(pool, name, ranks, "any"):
+        most = sum(flat.double().abs() for flat in grads) / ranks  # what errors are in proportion to
+        assert ((ours - mean).abs() <= HALF[name] * (most + (ranks > 2) * most) * 1.01 + 1e-7).all()
+        assert ((theirs - mean).abs() <= HALF[name] * 2 * ranks * most + 1e-7).all()
+        assert (ours - mean).norm() < (theirs - mean).norm()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_means(pool: Any, name: str, ranks: int) -> None:
+    """On two ranks torch's codes, but where a value is half-way between two. On three, half a step for each rank's codes and half
+    a step for the mean's."""
+    channel = QUANTIZED[name]
+    for theirs, ours, grads, mean in both(pool, name, ranks, "any"):
+        assert torch.equal(theirs, oracle.quantized_mean(grads, channel)), "the formula is what torch computes"
+        steps = sum(map(oracle.step, grads)) / ranks
+        assert (theirs - mean).abs().max() < 0.51 * steps
+        if ranks == 2:
+            off = (ours - theirs).abs()
+            assert off.max() < 1.01 * steps and (off > 1e-6).float().mean() < 0.01
+        assert (ours - mean).abs().max() < (0.51 if ranks == 2 else 1.02) * steps
+
+
+def empty_or_zero(name: str) -> Any:
+    """In modules of one number, and with gradients that are all zeros."""
+    seen = []
+    for shape in ((), (1,), (40, 40)):
+        ddp = DistributedDataParallel(nn.ParameterList([torch.zeros(shape)]))
+        handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+        params = [list(ddp.module.parameters())]
+        for value in (0.0, 1.0 + dist.get_rank()):
+            seen += called(ddp, handle, params, [torch.full((params[0][0].numel(),), value)])
+    return [(out.numel(), out.min().item(), out.max().item()) for out in seen]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_little_and_nothing(pool: Any, name: str) -> None:
+    for rank, seen in enumerate(pool.run(2, empty_or_zero, name)):
+        want = rank + 1.0 if name == "NOOP" else 1.5
+        for (n, low, high), value, size in zip(seen, (0.0, want) * 3, (1, 1, 1, 1, 1600, 1600), strict=True):
+            assert n == size and low == pytest.approx(value, abs=1e-2) and high == pytest.approx(value, abs=1e-2)
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def trained(name: str, whose: str, options: dict[str, Any] | None = None) -> Any:
+    ddp = DistributedDataParallel(make_model(dtype=torch.float32), **(options or SMALL))
+    handle = None
+    if whose == "ours":
+        handle = fjoin.ddp.register_comm_hook_type(DDPCommHookType[name], ddp, ddp.process_group)
+    elif whose == "fused":
+        handle = fjoin.ddp.register_comm_hook_type(name, ddp, optimizer=tx.sgd(0.1, momentum=0.9))
+    elif whose == "torch's":
+        hook = TORCHS[name]
+        ddp.register_comm_hook(torchs_state(name), (lambda s, bucket: hook(s, bucket)) if "BF16" in name else hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        for batch in make_batches(1, EVEN, torch.float32)[dist.get_rank()]:
+            ddp.zero_grad()
+            mean_loss(ddp, batch).backward()
+            if whose != "fused":
+                optimizer.step()
+    assert handle is None or handle.step == 6
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
+
+
+# What the way of six steps may be off by, of its length.
+ROOM = {"FP16_COMPRESS": 2e-3, "BF16_COMPRESS": 0.02, "QUANTIZE_PER_TENSOR": 0.03, "QUANTIZE_PER_CHANNEL": 0.03}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_in_a_module(pool: Any, name: str) -> None:
+    """In two buckets from the second pass on: as torch's hook where that runs, near the module without a hook elsewhere."""
+    start = {path: p.detach().float() for path, p in make_model().named_parameters()}
+    ours, fused = pool.run(2, trained, name, "ours"), pool.run(2, trained, name, "fused")
+    plain = pool.run(2, trained, name, "none")[0]
+    theirs = pool.run(2, trained, name, "torch's") if name not in QUANTIZED else [plain] * 2
+    assert same_bits(ours[0], ours[1]) == (name != "NOOP")
+    for mine, stepped, torchs in zip(ours, fused, theirs, strict=True):
+        assert max_diff(mine, stepped) < 1e-6
+        for path, p in start.items():
+            way = (torchs[path] - p).norm()
+            assert way > 1e-2 and (mine[path] - torchs[path]).norm() <= ROOM.get(name, 1e-6) * way, path
+            if name != "NOOP":
+                assert (mine[path] - plain[path]).norm() <= ROOM.get(name, 1e-6) * (plain[path] - p).norm(), path
+
+
+def uneven(whose: str, over: str) -> Any:
+    ddp = DistributedDataParallel(make_model(), **SMALL)
+    if whose == "ours":
+        handle = fjoin.ddp.register_comm_hook_type("ALLREDUCE", ddp, over=over)  # type: ignore[arg-type]
+    else:
+        ddp.register_comm_hook(None, TORCHS["ALLREDUCE"])
+    rank, seen = dist.get_rank(), []
+    with TorchJoin([ddp]):
+        for batch in make_batches(1, [[3, 2], [5]])[rank]:
+            ddp.zero_grad()
+            if whose == "ours":
+                handle.weight(1 + 2 * rank)
+            mean_loss(ddp, batch).backward()
+            seen.append(torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None]))
+    return seen
+
+
+def test_ranks_count_alike_as_in_torch(pool: Any) -> None:
+    """Whatever their weights; one without input too, with zeros. With over="weight" weights count."""
+    theirs = pool.run(2, uneven, "torch's", "")
+    for mine, torchs in zip(pool.run(2, uneven, "ours", "world"), theirs, strict=True):
+        assert len(mine) == len(torchs) and all(map(torch.allclose, mine, torchs))
+    local = [
+        torch.autograd.grad(mean_loss(model, batches[0]), list(model.parameters()))
+        for batches in make_batches(1, [[3, 2], [5]])
+        for model in [make_model()]
+    ]
+    want = torch.cat([(a + 3 * b).flatten() / 4 for a, b in zip(*local, strict=True)])
+    assert torch.allclose(pool.run(2, uneven, "ours", "weight")[1][0], want)
+
+
+# -- post-local SGD --------------------------------------------------------------------------------
+
+
+def local(whose: str, still: bool) -> list[list[Tensor]]:
+    ddp, params = holder()
+    mesh = fjoin.mesh({"node": 2, "local": 2})
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    seen = []
+    if whose == "ours":
+        handle = fjoin.ddp.register(ddp, fjoin.ddp.post_localSGD_hook(2, still), mesh)
+        for _ in range(4):
+            seen.append(called(ddp, handle, params, own("whole")))
+    else:
+        state = post_localSGD_hook.PostLocalSGDState(None, pairs[dist.get_rank() // 2], 2, still)
+        for _ in range(4):
+            seen.append(oracle.run(post_localSGD_hook.post_localSGD_hook, state, params, own("whole")))
+    return seen
+
+
+@pytest.mark.parametrize("still", [True, False], ids=["in the subgroup", "nowhere"])
+def test_post_local_sgd(pool: Any, still: bool) -> None:
+    """Two passes on all four ranks, then two on pairs: equal to torch's, to the bit."""
+    grads = [oracle.flats(rank, SIZES, "whole") for rank in range(4)]
+    ours, theirs = pool.run(4, local, "ours", still), pool.run(4, local, "torch's", still)
+    for rank, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
+        assert same_bits(mine, torchs)
+        pair = grads[rank // 2 * 2 : rank // 2 * 2 + 2] if still else [grads[rank]]
+        for step, among in enumerate([grads, grads, pair, pair]):
+            for i, bucket in enumerate(mine[step]):
+                assert torch.equal(bucket, sum(flat[i] for flat in among) / len(among))
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+NAMES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+
+
+def in_step(what: Any, step: int) -> list[Any]:
+    """The messages of a step: of what runs before or from some step on, those that do in this one."""
+
+    def runs(when: str) -> bool:
+        known = {"each step": True, "before step 1000": step < 1000, "from step 1000": step >= 1000}
+        return known[when]
+
+    return sorted((m.payload_bytes, str(m.dtype)) for row in what.rows if runs(row.when) for m in row.messages)
+
+
+def messages(name: str) -> Any:
+    ddp = DistributedDataParallel(make_model(dtype=torch.float32), **SMALL)
+    handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+    sent: list[Any] = []
+    announced = [handle.explain()]
+    kept = {function: getattr(dist, function) for function in NAMES}
+
+    def watch(function: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if function in ("all_reduce", "broadcast") else args[1]
+            sent[-1].append((x.numel() * x.element_size(), str(x.dtype)))
+            return kept[function](*args, **kwargs)
+
+        return call
+
+    for function in NAMES:
+        setattr(dist, function, watch(function))
+    try:
+        for batch in make_batches(1, [[2] * 3] * 3, torch.float32)[dist.get_rank()]:
+            sent.append([])
+            ddp.zero_grad()
+            mean_loss(ddp, batch).backward()
+            announced.append(handle.explain())
+    finally:
+        for function, plain in kept.items():
+            setattr(dist, function, plain)
+    return [sorted(messages) for messages in sent], [in_step(what, i) for i, what in enumerate(announced)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", TYPES)
+def test_what_is_announced_is_sent(pool: Any, name: str, ranks: int) -> None:
+    """Bytes and dtypes of all messages, by watching torch.distributed: before the first pass for that, then for the last."""
+    for sent, announced in pool.run(ranks, messages, name):
+        assert sent == announced[1:] and sent[0] == announced[0]
+        assert bool(sent[0]) == (name != "NOOP")
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def without_torchs(name: str) -> dict[str, Tensor]:
+    """With torch's hooks gutted, so that whatever holds them raises."""
+
+    def gone(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("this is torch's hook")
+
+    kept = {hook: hook.__code__ for hook in HOOKS}
+    try:
+        for hook in HOOKS:
+            assert isinstance(hook, types.FunctionType) and not hook.__closure__
+            hook.__code__ = gone.__code__
+        for hook in HOOKS:
+            raises_text(AssertionError, lambda: hook(None, None), "torch's hook")  # noqa: B023
+        return trained(name, "ours")
+    finally:
+        for hook, code in kept.items():
+            hook.__code__ = code
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_torchs_hooks_are_not_asked(pool: Any, name: str) -> None:
+    for with_them, without in zip(pool.run(2, trained, name, "ours"), pool.run(2, without_torchs, name), strict=True):
+        assert same_bits(with_them, without)
+
+
+def test_every_type_of_torch_is_there() -> None:
+    assert len(TYPES) == 10
+    for name in TYPES:
+        assert fjoin.ddp.comm_hook(name, "x") == fjoin.ddp.comm_hook(DDPCommHookType[name], "x")
+        assert fjoin.ddp.comm_hook(name) == tx.from_json(tx.to_json(fjoin.ddp.comm_hook(name)))
+    for builtin in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        assert fjoin.ddp.comm_hook(builtin) == fjoin.ddp.comm_hook(builtin.name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["ALL_REDUCE", "allreduce", None, 3, torch.float16, TORCHS["ALLREDUCE"]], ids=repr)
+def test_other_types_are_refused(given: Any) -> None:
+    raises_text(TypeError, lambda: fjoin.ddp.comm_hook(given), repr(given), *TYPES)
+    raises_text(TypeError, lambda: fjoin.ddp.register_comm_hook_type(given, make_model()), *TYPES)  # type: ignore[arg-type]
+
+
+def refused() -> bool:
+    ddp = DistributedDataParallel(make_model())
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    register = fjoin.ddp.register_comm_hook_type
+    raises_text(ValueError, lambda: register("NOOP", ddp, alone), f"[{dist.get_rank()}]", "[0, 1]")
+    raises_text(TypeError, lambda: register("POWER_SGD", ddp, torchs_state("POWER_SGD")), "PowerSGDState", "comm_hook")
+    raises_text(TypeError, lambda: register("NOOP", make_model()), "Sequential")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: register("NOOP", ddp, optimizer=torch.optim.SGD), "SGD")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: register("ALLREDUCE", ddp, over="ranks"), "'ranks'")  # type: ignore[arg-type]
+    register("NOOP", ddp, dist.new_group([0, 1]))
+    raises_text(ValueError, lambda: register("NOOP", ddp), "a communication hook already")
+    return True
+
+
+def test_what_is_refused(pool: Any) -> None:
+    assert all(pool.run(2, refused))
+    raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(-1), "-1")
+    raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(1, subgroup="lokal"), "'lokal'", "('node', 'local')")
+    raises_text(ValueError, lambda: fjoin.ddp.quantization_perchannel_hook(bucket_size=0), "block", "0")
+
+
+def test_shapes_are_what_the_tests_say() -> None:
+    sizes = [sum(torch.zeros(shape).numel() for shape in shapes) for shapes in SHAPES]
+    assert sizes == SIZES and SIZES[1] % 512 == 0 and SIZES[0] % 512
