@@ -6,6 +6,7 @@ with the rank first, P^T as (rank, rows) and Q as (rank, columns): their product
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -46,8 +47,9 @@ class Share(NamedTuple):
     flush: bool  # whether it sends its errors where the factor is 0
 
     def owed(self, grad: Tensor, error: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What it is to send of a leaf, factor * gradient + error; None for nothing."""
-        grad, error = grad.to(dtype), None if error is None else error.to(dtype)
+        """What it is to send of a leaf, factor * gradient + error; None for nothing. In new memory, where there is an error
+        and the factor is known and not 0."""
+        grad, error = as_dtype(grad, dtype), None if error is None else as_dtype(error, dtype)
         if self.known == 0.0:  # 0 * nan would be nan
             return error if self.flush else None
         if self.known is not None:
@@ -69,23 +71,31 @@ class Exchange(NamedTuple):
     wire: Codec | None  # the form of the floats; the words are then float64
     feeds: bool  # whether what `wire` loses is asked for
 
-    def __call__(self, parts: list[Tensor], words: Tensor) -> tuple[list[Tensor], Tensor, list[Tensor] | None]:
-        """The sums of the parts and of the words, in one message, and what this rank's message has lost of the parts."""
-        if not parts and not words.numel():
-            return [], words, None
+    def __call__(self, parts: list[Tensor], words: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The sums of all parts, flat, those of the words, and what this rank's message has lost of the parts."""
+        flat = [part.reshape(-1) for part in parts]
         if self.wire is None:
-            *sums, told = psum([*parts, words], self.axis) if words.numel() else [*psum(parts, self.axis), words]
-            return sums, told, None
-        flat = torch.cat([part.reshape(-1) for part in parts]) if parts else words.new_zeros(0, dtype=torch.float32)
+            if not parts and not words.numel():
+                return words, words, None
+            summed = psum(torch.cat([*flat, words]), self.axis)
+            n = summed.numel() - words.numel()
+            return summed[:n], summed[n:], None
+        joined = torch.cat(flat) if flat else words.new_zeros(0, dtype=torch.float32)
+        if not parts and not words.numel():
+            return joined, words, None
         one = words.new_ones(())
-        reduced = coded_mean(self.wire, flat, one, words, self.axis, one if self.feeds else None)
-        lost = None if reduced.lost is None else _like(reduced.lost, parts)
-        return _like(reduced.mean * axis_size(self.axis), parts), reduced.words, lost
+        reduced = coded_mean(self.wire, joined, one, words, self.axis, one if self.feeds else None)
+        return reduced.mean * axis_size(self.axis), reduced.words, reduced.lost
 
 
-def _like(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    pieces = flat.split([part.numel() for part in parts]) if parts else ()
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+def cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """A flat tensor as the tensors of which it consists; views."""
+    pieces = flat.split([shape.numel() for shape in shapes]) if shapes else ()
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 class Block(NamedTuple):
@@ -95,10 +105,13 @@ class Block(NamedTuple):
     shape: tuple[int, int]  # rows, columns
     sent: Tensor | None  # what this rank sends, (matrices, rows, columns); None for nothing
     start: Tensor  # (matrices, rank, columns)
+    part: Tensor  # this rank's part of P^T = Q M^T, (matrices, rank, rows)
 
 
-def blocks_of(leaves: Mapping[str, Tensor], sent: Mapping[str, Tensor | None], q: Mapping[str, Tensor]) -> list[Block]:
-    """The matrices that `q` has a factor for, cut into blocks; `sent`: what this rank sends of each."""
+def blocks_of(
+    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], owed: Callable[[str], Tensor | None], dtype: torch.dtype
+) -> list[Block]:
+    """The matrices that `q` has a factor for, cut into blocks; `owed`: path -> what this rank sends."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for path, start in q.items():
         alone = path if leaves[path].device.type == "cpu" else None
@@ -106,27 +119,33 @@ def blocks_of(leaves: Mapping[str, Tensor], sent: Mapping[str, Tensor | None], q
     made = []
     for paths in groups.values():
         rows, columns = leaves[paths[0]].shape[0], q[paths[0]].shape[1]
-        given = [s.reshape(rows, columns) for path in paths if (s := sent[path]) is not None]
-        made.append(
-            Block(tuple(paths), (rows, columns), _stack(given) if given else None, _stack([q[p] for p in paths]))
-        )
+        start = stack([as_dtype(q[path], dtype) for path in paths])
+        sent = [s.reshape(rows, columns) for s in map(owed, paths) if s is not None]
+        # Multiplied at once, while it is in the cache.
+        given = stack(sent) if sent else None
+        part = start.new_zeros(*start.shape[:2], rows) if given is None else torch.bmm(start, given.mT)
+        made.append(Block(tuple(paths), (rows, columns), given, start, part))
     return made
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
+def stack(parts: list[Tensor]) -> Tensor:
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
-
-
-def left(block: Block) -> Tensor:
-    """This rank's part of P^T = Q M^T: (matrices, rank, rows)."""
-    if block.sent is None:
-        return block.start.new_zeros(*block.start.shape[:2], block.shape[0])
-    return torch.bmm(block.start, block.sent.mT)
 
 
 def right(block: Block, p: Tensor) -> Tensor:
     """This rank's part of Q = P^T M: (matrices, rank, columns)."""
     return torch.zeros_like(block.start) if block.sent is None else torch.bmm(p, block.sent)
+
+
+def left_over(block: Block, p: Tensor, own: Tensor, share: Share, old: list[Tensor]) -> Tensor:
+    """What this rank owes after this step, M - P Q, (matrices, rows, columns)."""
+    if share.known and block.sent is not None and plain([block.sent]):
+        return block.sent.baddbmm_(p.mT, own, alpha=-1.0)  # nobody else's: see `Share.owed`
+    base = block.sent
+    if base is None or share.known is None:
+        kept = stack([as_dtype(error, p.dtype).reshape(block.shape) for error in old])
+        base = kept if base is None else torch.where(share.sends, base, kept)
+    return torch.baddbmm(base, p.mT, own, alpha=-1.0)
 
 
 def orthonormal(p: Tensor, epsilon: float) -> Tensor:
@@ -155,8 +174,9 @@ class Outcome(NamedTuple):
 
 
 def look(qs: list[Tensor], counted: Tensor) -> Outcome:
-    scales, live = [q.abs().amax(dim=2, keepdim=True) for q in qs], counted != 0
-    told = torch.cat([scale.reshape(-1) for scale in scales]) if scales else counted.view(1)
+    scales = [torch.linalg.vector_norm(q, math.inf, dim=2, keepdim=True) for q in qs]
+    live = counted != 0
+    told = torch.cat([scale.view(-1) for scale in scales]) if scales else counted.view(1)
     whole = False
     if type(told) is Tensor and told.device.type == "cpu" and plain([told, counted]):  # nothing has to be waited for
         whole = bool(live & (told > 0).all() & torch.isfinite(told).all())
@@ -170,19 +190,5 @@ def next_start(block: Block, q: Tensor, i: int, outcome: Outcome, fresh: Callabl
         return q / scale
     dead = scale == 0
     scaled = q / torch.where(dead, torch.ones_like(scale), scale)
-    new = _stack([fresh(path, start) for path, start in zip(block.paths, block.start, strict=True)])
+    new = stack([fresh(path, start) for path, start in zip(block.paths, block.start, strict=True)])
     return torch.where(outcome.fine(i), torch.where(dead, new.to(q), scaled), block.start)
-
-
-def left_over(
-    block: Block, p: Tensor, came: Tensor, i: int, outcome: Outcome, share: Share, old: list[Tensor]
-) -> list[Tensor]:
-    """What is owed then of each matrix: M - P Q, with `came`, what the others have had of this rank's Q."""
-    kept = _stack([error.reshape(block.shape).to(p) for error in old])
-    base = kept if block.sent is None else block.sent
-    if share.known is None:
-        base = torch.where(share.sends, base, kept)
-    elif share.known and outcome.whole and plain([base]):  # `base` is what `owed` has made: nobody else's
-        return [*base.baddbmm_(p.mT, came, alpha=-1.0).unbind(0)]
-    new = torch.baddbmm(base, p.mT, came, alpha=-1.0)
-    return [*(new if outcome.whole else torch.where(outcome.fine(i), new, kept)).unbind(0)]

@@ -31,7 +31,7 @@ from ..sync._mean import (
     share,
 )
 from ._codec import Codec
-from ._low_rank import Exchange, Share, blocks_of, left, left_over, look, next_start, orthonormal, right
+from ._low_rank import Exchange, Share, as_dtype, blocks_of, cut, left_over, look, next_start, orthonormal, right
 from ._memory import Memory
 
 
@@ -156,17 +156,25 @@ def low_rank_mean(
     exchange = Exchange(axis, given.wire, coded and bool(given.errors))
     # What is summed as it is owes nothing.
     errors = {path: e for path, e in given.errors.items() if coded or path in q}
-    sent = {path: mine.owed(leaf, errors.get(path), dtype) for path, leaf in leaves.items() if leaf.numel()}
-    blocks = blocks_of(leaves, sent, {path: start.to(dtype) for path, start in q.items()})
-    loose = [path for path in sent if path not in q]
 
-    parts = [
-        leaves[path].new_zeros(leaves[path].shape, dtype=dtype) if (s := sent[path]) is None else s for path in loose
-    ]
-    sums, told, lost = exchange([*map(left, blocks), *parts], words)
-    thin = [orthonormal(p, settings.epsilon) for p in sums[: len(blocks)]]
-    own = [right(block, p) for block, p in zip(blocks, thin, strict=True)]
-    totals, _, gone = exchange(own, words[:0])
+    def owed(path: str) -> Tensor | None:
+        return mine.owed(leaves[path], errors.get(path), dtype)
+
+    blocks = blocks_of(leaves, q, owed, dtype)
+    loose = [path for path, leaf in leaves.items() if path not in q and leaf.numel()]
+    parts = [s if (s := owed(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in loose]
+    flat, told, lost = exchange([*(block.part for block in blocks), *parts], words)
+    size = sum(block.part.numel() for block in blocks)
+    thin = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], [block.part.shape for block in blocks])]
+    own: list[Tensor] = []
+    owes: dict[str, Tensor] = {}
+    for block, p in zip(blocks, thin, strict=True):
+        own.append(right(block, p))
+        if old := [errors[path] for path in block.paths if path in errors]:  # at once, while M is in the cache
+            owes.update(zip(block.paths, left_over(block, p, own[-1], mine, old).unbind(0), strict=True))
+    second, _, gone = exchange(own, words[:0])
+    totals = cut(second, [part.shape for part in own])
+    missed = None if gone is None else cut(gone, [part.shape for part in own])
 
     if given.carried is None:
         lane = decode_lane(told, named, 1 if coded else ranks)
@@ -187,18 +195,23 @@ def low_rank_mean(
         means.update(zip(block.paths, torch.bmm(p.mT, divided(total)).unbind(0), strict=True))
         if settings.warm_start:
             new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
-        if old := [errors[path] for path in block.paths if path in errors]:
-            came = own[i] if gone is None else own[i] - gone[i]
-            new_errors.update(zip(block.paths, left_over(block, p, came, i, outcome, mine, old), strict=True))
-    for i, path in enumerate(loose, len(blocks)):
-        means[path] = divided(sums[i])
-        if lost is not None and path in errors:
-            owed = lost[i] if mine.known else torch.where(mine.sends, lost[i], errors[path] + lost[i])
-            new_errors[path] = torch.where(outcome.live & torch.isfinite(sums[i]).all(), owed, errors[path])
+        for j, path in enumerate(block.paths):
+            if path in owes:
+                error = owes[path] if missed is None else owes[path] + p[j].mT @ missed[i][j]
+                if not outcome.whole:
+                    error = torch.where(outcome.fine(i)[j], error, errors[path].reshape(block.shape))
+                new_errors[path] = error
+    shapes = [leaves[path].shape for path in loose]
+    means.update(zip(loose, cut(divided(flat[size:]), shapes), strict=True))
+    if lost is not None:
+        for path, error, came in zip(loose, cut(lost[size:], shapes), cut(flat[size:], shapes), strict=True):
+            if path in errors:
+                owed_now = error if mine.known else torch.where(mine.sends, error, errors[path] + error)
+                new_errors[path] = torch.where(outcome.live & torch.isfinite(came).all(), owed_now, errors[path])
     return Made(
-        {path: means[path].view(leaf.shape).to(leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
-        {path: new.view(leaves[path].shape).to(errors[path].dtype) for path, new in new_errors.items()},
-        {path: new.to(q[path].dtype) for path, new in new_q.items()},
+        {path: as_dtype(means[path].view(leaf.shape), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
+        {path: as_dtype(new.view(leaves[path].shape), errors[path].dtype) for path, new in new_errors.items()},
+        {path: as_dtype(new, q[path].dtype) for path, new in new_q.items()},
         reduced,
         counted,
     )  # fmt: skip
