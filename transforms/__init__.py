@@ -5,7 +5,7 @@ combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  average_buffers  broadcast_buffers
-wire         cast  compress  quantized  quantized_mean  error_feedback  hierarchical_mean
+wire         cast  compress  quantized  quantized_mean  error_feedback  hierarchical_mean  power_sgd  batched_power_sgd
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
              sign  one_bit  top_k  random_k  threshold
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
@@ -154,7 +154,10 @@ from .wire._compress import quantized_mean as quantized_mean
 from .wire._feedback import ErrorState as ErrorState
 from .wire._feedback import error_feedback as error_feedback
 from .wire._hierarchical import hierarchical_mean as hierarchical_mean
+from .wire._low_rank_mean import PowerSGDState as PowerSGDState
 from .wire._noise import Noise as Noise
+from .wire._power_sgd import batched_power_sgd as batched_power_sgd
+from .wire._power_sgd import power_sgd as power_sgd
 from .wire._powers import natural as natural
 from .wire._quantized import quantized as quantized
 from .wire._signs import one_bit as one_bit

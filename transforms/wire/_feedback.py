@@ -7,11 +7,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform, check_transform
+from .._base import Scope, Transform, check_transform
 from .._bucketwise import Carried, part_of
 from .._combine import widest
-from .._spec import factory
+from .._spec import Spec, factory
 from .._tree import State, Tree, named_leaves
+from ._codec import Codec
 from ._memory import Memory
 
 
@@ -82,4 +83,10 @@ def error_feedback(hook: Transform, without_input: Literal["freeze", "flush"] = 
         return out, ErrorState(inner, {**state.error, **memory.new})
 
     sums = None if hook.sums is None else lambda state: hook.sums(state.inner)  # type: ignore[misc]
-    return Transform(init, update, scope=widest([hook]), sums=sums)
+    # On three ranks and more the rank that keeps what is lost on the way back depends on a message's layout.
+    scope: Scope = "message" if _encodes(hook.spec) and hook.scope != "tree" else widest([hook])
+    return Transform(init, update, scope=scope, sums=sums)
+
+
+def _encodes(spec: Spec) -> bool:
+    return any(isinstance(child, Codec) or _encodes(child.spec) for child in spec.children)
