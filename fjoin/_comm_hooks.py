@@ -16,6 +16,8 @@ from .transforms.sync._mean import mean, noop
 from .transforms.sync._weights import Over
 from .transforms.wire._blocks import uint8
 from .transforms.wire._compress import cast, quantized_mean
+from .transforms.wire._feedback import error_feedback
+from .transforms.wire._power_sgd import batched_power_sgd, power_sgd
 
 
 def allreduce_hook(axis: AxisName = "data", over: Over = "world") -> Transform:
@@ -91,6 +93,69 @@ def quantization_perchannel_hook(axis: AxisName = "data", bucket_size: int = 512
     return quantized_mean(axis, uint8(bucket_size), over)
 
 
+def powerSGD_hook(
+    matrix_approximation_rank: int = 1, start_powerSGD_iter: int = 1_000, min_compression_rate: float = 2.0,
+    use_error_feedback: bool = True, warm_start: bool = True, orthogonalization_epsilon: float = 0.0, random_seed: int = 0, *,
+    axis: AxisName = "data", over: Over = "world",
+) -> Transform:  # fmt: skip
+    """The mean in which matrices travel as two thin factors, from some pass on; see `tx.power_sgd`.
+
+    Args:
+        matrix_approximation_rank: Columns of the factors, at least 1.
+        start_powerSGD_iter: Passes with a plain mean before; 0 is allowed, since nothing is kept by bucket.
+        min_compression_rate: A matrix is compressed where (rows + columns) * rank * this < rows * columns.
+        use_error_feedback: Whether each rank keeps what it could not send, for the next passes.
+        warm_start: Start from the last pass's factors, else from random ones.
+        orthogonalization_epsilon: Added to norms that divide; what is 0 is no danger without it.
+        random_seed: Of the random factors.
+        axis, over: as `allreduce_hook`.
+
+    Raises:
+        ValueError, TypeError: an argument is none of these.
+
+    Same as: torch's powerSGD_hook with PowerSGDState, DDPCommHookType.POWER_SGD and, with rank 2, POWER_SGD_RANK2. It has no
+        compression_stats_logging_frequency: `handle.explain()` tells; nor batch_tensors_with_same_shape, which it decides.
+
+    >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
+    switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
+    """
+    return _fed_back(
+        use_error_feedback,
+        power_sgd(
+            axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
+            warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
+        ),
+    )  # fmt: skip
+
+
+def batched_powerSGD_hook(
+    matrix_approximation_rank: int = 1, start_powerSGD_iter: int = 1_000, min_compression_rate: float = 2.0,
+    use_error_feedback: bool = True, warm_start: bool = True, orthogonalization_epsilon: float = 0.0, random_seed: int = 0, *,
+    axis: AxisName = "data", over: Over = "world",
+) -> Transform:  # fmt: skip
+    """`powerSGD_hook` on one square matrix that holds a whole bucket; see `tx.batched_power_sgd`.
+
+    Args, Raises: as `powerSGD_hook`.
+
+    Same as: torch's batched_powerSGD_hook, DDPCommHookType.BATCHED_POWER_SGD and, with rank 2, BATCHED_POWER_SGD_RANK2, which raises
+        in the first pass that it is to compress.
+
+    >>> fjoin.ddp.batched_powerSGD_hook(use_error_feedback=False, start_powerSGD_iter=0)
+    batched_power_sgd('data', over='world')
+    """
+    return _fed_back(
+        use_error_feedback,
+        batched_power_sgd(
+            axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
+            warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
+        ),
+    )  # fmt: skip
+
+
+def _fed_back(feedback: bool, hook: Transform) -> Transform:
+    return error_feedback(hook) if feedback else hook
+
+
 def noop_hook() -> Transform:
     """Send nothing: every rank keeps its own gradients.
 
@@ -138,6 +203,10 @@ _OF_TYPE: dict[str, Callable[[AxisName, Over], Transform]] = {
     "BF16_COMPRESS": bf16_compress_hook,
     "QUANTIZE_PER_TENSOR": quantization_pertensor_hook,
     "QUANTIZE_PER_CHANNEL": lambda axis, over: quantization_perchannel_hook(axis, over=over),
+    "POWER_SGD": lambda axis, over: powerSGD_hook(1, axis=axis, over=over),
+    "POWER_SGD_RANK2": lambda axis, over: powerSGD_hook(2, axis=axis, over=over),
+    "BATCHED_POWER_SGD": lambda axis, over: batched_powerSGD_hook(1, axis=axis, over=over),
+    "BATCHED_POWER_SGD_RANK2": lambda axis, over: batched_powerSGD_hook(2, axis=axis, over=over),
     "NOOP": lambda axis, over: noop_hook(),
 }
 

@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._agree import same_hook
 from ._comm_hooks import allreduce_hook as allreduce_hook
+from ._comm_hooks import batched_powerSGD_hook as batched_powerSGD_hook
 from ._comm_hooks import bf16_compress_hook as bf16_compress_hook
 from ._comm_hooks import comm_hook as comm_hook
 from ._comm_hooks import fp16_compress_hook as fp16_compress_hook
 from ._comm_hooks import noop_hook as noop_hook
 from ._comm_hooks import post_localSGD_hook as post_localSGD_hook
+from ._comm_hooks import powerSGD_hook as powerSGD_hook
 from ._comm_hooks import quantization_perchannel_hook as quantization_perchannel_hook
 from ._comm_hooks import quantization_pertensor_hook as quantization_pertensor_hook
 from ._ddp_hook import REGISTERED, DDPRun

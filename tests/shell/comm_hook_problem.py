@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from oracle import comm_hooks as oracle
@@ -21,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 SHAPES = [[(700,), (3, 200), ()], [(30, 20), (424,)]]  # of two buckets, the second of 2 x 512 elements
 SIZES = [1301, 1024]
 TYPES = [member.name for member in DDPCommHookType]
+# Those that differ by a number only in long runs.
+ONE_OF_EACH = [pytest.param(name, marks=pytest.mark.long if "RANK2" in name else ()) for name in TYPES]
 
 TORCHS: dict[str, Any] = {
     "ALLREDUCE": default_hooks.allreduce_hook,
@@ -34,6 +37,8 @@ TORCHS: dict[str, Any] = {
     "BATCHED_POWER_SGD_RANK2": powerSGD_hook.batched_powerSGD_hook,
     "NOOP": debugging_hooks.noop_hook,
 }
+QUANTIZED = {"QUANTIZE_PER_TENSOR": None, "QUANTIZE_PER_CHANNEL": 512}  # elements that share a scale
+HALF = {"FP16_COMPRESS": 2.0**-11, "BF16_COMPRESS": 2.0**-8}  # the largest relative error of rounding
 HOOKS = [*TORCHS.values(), post_localSGD_hook.post_localSGD_hook]
 
 
