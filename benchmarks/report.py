@@ -24,10 +24,12 @@ TITLES = {
     "link": "10M transformer at 1 Gbit/s",
     "wire": "10M transformer at 1 Gbit/s",
     "slow wire": "10M transformer at 100 Mbit/s",
+    "power": "10M transformer at 1 Gbit/s, PowerSGD of rank 4",
+    "slow power": "10M transformer at 100 Mbit/s, PowerSGD of rank 4",
 }
 
 
-LINKS = ("link", "wire", "slow wire")
+LINKS = ("link", "wire", "slow wire", "power", "slow power")
 
 
 class Row(NamedTuple):
@@ -62,6 +64,16 @@ ROWS = [
     Row("int8 / bfloat16", "slow wire", "ours int8", "ours bf16", 0.65),
     Row("int8 with error feedback / int8", "slow wire", "ours int8 fed back", "ours int8"),
     Row("int4 / int8", "slow wire", "ours int4", "ours int8"),
+    *(
+        Row(text, group, what, base, target)
+        for group in ("power", "slow power")
+        for text, what, base, target in (
+            ("PowerSGD with error feedback / DDP with torch's powerSGD_hook", "ours power", "ddp power", 0.80),
+            ("the same / that in batches of equal shapes", "ours power", "ddp power batched", None),
+            ("PowerSGD with error feedback / DDP in float32", "ours power", "ddp", None),
+            ("PowerSGD in bfloat16 / PowerSGD", "ours power bf16", "ours power", None),
+        )
+    ),
     Row("fjoin in join, even inputs / fjoin without join", "tiny", "ours join", "ours", 1.02),
     Row("fjoin in join, even inputs / fjoin without join", "1m", "ours join", "ours", 1.02),
     Row("fjoin in join, 14 against 10 batches / fjoin without join", "tiny", "ours join uneven", "ours"),

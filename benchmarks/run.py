@@ -50,6 +50,7 @@ STEPS = (
     "O sgd list",
     "O sgd flat",
 )
+POWERS = ("ddp power", "ddp power batched", "ours power", "ours power bf16")
 WIRES = ("ours bf16", "ours int8", "ours int8 fed back", "ours int4")
 GROUPS = {
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", "ddp our join", *PIECES)),
@@ -63,6 +64,8 @@ GROUPS = {
     "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", "ours overlap_step", *PIECES), "1gbit"),
     "wire": Group("10m", 24, 2, (*DDP, "ddp bf16", "ddp bf16 5", "ours", *WIRES), "1gbit"),
     "slow wire": Group("10m", 6, 1, (*DDP, "ddp bf16", "ours", *WIRES), "100mbit"),
+    "power": Group("10m", 24, 2, (*DDP, "ours", *POWERS), "1gbit"),
+    "slow power": Group("10m", 8, 1, (*DDP, *POWERS), "100mbit"),
 }
 ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)
 

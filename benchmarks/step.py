@@ -68,11 +68,13 @@ def check_equal(reached: dict[str, torch.Tensor], start: torch.Tensor) -> None:
 
     The bound is loose because Adam takes full steps on the rounding noise of gradients that are truly
     zero, such as an attention's key bias. Uneven inputs are another computation: there the ranks differ. So are
-    encoded messages.
+    messages that lose something.
     """
     for variant, got in reached.items():
         want = reached["ddp sgd" if variant.endswith("sgd") else "ddp"]
-        if variant.endswith(("uneven", "ddp join", "our join")) or any(w in variant for w in ("bf16", "int8", "int4")):
+        if variant.endswith(("uneven", "ddp join", "our join")) or any(
+            w in variant for w in ("bf16", "int8", "int4", "power")
+        ):
             continue
         off = ((got - want).norm() / (want - start).norm()).item()
         if not off < 0.05:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,6 +46,10 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
     if hook == "bf16":
         # A DistributedDataParallel on CPUs refuses it by its name.
         model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        hook = ""
+    elif hook.startswith("power"):
+        state = PowerSGDState(None, 4, start_powerSGD_iter=2, batch_tensors_with_same_shape="batched" in hook)
+        model.register_comm_hook(state, powerSGD_hook)
         hook = ""
     elif hook == "ours":
         fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)))
@@ -241,6 +246,11 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours int8": lambda *a: ours(*a, hook=tx.quantized_mean("data", tx.int8())),
     "ours int8 fed back": lambda *a: ours(*a, hook=tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
     "ours int4": lambda *a: ours(*a, hook=tx.quantized_mean("data", tx.int4())),
+    # In one bucket, since with several torch's hook hangs on gloo.
+    "ddp power": lambda *a: ddp(*a, hook="power", bucket_cap_mb=10**4),
+    "ddp power batched": lambda *a: ddp(*a, hook="power, batched", bucket_cap_mb=10**4),
+    "ours power": lambda *a: ours(*a, hook=tx.error_feedback(tx.power_sgd("data", 4))),
+    "ours power bf16": lambda *a: ours(*a, hook=tx.error_feedback(tx.cast(torch.bfloat16, tx.power_sgd("data", 4)))),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),

@@ -7,6 +7,7 @@ Join  Joinable  JoinHook            torch's generic Join, for whatever communica
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
 ddp.register                        hooks and pipelines in DistributedDataParallel
+ddp.register_comm_hook_type         torch's communication hooks, by name
 auto_quantize                       torch's collectives, encoded
 Optimizer                           ours in the shape of torch.optim's
 as_step_param                       torch's own functional optimizers in pipelines

@@ -126,16 +126,13 @@ class Storage:
 
 def apart(state: Any, lent: Iterable[Tensor]) -> Any:
     """A state in memory of its own: what a pure function has kept of the tensors lent to it is copied."""
-    lent = list(lent)
-    return optree.tree_map(lambda leaf: leaf.clone() if shares(leaf, lent) else leaf, state)
+    lie = memory_of(lent)
+    return optree.tree_map(lambda leaf: leaf.clone() if memory_of([leaf]) & lie else leaf, state)
 
 
-def shares(value: Any, others: Iterable[Any]) -> bool:
-    """Whether a tensor lies in the memory of another one."""
-    if not isinstance(value, Tensor):
-        return False
-    here = value.untyped_storage().data_ptr()
-    return any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == here for other in others)
+def memory_of(values: Iterable[Any]) -> set[int]:
+    """Where the memory of tensors begins; views of one tensor have one beginning."""
+    return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
 
 
 def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -151,8 +148,9 @@ def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
                 f"for {path!r} the hook returned a tensor of shape {tuple(values[path].shape)}, expected {tuple(place.shape)}"
             )
     if pairs:
-        lie = list(places.values())
-        torch._foreach_copy_([p for p, _ in pairs], [v.clone() if shares(v, lie) else v for _, v in pairs])
+        lie = memory_of(places.values())
+        new = [v.clone() if memory_of([v]) & lie else v for _, v in pairs]
+        torch._foreach_copy_([p for p, _ in pairs], new)
 
 
 def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:

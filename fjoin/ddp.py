@@ -8,16 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from ._agree import same_hook
+from ._comm_hooks import allreduce_hook as allreduce_hook
+from ._comm_hooks import batched_powerSGD_hook as batched_powerSGD_hook
+from ._comm_hooks import bf16_compress_hook as bf16_compress_hook
+from ._comm_hooks import comm_hook as comm_hook
+from ._comm_hooks import fp16_compress_hook as fp16_compress_hook
+from ._comm_hooks import noop_hook as noop_hook
+from ._comm_hooks import post_localSGD_hook as post_localSGD_hook
+from ._comm_hooks import powerSGD_hook as powerSGD_hook
+from ._comm_hooks import quantization_perchannel_hook as quantization_perchannel_hook
+from ._comm_hooks import quantization_pertensor_hook as quantization_pertensor_hook
 from ._ddp_hook import REGISTERED, DDPRun
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
-from .transforms._base import Pipeline, Transform
+from .transforms._base import Optimizer, Pipeline, Transform
 from .transforms._explanation import Explanation
+from .transforms._fuse import fuse
 from .transforms._plan import axes_of
 from .transforms._state_dict import restored, to_state_dict
+from .transforms.sync._weights import Over
 
 
 class Handle:
@@ -176,3 +190,48 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     model.register_comm_hook(run, fjoin_hook)
     REGISTERED.add(model)
     return Handle(run)
+
+
+def register_comm_hook_type(
+    comm_hook_type: DDPCommHookType | str, model: DistributedDataParallel, state: ProcessGroup | None = None, *,
+    optimizer: Optimizer | None = None, over: Over = "world",
+) -> Handle:  # fmt: skip
+    """Register what does the same as one of torch's communication hooks, chosen as torch's register_ddp_comm_hook chooses it.
+
+    It is `register(model, comm_hook(comm_hook_type))`, or with an optimizer `register(model, fuse(comm_hook(...), optimizer))`. For
+    other settings than torch's own give `register` the hook itself, for example `quantization_perchannel_hook(bucket_size=128)`.
+
+    Args:
+        comm_hook_type: A member of torch's DDPCommHookType, its name, or torch's BuiltinCommHookType.
+        model: The module.
+        state: The module's own process group, or None: a hook has the ranks of its module.
+        optimizer: Steps the module's parameters after the last bucket, so that there is no `optimizer.step()`.
+        over: What to divide by, see `tx.mean`: by default all ranks count alike, as in torch.
+
+    Returns:
+        A `Handle`.
+
+    Raises:
+        TypeError: no such type; `state` is no process group; as `register`.
+        ValueError: `state` has other ranks than the module's group; as `register`.
+
+    Same as: register_ddp_comm_hook; with an optimizer, _hook_then_optimizer around any of its hooks.
+    """
+    hook = comm_hook(comm_hook_type, over=over)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"a communication hook is registered with a DistributedDataParallel, got a {type(model).__name__}"
+        )
+    if state is not None:
+        if not isinstance(state, ProcessGroup):
+            raise TypeError(
+                f"state is the module's process group or None, got {state!r}; settings are arguments of the hook: "
+                f"register(model, fjoin.ddp.comm_hook(...))"
+            )
+        of_state, of_model = (get_process_group_ranks(group) for group in (state, model.process_group))
+        if of_state != of_model:
+            raise ValueError(
+                f"state is a process group of the ranks {of_state}, but the module's has {of_model}; give "
+                f"DistributedDataParallel(process_group=...) the group"
+            )
+    return register(model, hook if optimizer is None else fuse(hook, optimizer))

@@ -6,7 +6,7 @@ when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_sc
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  all_gather_mean  majority_vote  adasum  average_buffers  broadcast_buffers
 wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  loco  dgc
-             one_bit_adam  one_bit_lamb  hierarchical_mean
+             one_bit_adam  one_bit_lamb  power_sgd  batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
              sign  one_bit  top_k  random_k  threshold
 join         JoinHook  broadcast_from_last  last_joiner  current_weight
@@ -167,11 +167,14 @@ from .wire._feedback import loco as loco
 from .wire._gather import all_gather_mean as all_gather_mean
 from .wire._gather import majority_vote as majority_vote
 from .wire._hierarchical import hierarchical_mean as hierarchical_mean
+from .wire._low_rank_mean import PowerSGDState as PowerSGDState
 from .wire._noise import Noise as Noise
 from .wire._one_bit import OneBitAdamState as OneBitAdamState
 from .wire._one_bit import OneBitLambState as OneBitLambState
 from .wire._one_bit import one_bit_adam as one_bit_adam
 from .wire._one_bit import one_bit_lamb as one_bit_lamb
+from .wire._power_sgd import batched_power_sgd as batched_power_sgd
+from .wire._power_sgd import power_sgd as power_sgd
 from .wire._powers import natural as natural
 from .wire._quantized import quantized as quantized
 from .wire._signs import one_bit as one_bit

@@ -75,6 +75,21 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.quantized_mean("data", tx.int8(stochastic=True), seed=3),
         lambda: tx.quantized_mean("data", tx.top_k(0.5)),
     ],
+    "power_sgd": [
+        lambda: tx.power_sgd("data", min_compression_rate=1.0),
+        lambda: tx.power_sgd("data", 2, min_compression_rate=0.5, warm_start=False, over="live", seed=3),
+        lambda: tx.power_sgd("data", 2, start=1, min_compression_rate=0.5, epsilon=1e-8, over="world"),
+        lambda: tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0)),
+        lambda: tx.error_feedback(tx.compress(tx.bfloat16(), tx.power_sgd("data", min_compression_rate=1.0)), "flush"),
+        lambda: tx.compress(tx.int8(block=4), tx.power_sgd("data", min_compression_rate=1.0, over="world")),
+        lambda: tx.partition({"layer.*": tx.power_sgd("data", min_compression_rate=1.0), "*": tx.mean("data")}),
+    ],
+    "batched_power_sgd": [
+        lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
+        lambda: tx.batched_power_sgd("data", min_compression_rate=1.0, warm_start=False, over="live"),
+        lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0, start=1), "flush"),
+        lambda: tx.cast(torch.bfloat16, tx.batched_power_sgd("data", min_compression_rate=1.0, over="world")),
+    ],
     "chain": [
         lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),

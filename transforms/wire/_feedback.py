@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base import Transform, check_transform
 from .._bucketwise import Carried, part_of
 from .._combine import widest
-from .._spec import factory
+from .._spec import Spec, factory
 from .._tree import State, Tree, named_leaves
 from ._blocks import int8
 from ._codec import Codec
@@ -76,8 +76,10 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         return out, ErrorState(inner, {**state.error, **memory.new})
 
     sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
-    # Which rank sums an element, and so keeps its second error, depends on what stands beside it.
-    return Transform(init, update, scope=widest([hook], least="message"), sums=sums)
+    # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
+    return Transform(
+        init, update, scope=widest([hook], least="message" if _encodes(hook.spec) else "element"), sums=sums
+    )
 
 
 class LocoState(NamedTuple):
@@ -153,6 +155,10 @@ def loco(
 
     sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
     return Transform(init, update, scope=widest([hook], least="message"), sums=sums)
+
+
+def _encodes(spec: Spec) -> bool:
+    return spec.name == "cast" or any(isinstance(child, Codec) or _encodes(child.spec) for child in spec.children)
 
 
 def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:

@@ -1,0 +1,74 @@
+"""Modules, buckets and torch's own hooks, for the presets that have their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import comm_hooks as oracle
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+SHAPES = [[(700,), (3, 200), ()], [(30, 20), (424,)]]  # of two buckets, the second of 2 x 512 elements
+SIZES = [1301, 1024]
+TYPES = [member.name for member in DDPCommHookType]
+# Those that differ by a number only in long runs.
+ONE_OF_EACH = [pytest.param(name, marks=pytest.mark.long if "RANK2" in name else ()) for name in TYPES]
+
+TORCHS: dict[str, Any] = {
+    "ALLREDUCE": default_hooks.allreduce_hook,
+    "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+    "BF16_COMPRESS": default_hooks.bf16_compress_hook,
+    "QUANTIZE_PER_TENSOR": quantization_hooks.quantization_pertensor_hook,
+    "QUANTIZE_PER_CHANNEL": quantization_hooks.quantization_perchannel_hook,
+    "POWER_SGD": powerSGD_hook.powerSGD_hook,
+    "POWER_SGD_RANK2": powerSGD_hook.powerSGD_hook,
+    "BATCHED_POWER_SGD": powerSGD_hook.batched_powerSGD_hook,
+    "BATCHED_POWER_SGD_RANK2": powerSGD_hook.batched_powerSGD_hook,
+    "NOOP": debugging_hooks.noop_hook,
+}
+QUANTIZED = {"QUANTIZE_PER_TENSOR": None, "QUANTIZE_PER_CHANNEL": 512}  # elements that share a scale
+HALF = {"FP16_COMPRESS": 2.0**-11, "BF16_COMPRESS": 2.0**-8}  # the largest relative error of rounding
+HOOKS = [*TORCHS.values(), post_localSGD_hook.post_localSGD_hook]
+
+
+def torchs_state(name: str) -> Any:
+    """What the type's member makes of no process group."""
+    if "POWER" not in name:
+        return None
+    kept: list[Any] = []
+
+    class Module:
+        def register_comm_hook(self, state: Any, hook: Any) -> None:
+            kept.append(state)
+
+    DDPCommHookType[name].value(model=Module(), state=None)
+    return kept[0]
+
+
+def holder(dtype: torch.dtype = torch.float32) -> tuple[DistributedDataParallel, list[list[Tensor]]]:
+    """A module that only has parameters, and they by bucket."""
+    module = nn.ParameterList([torch.zeros(shape, dtype=dtype) for shapes in SHAPES for shape in shapes])
+    params = list(module)
+    return DistributedDataParallel(module), [params[:3], params[3:]]
+
+
+def called(ddp: DistributedDataParallel, handle: Any, params: list[list[Tensor]], grads: list[Tensor]) -> list[Tensor]:
+    """What the hook that is registered with a module makes of buckets that are no module's."""
+    (hook, state), *_ = ddp._comm_hooks
+    handle.weight(1.0)
+    return oracle.run(hook, state, params, grads)
+
+
+def own(kind: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return oracle.flats(dist.get_rank(), SIZES, kind, dtype)

@@ -1,0 +1,211 @@
+"""torch's types of communication hooks in modules: as torch's, as small as announced, without torch's own; what is refused."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_hook_problem import HOOKS, ONE_OF_EACH, QUANTIZED, TORCHS, TYPES, torchs_state
+from helpers import max_diff, raises_text, same_bits
+from oracle.whole_batch import make_batches, make_model, mean_loss
+from register_problem import EVEN, SMALL
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
+from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def trained(name: str, whose: str) -> Any:
+    ddp = DistributedDataParallel(make_model(dtype=torch.float32), **SMALL)
+    handle = None
+    if whose == "ours":
+        handle = fjoin.ddp.register_comm_hook_type(DDPCommHookType[name], ddp, ddp.process_group)
+    elif whose == "fused":
+        handle = fjoin.ddp.register_comm_hook_type(name, ddp, optimizer=tx.sgd(0.1, momentum=0.9))
+    elif whose == "torch's":
+        hook = TORCHS[name]
+        ddp.register_comm_hook(torchs_state(name), (lambda s, bucket: hook(s, bucket)) if "BF16" in name else hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        for batch in make_batches(1, EVEN, torch.float32)[dist.get_rank()]:
+            ddp.zero_grad()
+            mean_loss(ddp, batch).backward()
+            if whose != "fused":
+                optimizer.step()
+    assert handle is None or handle.step == 6
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
+
+
+# What the way of six steps may be off by, of its length.
+ROOM = {"FP16_COMPRESS": 2e-3, "BF16_COMPRESS": 0.02, "QUANTIZE_PER_TENSOR": 0.03, "QUANTIZE_PER_CHANNEL": 0.03}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_in_a_module(pool: Any, name: str) -> None:
+    """In two buckets from the second pass on: as torch's hook where that runs, near the module without a hook elsewhere."""
+    start = {path: p.detach().float() for path, p in make_model().named_parameters()}
+    ours, fused = pool.run(2, trained, name, "ours"), pool.run(2, trained, name, "fused")
+    plain = pool.run(2, trained, name, "none")[0]
+    theirs = pool.run(2, trained, name, "torch's") if name not in QUANTIZED else [plain] * 2
+    assert same_bits(ours[0], ours[1]) == (name != "NOOP")
+    for mine, stepped, torchs in zip(ours, fused, theirs, strict=True):
+        assert max_diff(mine, stepped) < 1e-6
+        for path, p in start.items():
+            way = (torchs[path] - p).norm()
+            assert way > 1e-2 and (mine[path] - torchs[path]).norm() <= ROOM.get(name, 1e-6) * way, path
+            if name != "NOOP":
+                assert (mine[path] - plain[path]).norm() <= ROOM.get(name, 1e-6) * (plain[path] - p).norm(), path
+
+
+def uneven(whose: str, over: str) -> Any:
+    ddp = DistributedDataParallel(make_model(), **SMALL)
+    if whose == "ours":
+        handle = fjoin.ddp.register_comm_hook_type("ALLREDUCE", ddp, over=over)  # type: ignore[arg-type]
+    else:
+        ddp.register_comm_hook(None, TORCHS["ALLREDUCE"])
+    rank, seen = dist.get_rank(), []
+    with TorchJoin([ddp]):
+        for batch in make_batches(1, [[3, 2], [5]])[rank]:
+            ddp.zero_grad()
+            if whose == "ours":
+                handle.weight(1 + 2 * rank)
+            mean_loss(ddp, batch).backward()
+            seen.append(torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None]))
+    return seen
+
+
+def test_ranks_count_alike_as_in_torch(pool: Any) -> None:
+    """Whatever their weights; one without input too, with zeros. With over="weight" weights count."""
+    theirs = pool.run(2, uneven, "torch's", "")
+    for mine, torchs in zip(pool.run(2, uneven, "ours", "world"), theirs, strict=True):
+        assert len(mine) == len(torchs) and all(map(torch.allclose, mine, torchs))
+    local = [
+        torch.autograd.grad(mean_loss(model, batches[0]), list(model.parameters()))
+        for batches in make_batches(1, [[3, 2], [5]])
+        for model in [make_model()]
+    ]
+    want = torch.cat([(a + 3 * b).flatten() / 4 for a, b in zip(*local, strict=True)])
+    assert torch.allclose(pool.run(2, uneven, "ours", "weight")[1][0], want)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+NAMES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+
+
+def in_step(what: Any, step: int) -> list[Any]:
+    """The messages of a step: of what runs before or from some step on, those that do in this one."""
+
+    def runs(when: str) -> bool:
+        known = {"each step": True, "before step 1000": step < 1000, "from step 1000": step >= 1000}
+        return known[when]
+
+    return sorted((m.payload_bytes, str(m.dtype)) for row in what.rows if runs(row.when) for m in row.messages)
+
+
+def messages(name: str) -> Any:
+    ddp = DistributedDataParallel(make_model(dtype=torch.float32), **SMALL)
+    handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+    sent: list[Any] = []
+    announced = [handle.explain()]
+    kept = {function: getattr(dist, function) for function in NAMES}
+
+    def watch(function: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            x = args[0] if function in ("all_reduce", "broadcast") else args[1]
+            sent[-1].append((x.numel() * x.element_size(), str(x.dtype)))
+            return kept[function](*args, **kwargs)
+
+        return call
+
+    for function in NAMES:
+        setattr(dist, function, watch(function))
+    try:
+        for batch in make_batches(1, [[2] * 3] * 3, torch.float32)[dist.get_rank()]:
+            sent.append([])
+            ddp.zero_grad()
+            mean_loss(ddp, batch).backward()
+            announced.append(handle.explain())
+    finally:
+        for function, plain in kept.items():
+            setattr(dist, function, plain)
+    return [sorted(messages) for messages in sent], [in_step(what, i) for i, what in enumerate(announced)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_what_is_announced_is_sent(pool: Any, name: str, ranks: int) -> None:
+    """Bytes and dtypes of all messages, by watching torch.distributed: before the first pass for that, then for the last."""
+    for sent, announced in pool.run(ranks, messages, name):
+        assert sent == announced[1:] and sent[0] == announced[0]
+        assert bool(sent[0]) == (name != "NOOP")
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def without_torchs(name: str) -> dict[str, Tensor]:
+    """With torch's hooks gutted, so that whatever holds them raises."""
+
+    def gone(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("this is torch's hook")
+
+    kept = {hook: hook.__code__ for hook in HOOKS}
+    try:
+        for hook in HOOKS:
+            assert isinstance(hook, types.FunctionType) and not hook.__closure__
+            hook.__code__ = gone.__code__
+        for hook in HOOKS:
+            raises_text(AssertionError, lambda: hook(None, None), "torch's hook")  # noqa: B023
+        return trained(name, "ours")
+    finally:
+        for hook, code in kept.items():
+            hook.__code__ = code
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_torchs_hooks_are_not_asked(pool: Any, name: str) -> None:
+    for with_them, without in zip(pool.run(2, trained, name, "ours"), pool.run(2, without_torchs, name), strict=True):
+        assert same_bits(with_them, without)
+
+
+def test_every_type_of_torch_is_there() -> None:
+    assert len(TYPES) == 10
+    for name in TYPES:
+        assert fjoin.ddp.comm_hook(name, "x") == fjoin.ddp.comm_hook(DDPCommHookType[name], "x")
+        assert fjoin.ddp.comm_hook(name) == tx.from_json(tx.to_json(fjoin.ddp.comm_hook(name)))
+    for builtin in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        assert fjoin.ddp.comm_hook(builtin) == fjoin.ddp.comm_hook(builtin.name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["ALL_REDUCE", "allreduce", None, 3, torch.float16, TORCHS["ALLREDUCE"]], ids=repr)
+def test_other_types_are_refused(given: Any) -> None:
+    raises_text(TypeError, lambda: fjoin.ddp.comm_hook(given), repr(given), *TYPES)
+    raises_text(TypeError, lambda: fjoin.ddp.register_comm_hook_type(given, make_model()), *TYPES)  # type: ignore[arg-type]
+
+
+def refused() -> bool:
+    ddp = DistributedDataParallel(make_model())
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    register = fjoin.ddp.register_comm_hook_type
+    raises_text(ValueError, lambda: register("NOOP", ddp, alone), f"[{dist.get_rank()}]", "[0, 1]")
+    raises_text(TypeError, lambda: register("POWER_SGD", ddp, torchs_state("POWER_SGD")), "PowerSGDState", "comm_hook")
+    raises_text(TypeError, lambda: register("NOOP", make_model()), "Sequential")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: register("NOOP", ddp, optimizer=torch.optim.SGD), "SGD")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: register("ALLREDUCE", ddp, over="ranks"), "'ranks'")  # type: ignore[arg-type]
+    register("NOOP", ddp, dist.new_group([0, 1]))
+    raises_text(ValueError, lambda: register("NOOP", ddp), "a communication hook already")
+    return True
+
+
+def test_what_is_refused(pool: Any) -> None:
+    assert all(pool.run(2, refused))
+    raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(-1), "-1")
+    raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(1, subgroup="lokal"), "'lokal'", "('node', 'local')")
+    raises_text(ValueError, lambda: fjoin.ddp.quantization_perchannel_hook(bucket_size=0), "block", "0")

@@ -1,0 +1,237 @@
+"""The presets with the names of torch's communication hooks, each on the same buckets as torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_hook_problem import (
+    HALF,
+    ONE_OF_EACH,
+    QUANTIZED,
+    SHAPES,
+    SIZES,
+    TORCHS,
+    TYPES,
+    called,
+    holder,
+    own,
+    torchs_state,
+)
+from helpers import raises_text, same_bits
+from oracle import comm_hooks as oracle
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+PLAIN = ["ALLREDUCE", *(param for param in ONE_OF_EACH if "POWER" in param.values[0])]  # in their first 1000 passes
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+
+def by_torch(name: str, kind: str, dtype: torch.dtype) -> list[Tensor]:
+    _, params = holder(dtype)
+    grads = own(kind, dtype)
+    if name not in QUANTIZED:
+        return oracle.run(TORCHS[name], torchs_state(name), params, grads)
+    raises_text(RuntimeError, lambda: oracle.run(TORCHS[name], None, params, grads), "IndexError")
+    with oracle.gathers_as_nccl():
+        return oracle.run(TORCHS[name], None, params, grads)
+
+
+def by_us(name: str, kind: str, dtype: torch.dtype) -> list[Tensor]:
+    ddp, params = holder(dtype)
+    return called(ddp, fjoin.ddp.register_comm_hook_type(name, ddp), params, own(kind, dtype))
+
+
+def both(pool: Any, name: str, ranks: int, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """torch's result and ours by bucket, equal on all ranks; the ranks' gradients; their mean."""
+    theirs, ours = pool.run(ranks, by_torch, name, kind, dtype), pool.run(ranks, by_us, name, kind, dtype)
+    for result in (theirs, ours):
+        assert name == "NOOP" or all(same_bits(other, result[0]) for other in result)
+    grads = [[oracle.flats(rank, SIZES, kind, dtype)[i] for rank in range(ranks)] for i in range(len(SIZES))]
+    means = [sum(flat.double() for flat in bucket) / ranks for bucket in grads]
+    return list(zip(theirs[0], ours[0], grads, means, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", [name for name in TYPES if name not in QUANTIZED])
+def test_equal_to_the_bit_where_nothing_is_rounded(pool: Any, name: str, ranks: int) -> None:
+    for theirs, ours, grads, mean in both(pool, name, ranks, "whole"):
+        want = grads[0].double() if name == "NOOP" else mean
+        assert torch.equal(theirs.double(), want) and ours.dtype == theirs.dtype
+        if name in HALF and ranks == 3:  # a decoded value is multiplied with a third, which float32 has not
+            assert (ours.double() - want).abs().max() < 1e-5
+        else:
+            assert torch.equal(ours.double(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PLAIN)
+def test_means_differ_by_the_order_of_rounding(pool: Any, name: str, ranks: int, dtype: torch.dtype) -> None:
+    """torch divides before it sums, we after: equal on two ranks, where a half is exact."""
+    for theirs, ours, _, mean in both(pool, name, ranks, "any", dtype):
+        if ranks == 2:
+            assert torch.equal(ours, theirs)
+        assert (ours - theirs).abs().max() < 4 * torch.finfo(dtype).eps
+        assert (ours - mean).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", HALF)
+def test_halves_are_nearer_to_the_mean_than_torchs(pool: Any, name: str, ranks: int) -> None:
+    """Each value is rounded once, and the mean once more on three ranks; torch rounds quotients and partial sums too."""
+    for theirs, ours, grads, mean in both(pool, name, ranks, "any"):
+        most = sum(flat.double().abs() for flat in grads) / ranks  # what errors are in proportion to
+        assert ((ours - mean).abs() <= HALF[name] * (most + (ranks > 2) * most) * 1.01 + 1e-7).all()
+        assert ((theirs - mean).abs() <= HALF[name] * 2 * ranks * most + 1e-7).all()
+        assert (ours - mean).norm() < (theirs - mean).norm()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_means(pool: Any, name: str, ranks: int) -> None:
+    """On two ranks torch's codes, but where a value is half-way between two. On three, half a step for each rank's codes and half
+    a step for the mean's."""
+    channel = QUANTIZED[name]
+    for theirs, ours, grads, mean in both(pool, name, ranks, "any"):
+        assert torch.equal(theirs, oracle.quantized_mean(grads, channel)), "the formula is what torch computes"
+        steps = sum(map(oracle.step, grads)) / ranks
+        assert (theirs - mean).abs().max() < 0.51 * steps
+        if ranks == 2:
+            off = (ours - theirs).abs()
+            assert off.max() < 1.01 * steps and (off > 1e-6).float().mean() < 0.01
+        assert (ours - mean).abs().max() < (0.51 if ranks == 2 else 1.02) * steps
+
+
+def empty_or_zero(name: str) -> Any:
+    """In modules of one number, and with gradients that are all zeros."""
+    seen = []
+    for shape in ((), (1,), (40, 40)):
+        ddp = DistributedDataParallel(nn.ParameterList([torch.zeros(shape)]))
+        handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+        params = [list(ddp.module.parameters())]
+        for value in (0.0, 1.0 + dist.get_rank()):
+            seen += called(ddp, handle, params, [torch.full((params[0][0].numel(),), value)])
+    return [(out.numel(), out.min().item(), out.max().item()) for out in seen]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_little_and_nothing(pool: Any, name: str) -> None:
+    for rank, seen in enumerate(pool.run(2, empty_or_zero, name)):
+        want = rank + 1.0 if name == "NOOP" else 1.5
+        for (n, low, high), value, size in zip(seen, (0.0, want) * 3, (1, 1, 1, 1, 1600, 1600), strict=True):
+            assert n == size and low == pytest.approx(value, abs=1e-2) and high == pytest.approx(value, abs=1e-2)
+
+
+# -- PowerSGD --------------------------------------------------------------------------------------
+
+MATRICES = [(30, 20), (7,), (20, 30), (30, 20)]  # of one bucket: with more torch's hook hangs on gloo
+
+
+def compressed(whose: str, rank: int, feedback: bool, passes: int) -> list[Tensor]:
+    """What comes of each pass, the first two of which are plain, from the same first factors."""
+    module = nn.ParameterList([torch.zeros(shape, dtype=torch.float64) for shape in MATRICES])
+    ddp, params = DistributedDataParallel(module), [list(module)]
+    n = sum(p.numel() for p in params[0])
+    grads = [oracle.flats(10 * i + dist.get_rank(), [n], "any", torch.float64) for i in range(passes)]
+    if whose == "ours":
+        handle = fjoin.ddp.register(ddp, fjoin.ddp.powerSGD_hook(rank, 2, use_error_feedback=feedback))
+        return [called(ddp, handle, params, flat)[0] for flat in grads]
+    first = tx.power_sgd("data", rank).init({str(i): p.detach() for i, p in enumerate(params[0])}).q
+    state = PowerSGDState(None, rank, 2, use_error_feedback=feedback)
+    out = []
+    for i, flat in enumerate(grads):
+        if i == 2:  # by shape, as it keeps them
+            state.q_memory_dict[0] = torch.cat([first[path].T.reshape(-1) for path in ("0", "3", "2")])
+            state.p_memory_dict[0] = torch.empty(rank * (30 + 30 + 20), dtype=torch.float64)
+        out += oracle.run(TORCHS["POWER_SGD"], state, params, flat)
+    return out
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["fed back", "alone"])
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_power_sgd_as_torchs(pool: Any, ranks: int, rank: int, feedback: bool) -> None:
+    """Orthogonalised in another way, which is the same but for rounding."""
+    theirs = pool.run(ranks, compressed, "torch's", rank, feedback, 7)[0]
+    for mine in pool.run(ranks, compressed, "ours", rank, feedback, 7):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert (a - b).norm() < 1e-10 * b.norm()
+            mean = sum(oracle.flats(10 * i + r, [a.numel()], "any", torch.float64)[0] for r in range(ranks)) / ranks
+            assert ((a - mean).norm() > 0.1 * mean.norm()) == (i >= 2)
+
+
+def after_999(name: str) -> Any:
+    """The 1000th pass and the next two, of what the types themselves give."""
+    ddp = DistributedDataParallel(nn.ParameterList([torch.zeros(12, 12)]))
+    params, state = [list(ddp.module.parameters())], torchs_state(name)
+    handle = fjoin.ddp.register_comm_hook_type(name, ddp)
+    saved = handle.state_dict()
+    assert saved["hook"]["0.inner.step"] == state.iter == 0
+    saved["hook"]["0.inner.step"] = state.iter = 999
+    handle.load_state_dict(saved)
+    flat, seen = oracle.flats(dist.get_rank(), [144], "any")[0], []
+    for i in range(3):
+        seen.append(called(ddp, handle, params, [flat])[0])
+        if i and "BATCHED" in name:
+            raises_text(AssertionError, lambda: oracle.run(TORCHS[name], state, params, [flat]))
+        else:
+            seen.append(oracle.run(TORCHS[name], state, params, [flat])[0])
+    return seen
+
+
+@pytest.mark.parametrize("name", [name for name in TYPES if "POWER" in name])
+def test_compression_begins_after_a_thousand_passes(pool: Any, name: str) -> None:
+    """In torch's hook too, or it raises there. Random factors are others: the ranks of the matrices are compared."""
+    (ours, theirs, *later), other = pool.run(2, after_999, name)
+    assert torch.equal(ours, theirs) and same_bits([ours, theirs, *later], other)
+    assert len(later) == (2 if "BATCHED" in name else 4)
+    for result in later:
+        assert torch.linalg.matrix_rank(result.view(12, 12), rtol=1e-4) == (2 if "RANK2" in name else 1)
+        assert 0.1 < (result - ours).norm() / ours.norm() < 3
+
+
+# -- post-local SGD --------------------------------------------------------------------------------
+
+
+def local(whose: str, still: bool) -> list[list[Tensor]]:
+    ddp, params = holder()
+    mesh = fjoin.mesh({"node": 2, "local": 2})
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    seen = []
+    if whose == "ours":
+        handle = fjoin.ddp.register(ddp, fjoin.ddp.post_localSGD_hook(2, still), mesh)
+        for _ in range(4):
+            seen.append(called(ddp, handle, params, own("whole")))
+    else:
+        state = post_localSGD_hook.PostLocalSGDState(None, pairs[dist.get_rank() // 2], 2, still)
+        for _ in range(4):
+            seen.append(oracle.run(post_localSGD_hook.post_localSGD_hook, state, params, own("whole")))
+    return seen
+
+
+@pytest.mark.parametrize("still", [True, False], ids=["in the subgroup", "nowhere"])
+def test_post_local_sgd(pool: Any, still: bool) -> None:
+    """Two passes on all four ranks, then two on pairs: equal to torch's, to the bit."""
+    grads = [oracle.flats(rank, SIZES, "whole") for rank in range(4)]
+    ours, theirs = pool.run(4, local, "ours", still), pool.run(4, local, "torch's", still)
+    for rank, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
+        assert same_bits(mine, torchs)
+        pair = grads[rank // 2 * 2 : rank // 2 * 2 + 2] if still else [grads[rank]]
+        for step, among in enumerate([grads, grads, pair, pair]):
+            for i, bucket in enumerate(mine[step]):
+                assert torch.equal(bucket, sum(flat[i] for flat in among) / len(among))
+
+
+def test_shapes_are_what_the_tests_say() -> None:
+    sizes = [sum(torch.zeros(shape).numel() for shape in shapes) for shapes in SHAPES]
+    assert sizes == SIZES and SIZES[1] % 512 == 0 and SIZES[0] % 512

@@ -1,0 +1,198 @@
+"""PowerSGD in a step and in a module: as torch's, as simulated, in any buckets, on uneven inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import max_diff, same_bits
+from oracle import torch_power_sgd as torchs
+from oracle.whole_batch import make_batches, make_model, mean_loss
+from register_problem import EVEN, SMALL, samples
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def made(rank: int = 1, **settings: Any) -> tx.Transform:
+    return tx.power_sgd("data", rank, **{"min_compression_rate": 1.0, **settings})
+
+
+HOOKS: dict[str, Any] = {
+    "alone": made,
+    "fed back": lambda: tx.error_feedback(made()),
+    "cold, flush": lambda: tx.error_feedback(made(warm_start=False, over="live"), "flush"),
+    "late, clipped": lambda: tx.chain(tx.error_feedback(made(start=2)), tx.clip_by_global_norm(0.5)),
+    "by path": lambda: tx.partition({"*.weight": tx.error_feedback(made()), "*": tx.mean("data", over="world")}),
+    "bfloat16": lambda: tx.error_feedback(tx.cast(torch.bfloat16, made())),
+    "int8 late": lambda: tx.switch_after(1, tx.mean("data"), tx.error_feedback(tx.compress(tx.int8(block=8), made()))),
+    "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0)),
+    "batched fp8": lambda: tx.compress(tx.fp8(block=8), tx.batched_power_sgd("data", min_compression_rate=1.0)),
+}
+
+
+# -- torch's ---------------------------------------------------------------------------------------
+
+
+def by_torch(rank: int, feedback: bool) -> Any:
+    params = {path: p.detach() for path, p in torchs.Net().named_parameters()}
+    first = {path: q.T for path, q in made(rank).init(params).q.items()}
+    return torchs.train(14, rank, first, feedback=feedback)
+
+
+def by_us(rank: int, feedback: bool, bucket_bytes: int) -> Any:
+    net = torchs.Net()
+    apply, params, _ = fjoin.functional(net)
+    hook = made(rank, start=2)
+    step = fjoin.train_step(
+        lambda p, b: torchs.loss(lambda x: apply(p, {}, x), b),
+        tx.fuse(tx.error_feedback(hook) if feedback else hook, tx.sgd(0.3)),
+        mesh=fjoin.mesh({"data": -1}), bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    state, seen = step.init(params), []
+    for i in range(14):
+        state, _ = step(state, torchs.batch(dist.get_rank(), i))
+        seen.append({path: p.clone() for path, p in state.params.items()})
+    step.close()
+    return seen
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["fed back", "alone"])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_equal_to_torchs_hook(pool: Any, rank: int, feedback: bool) -> None:
+    """Displacements over two plain and twelve compressed steps, from the same first Q."""
+    (want, *_), start = pool.run(2, by_torch, rank, feedback), dict(torchs.Net().named_parameters())
+    for bucket_bytes in (10**8, 500):
+        for seen in pool.run(2, by_us, rank, feedback, bucket_bytes):
+            for ours, theirs in zip(seen, want, strict=True):
+                for path, p in theirs.items():
+                    way = (p - start[path]).norm()
+                    assert (ours[path] - p).norm() < 1e-9 * way, (path, bucket_bytes)
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+PARAMS = {"a.weight": (8, 6), "a.bias": (6,), "b.weight": (6, 7), "b.bias": (7,), "c.weight": (7, 6), "scale": ()}
+SIZES = [5, 3, 0]  # batches of each rank
+
+
+def net() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {path: torch.randn(shape, generator=g) * 0.5 for path, shape in PARAMS.items()}
+
+
+def net_loss(p: Any, batch: torch.Tensor) -> torch.Tensor:
+    x = torch.tanh(torch.tanh(batch @ p["a.weight"] + p["a.bias"]) @ p["b.weight"] + p["b.bias"])
+    return ((x @ p["c.weight"]).tanh() * p["scale"] - batch[:, :6]).square().mean()
+
+
+def trained(hook: str, bucket_bytes: int, ordered: bool = False) -> Any:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    if ordered:
+        for axis in mesh.axes.values():
+            axis.ordered = True
+    step = fjoin.train_step(
+        net_loss, tx.fuse(HOOKS[hook](), tx.adam(0.02)), mesh=mesh, weight=lambda b: 1.0 + mesh.rank, bucket_bytes=bucket_bytes
+    )  # fmt: skip
+    state, seen = step.init(net()), []
+    batches = [
+        torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * i + mesh.rank)) for i in range(SIZES[mesh.rank])
+    ]
+    for batch in step.join(batches):
+        state, metrics = step(state, batch)
+        seen.append((metrics.loss, metrics.weight))
+    out = {path: p.clone() for path, p in state.params.items()}, seen, tx.to_state_dict(state.pipeline.hook)
+    step.close()
+    return out
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_on_processes_as_simulated(pool: Any, hook: str, bucket_bytes: int) -> None:
+    """Parameters, losses and the hook's own state, on uneven inputs, in any buckets; to the bit where sums are ordered."""
+    for ranks, ordered in ((2, False), (3, True)):
+        real = pool.run(ranks, trained, hook, bucket_bytes, ordered)
+        simulated = tx.simulate(lambda: trained(hook, bucket_bytes), {"data": ranks})
+        for (params, seen, kept), (sim_params, sim_seen, sim_kept) in zip(real, simulated, strict=True):
+            assert same_bits(params, real[0][0]) and seen == sim_seen
+            assert same_bits(params, sim_params) and same_bits(kept, sim_kept)
+    start = net()
+    assert max_diff(real[0][0], start) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "hook", [hook for hook in HOOKS if "batched" not in hook and hook not in ("bfloat16", "int8 late")]
+)
+def test_buckets_do_not_matter(hook: str) -> None:
+    one, *others = (tx.simulate(lambda: trained(hook, size), {"data": 3}) for size in (10**6, 300, 1))  # noqa: B023
+    for other in others:
+        for (params, seen, kept), (params2, seen2, kept2) in zip(one, other, strict=True):
+            assert same_bits(params, params2) and seen == seen2 and same_bits(kept, kept2)
+
+
+def test_only_what_is_compressed_has_a_memory() -> None:
+    _, _, kept = tx.simulate(lambda: trained("fed back", 300), {"data": 2})[0]
+    matrices = {"a.weight", "b.weight", "c.weight"}
+    assert {name.removeprefix("error.") for name in kept if name.startswith("error.")} == matrices
+    assert {name.removeprefix("inner.q.") for name in kept if name.startswith("inner.q.")} == matrices
+
+
+def counted(hook: str, bucket_bytes: int) -> Any:
+    mesh = fjoin.mesh({"data": -1})
+    step = fjoin.train_step(net_loss, tx.fuse(HOOKS[hook](), tx.sgd(0.1)), mesh=mesh, bucket_bytes=bucket_bytes)
+    state, sent = step.init(net()), []
+    for i in range(4):
+
+        def one_step(i: int = i) -> None:
+            nonlocal state
+            state, _ = step(state, torch.ones(4, 8) * (i + mesh.rank))
+
+        sent.append(torchs.counted(one_step, ("all_reduce", "all_gather", "all_to_all_single", "broadcast")))
+    step.close()
+    return sent
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
+@pytest.mark.parametrize("hook", ["alone", "fed back", "cold, flush", "batched"])
+def test_two_messages_for_each_bucket_at_most(pool: Any, hook: str, bucket_bytes: int) -> None:
+    """As `explain` says, none of them empty; by watching torch.distributed."""
+    for ranks in (2, 3):
+        what = tx.explain(tx.fuse(HOOKS[hook](), tx.sgd(0.1)), net(), {"data": ranks}, bucket_bytes=bucket_bytes)
+        announced = sorted(m.payload_bytes // 4 for row in what.rows for m in row.messages)
+        buckets = {1: 6, 300: 3, 10**6: 1}[bucket_bytes]
+        assert len(announced) <= 2 * buckets and 0 not in announced
+        for sent in pool.run(ranks, counted, hook, bucket_bytes):
+            for step in sent[1:]:
+                assert sorted(step) == announced
+
+
+# -- a module --------------------------------------------------------------------------------------
+
+
+def registered(hook: str, options: Any) -> Any:
+    ddp = DistributedDataParallel(make_model(dtype=torch.float32), **options)
+    handle = fjoin.ddp.register(ddp, tx.fuse(HOOKS[hook]() if hook else tx.mean("data"), tx.sgd(0.1)))
+    for _ in range(3):
+        for x, y in make_batches(1, EVEN, torch.float32)[dist.get_rank()]:
+            ddp.zero_grad()
+            handle.weight(samples((x, y)))
+            mean_loss(ddp, (x, y)).backward()
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}, handle.total
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook != "by path"])
+def test_in_distributed_data_parallel(pool: Any, hook: str) -> None:
+    """In one bucket and, from the second pass on, in two, where torch's hook hangs."""
+    start = {path: p.detach().float() for path, p in make_model().named_parameters()}
+    (want, total), _ = pool.run(2, registered, "", {})
+    for options in ({}, SMALL):
+        results = pool.run(2, registered, hook, options)
+        for params, got in results:
+            assert same_bits(params, results[0][0]) and (got == total or "cold" in hook)
+            assert 1e-3 < max_diff(params, start) < 10 and max_diff(params, want) > 0
+    if hook in ("alone", "fed back"):
+        one, two = pool.run(2, registered, hook, {})[0], pool.run(2, registered, hook, SMALL)[0]
+        assert max_diff(one[0], two[0]) < 1e-6

@@ -1,0 +1,433 @@
+"""PowerSGD: what is compressed and how exactly, what is owed, what happens to zeros and NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, raises_text, same_bits
+from torch import Tensor
+
+from fjoin import transforms as tx
+from fjoin.transforms._bucketwise import Carried, restrict
+from fjoin.transforms.axes._env import bind_axes
+
+SHAPES = {"a": (12, 9), "b": (9, 12), "conv": (8, 3, 2, 2), "bias": (7,), "scale": (), "none": (0, 2), "thin": (2, 2)}
+COMPRESSED = {"a", "b", "conv"}
+STEPS = 8
+
+
+def made(rank: int = 2, **settings: Any) -> tx.Transform:
+    return tx.power_sgd("data", rank, **{"min_compression_rate": 1.0, **settings})
+
+
+def draws(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {path: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for path, shape in SHAPES.items()}
+
+
+def test_which_leaves_are_compressed() -> None:
+    params = {
+        "just not": torch.zeros(8, 8),  # (8 + 8) * 2 * 2 = 8 * 8
+        "just": torch.zeros(8, 9),
+        "conv": torch.zeros(9, 2, 2, 2),
+        "vector": torch.zeros(1000),
+        "column": torch.zeros(1000, 1),
+        "scalar": torch.zeros(()),
+        "none": torch.zeros(0, 50),
+    }
+    hook = tx.power_sgd("data", 2)
+    want = {"just": (2, 9), "conv": (2, 8)}
+    assert {path: tuple(q.shape) for path, q in hook.init(params).q.items()} == want
+    assert tx.power_sgd("data", 2, min_compression_rate=2.2).init(params).q == {}
+    hook = tx.power_sgd("data", 2, min_compression_rate=1.05)
+    assert {path: tuple(q.shape) for path, q in hook.init(params).q.items()} == want | {"just not": (2, 8)}
+    assert tx.error_feedback(hook).init(params).error.keys() == want.keys() | {"just not"}
+    full = tx.power_sgd("data", 50, min_compression_rate=0.1)  # below 1 a rank above the matrix's own is cut
+    assert full.init(params).q["just"].shape == (8, 9) and "vector" not in full.init(params).q
+    assert tx.power_sgd("data", 50).init(params).q == {}
+    assert tx.power_sgd("data", warm_start=False, min_compression_rate=1.05).init(params).q == {}
+
+
+def exact(seed: int, rank: int) -> dict[str, Tensor]:
+    """Gradients that have this rank on every rank, and share their columns."""
+    g = torch.Generator().manual_seed(7)
+    left = {path: torch.randn(SHAPES[path][0], rank, generator=g, dtype=torch.float64) for path in COMPRESSED}
+    h, out = torch.Generator().manual_seed(seed), draws(seed, torch.float64)
+    for path, u in left.items():
+        out[path] = (u @ torch.randn(rank, out[path][0].numel(), generator=h, dtype=torch.float64)).view(SHAPES[path])
+    return out
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 5])
+def test_a_low_rank_is_reproduced(rank: int) -> None:
+    for ranks in (2, 3):
+
+        def one_rank() -> Any:
+            hook = made(rank)
+            grads = exact(int(tx.axis_index("data")), rank)
+            state = hook.init(grads)
+            return hook.update(grads, state)[0]
+
+        grads = [exact(r, rank) for r in range(ranks)]
+        want = {path: sum(g[path] for g in grads) / ranks for path in SHAPES}
+        for out in tx.simulate(one_rank, {"data": ranks}):
+            assert max_diff(out, want) < 1e-12
+
+
+def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float64) -> Any:
+    """All that came out times what it was divided by, the error at the end, and all that went in."""
+    rank, ranks = int(tx.axis_index("data")), tx.axis_size("data")
+    wrapped = hook.spec.name == "error_feedback"
+    state = hook.init(draws(rank, dtype))
+    out = {path: torch.zeros(shape, dtype=torch.float64) for path, shape in SHAPES.items()}
+    given = {path: v.clone() for path, v in out.items()}
+    over = "live" if "live" in repr(hook) else "world" if "world" in repr(hook) else "weight"
+    for step in range(STEPS):
+        weights = [0.0 if idle and (r + step) % 3 != 0 else 0.5 + r for r in range(ranks)]
+        weights = [0.0] * ranks if idle and step == 4 else weights
+        weight, grads = weights[rank], draws(100 * rank + step, dtype)
+        shown = grads if weight else {path: g * float("nan") for path, g in grads.items()}
+        new, state = hook.update(shown, state, weight=weight)
+        total = hook.sums(state).total  # type: ignore[misc]
+        assert total == (
+            sum(weights) if over == "weight" else ranks if over == "world" else sum(w > 0 for w in weights)
+        )
+        factor = weight if over == "weight" else float(weight > 0)
+        out = {path: v + new[path].double() * total for path, v in out.items()}
+        given = {path: v + factor * grads[path].double() for path, v in given.items()}
+    return out, state.error if wrapped else {}, given
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["all live", "some idle"])
+@pytest.mark.parametrize("without_input", ["freeze", "flush"])
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("kind", ["each", "batched", "cold", "late", "bfloat16", "int8"])
+def test_what_came_out_and_what_is_owed_is_what_went_in(kind: str, over: Any, without_input: Any, idle: bool) -> None:
+    room = 1e-9
+    if kind == "batched":
+        hook: tx.Transform = tx.batched_power_sgd("data", 2, min_compression_rate=1.0, over=over)
+    else:
+        hook = made(2, over=over, warm_start=kind != "cold", start=3 * (kind == "late"))
+    if kind in ("bfloat16", "int8"):
+        hook, room = tx.compress(tx.bfloat16() if kind == "bfloat16" else tx.int8(block=16), hook), 1e-3
+    hook = tx.error_feedback(hook, without_input)
+    for ranks in (2, 3, 5) if over == "weight" else (3,):
+        results = tx.simulate(lambda: telescoped(hook, idle), {"data": ranks})
+        lossy = results[0][1].keys()
+        assert lossy == (SHAPES.keys() if kind in ("batched", "bfloat16", "int8") else COMPRESSED)
+        for path in SHAPES:
+            owed = sum(error[path] for _, error, _ in results) if path in lossy else 0.0
+            given = sum(all_[path] for _, _, all_ in results)
+            diff = results[0][0][path] + owed - given
+            assert not diff.numel() or diff.abs().max() < room, (ranks, path, diff)
+            assert all(same_bits(out, results[0][0]) for out, _, _ in results)
+        assert max(e.abs().max() for _, error, _ in results for p, e in error.items() if p in COMPRESSED) > 0.1
+
+
+def test_what_is_owed_does_not_grow() -> None:
+    """The same gradients 200 times, which differ between ranks. The sum of what they owe stays, and where the mean spans all
+    rows what each of them owes; torch's `local - mean` grows by as much in every step."""
+
+    def one_rank() -> Any:
+        hook = tx.error_feedback(made(2))
+        grads = draws(int(tx.axis_index("data")), torch.float64)
+        state, own, sums = hook.init(grads), [], []
+        for _ in range(200):
+            _, state = hook.update(grads, state)
+            own.append(max(float(state.error[path].norm() / grads[path].norm()) for path in ("b", "conv")))
+            sums.append(max(float(e.norm()) for e in tx.psum(state.error, "data").values()))
+        return own, sums
+
+    for seen in tx.simulate(one_rank, {"data": 3}):
+        for values in seen:
+            assert max(values[100:]) < 1.2 * max(values[:100])
+
+
+def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
+    zeros = {path: torch.zeros(shape) for path, shape in SHAPES.items()}
+
+    def one_rank(warm: bool) -> Any:
+        hook = made(2, warm_start=warm)
+        state = hook.init(zeros)
+        first, state = hook.update(zeros, state)
+        second, state = hook.update(exact32(), state)
+        return first, second, state
+
+    for warm in (True, False):
+        for first, second, state in tx.simulate(one_rank, {"data": 2}, [warm, warm]):
+            assert all((v == 0).all() for v in first.values())
+            assert max_diff(second, exact32()) < 1e-5
+            assert all(torch.isfinite(q).all() for q in state.q.values())
+
+
+def exact32() -> dict[str, Tensor]:
+    return {path: g.float() for path, g in exact(0, 2).items()}
+
+
+def test_columns_that_have_become_zero_are_drawn_afresh() -> None:
+    """A gradient that only the first input feeds leaves a Q that sees nothing of one that only the second feeds."""
+    first, second = torch.zeros(20, 30), torch.zeros(20, 30)
+    first[:, :15] = torch.outer(torch.arange(20.0), torch.arange(15.0) + 1)
+    second[:, 15:] = torch.outer(torch.arange(20.0) - 3, torch.arange(15.0) + 2)
+
+    def one_rank() -> Any:
+        hook = tx.power_sgd("data", 1)
+        _, state = hook.update(first, hook.init(first))
+        blind, state = hook.update(second, state)
+        seen, _ = hook.update(second, state)
+        return blind, seen
+
+    blind, seen = tx.simulate(one_rank, {"data": 2})[0]
+    assert (seen - second).norm() < 1e-5 * second.norm()
+    assert (blind - second).norm() <= second.norm() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_told_and_forgotten(bad: float, coded: bool) -> None:
+    """Every rank sees it, in that matrix alone; the next step's gradients come as if it had not been."""
+
+    def one_rank(poison: bool) -> Any:
+        rank, outs = int(tx.axis_index("data")), []
+        inner = tx.cast(torch.bfloat16, made(2)) if coded else made(2)
+        hook = tx.error_feedback(inner)
+        state = hook.init(draws(0))
+        for step in range(3):
+            grads = draws(10 * step + rank)
+            if poison and step == 1 and rank == 1:
+                grads["a"][3, 4] = bad
+            out, state = hook.update(grads, state)
+            outs.append(out)
+        return outs, state
+
+    for ranks in (2, 3):
+        runs = tx.simulate(one_rank, {"data": ranks}, [True] * ranks)
+        for outs, state in runs:
+            assert not outs[1]["a"].isfinite().any()
+            assert coded or outs[1]["b"].isfinite().all()
+            assert same_bits(outs[2], runs[0][0][2]) and all(v.isfinite().all() for v in outs[2].values())
+            assert all(e.isfinite().all() for e in state.error.values())
+
+
+def test_where_no_rank_counts_nothing_changes() -> None:
+    def one_rank(how: Any, over: Any) -> Any:
+        hook = tx.error_feedback(made(2, over=over), how)
+        _, state = hook.update(draws(int(tx.axis_index("data"))), hook.init(draws(0)))
+        poisoned = {path: g * float("nan") for path, g in draws(1).items()}
+        out, after = hook.update(poisoned, state, weight=0.0)
+        tensor, same = hook.update(poisoned, state, weight=torch.zeros(()))
+        assert same_bits((out, after), (tensor, same))
+        assert same_bits(after.error, state.error) and same_bits(after.inner.q, state.inner.q)
+        return out
+
+    for how in ("freeze", "flush"):
+        for over in ("weight", "live", "world"):
+            for out in tx.simulate(one_rank, {"data": 3}, [how] * 3, [over] * 3):
+                assert all((v == 0).all() for v in out.values())
+
+
+@pytest.mark.parametrize("without_input", ["freeze", "flush"])
+def test_a_weight_in_a_tensor_is_a_weight(without_input: Any) -> None:
+    def one_rank(wrap: Any) -> Any:
+        hook, rank = tx.error_feedback(made(2), without_input), int(tx.axis_index("data"))
+        state = hook.init(draws(0, torch.float64))
+        for step in range(4):
+            weight = float((rank + step) % 3)
+            out, state = hook.update(draws(rank + 10 * step, torch.float64), state, weight=wrap(weight))
+        return out, state.error, state.inner.q
+
+    host, device = (tx.simulate(one_rank, {"data": 3}, [wrap] * 3) for wrap in (float, torch.tensor))
+    for a, b in zip(host, device, strict=True):
+        assert max_diff(a, b) < 1e-6  # a weight in a tensor is float32 here
+
+
+def test_the_engines_agree() -> None:
+    def one_rank(steps: Any, weight: Tensor) -> Any:
+        hook = tx.error_feedback(made(2))
+        state = hook.init(draws(0, torch.float64))
+        for grads in steps:
+            out, state = hook.update(grads, state, weight=weight)
+        return out, state.error, state.inner.q
+
+    given = [[draws(rank + 10 * step, torch.float64) for step in range(3)] for rank in range(4)]
+    weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 2.5, 0.5)]
+    a, b = (tx.simulate(one_rank, {"data": 4}, given, weights, engine=engine) for engine in ("lockstep", "vmap"))
+    for x, y in zip(a, b, strict=True):
+        assert max_diff(x, y) < 1e-9
+
+
+ODD = {"a": (37, 53), "b": (53, 37), "c": (37, 53), "d": (5, 3, 7), "e": (64, 33), "f": (11,), "g": (3,), "h": (37, 53)}
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_a_matrix_does_not_hear_its_neighbours(rank: int) -> None:
+    """In any buckets the same, to the bit; shapes whose memory ends off the cache lines."""
+
+    def one_rank() -> None:
+        hook = tx.error_feedback(made(rank, over="world"))
+        g = torch.Generator().manual_seed(int(tx.axis_index("data")))
+        params = {path: torch.zeros(shape) for path, shape in ODD.items()}
+        whole = hook.init(params)
+        buckets = (["h", "f"], ["b"], ["a", "c", "d", "e", "g"])
+        states = [restrict(whole, params, paths) for paths in buckets]
+        for step in range(3):
+            grads = {path: torch.randn(shape, generator=g) for path, shape in ODD.items()}
+            weight = float(step != 1)
+            out, whole = hook.update(grads, whole, weight=weight, lane={"x": 1.0})
+            first: Any = None
+            for i, paths in enumerate(buckets):
+                carried = None if first is None else Carried(lambda: first)  # noqa: B023
+                some = {path: grads[path] for path in paths}
+                one, states[i] = hook.update(
+                    some, states[i], weight=weight, lane=None if carried else {"x": 1.0}, carried=carried
+                )
+                first = first or states[i]
+                assert same_bits(one, {path: out[path] for path in paths})
+                assert same_bits(states[i], restrict(whole, params, paths))
+
+    tx.simulate(one_rank, {"data": 3})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """What comes out has the gradients' dtype; sums, Q and errors at least float32."""
+
+    def one_rank() -> Any:
+        hook = tx.error_feedback(made(2))
+        grads = {path: g.to(dtype) for path, g in exact(int(tx.axis_index("data")), 2).items()}
+        return hook.update(grads, hook.init(grads))
+
+    want = {path: (exact(0, 2)[path] + exact(1, 2)[path]) / 2 for path in SHAPES}
+    wide = torch.promote_types(dtype, torch.float32)
+    for out, state in tx.simulate(one_rank, {"data": 2}):
+        assert {v.dtype for v in out.values()} == {dtype}
+        assert {v.dtype for v in (*state.error.values(), *state.inner.q.values())} == {wide}
+        room = 40 * torch.finfo(dtype).eps
+        assert max_diff({path: v.double() for path, v in out.items()}, want) < room * 4
+
+
+def test_mixed_dtypes_travel_in_one_message() -> None:
+    params = {
+        "a": torch.zeros(30, 30),
+        "b": torch.zeros(30, 30, dtype=torch.float64),
+        "c": torch.zeros(3, dtype=torch.float16),
+    }
+    assert messages(params) == [(30 + 30 + 3 + 1, torch.float64), (60, torch.float64)]
+
+
+def messages(params: Any, **extra: Any) -> list[tuple[int, torch.dtype]]:
+    sent: list[tuple[int, torch.dtype]] = []
+
+    class Counting:
+        size, token = 2, None
+
+        def index(self) -> Tensor:
+            return torch.tensor(0)
+
+        def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+            sent.append((x.numel(), x.dtype))
+            return 2 * x
+
+    hook = tx.power_sgd("data")
+    with bind_axes({"data": Counting()}):  # type: ignore[dict-item]
+        hook.update(params, hook.init(params), **extra)
+    return sent
+
+
+def test_no_message_without_something_in_it() -> None:
+    def sizes(params: Any, **extra: Any) -> list[int]:
+        return [size for size, _ in messages(params, **extra)]
+
+    matrix, vector, empty = torch.ones(30, 20), torch.ones(7), torch.ones(0, 4)
+    assert sizes({"m": matrix, "v": vector, "e": empty}) == [30 + 7 + 2, 20]
+    assert sizes({"m": matrix}) == [30 + 2, 20]
+    assert sizes({"v": vector}) == [7 + 2]
+    assert sizes({}) == [2] == sizes({"e": empty})
+    first = tx.PowerSGDState(tx.MeanState(torch.ones(()), {}), torch.ones(()), {}, 1)
+    for params, want in (({"m": matrix}, [30, 20]), ({"v": vector}, [7]), ({"e": empty}, []), ({}, [])):
+        assert sizes(params, carried=Carried(lambda: first)) == want
+
+
+def test_on_one_rank_nothing_is_compressed() -> None:
+    hook = tx.error_feedback(made(1))
+    grads = draws(3)
+    (out, state), *_ = tx.simulate(lambda: hook.update(grads, hook.init(grads), weight=4.0), {"data": 1})
+    assert max_diff(out, grads) < 1e-6 and all((e == 0).all() for e in state.error.values())
+    assert state.inner.reduced.total == 4.0
+
+
+def test_an_empty_tree() -> None:
+    for hook in (tx.power_sgd("data"), tx.batched_power_sgd("data"), tx.error_feedback(tx.power_sgd("data"))):
+        for out, state in tx.simulate(lambda: hook.update({}, hook.init({}), weight=2.0, lane={"x": 1.5}), {"data": 2}):  # noqa: B023
+            sums = hook.sums(state)  # type: ignore[misc]
+            assert out == {} and sums.total == 4.0 and sums.lane["x"] == 3.0
+
+
+def test_without_warm_start_every_step_draws() -> None:
+    def one_rank(warm: bool) -> Any:
+        hook = made(1, warm_start=warm)
+        grads, outs = draws(int(tx.axis_index("data"))), []
+        state = hook.init(grads)
+        for _ in range(30):
+            out, state = hook.update(grads, state)
+            outs.append(out["a"])
+        return outs
+
+    mean = (draws(0)["a"] + draws(1)["a"]) / 2
+    best = torch.linalg.svdvals(mean)[1:].norm()
+    warm, cold = (tx.simulate(one_rank, {"data": 2}, [w, w])[0] for w in (True, False))
+    assert (warm[-1] - mean).norm() < 1.001 * best  # power iterations have found the largest singular vector
+    assert len({round(float(out.norm()), 5) for out in cold}) == 30
+    assert max((out - mean).norm() for out in cold) > 1.1 * best
+
+
+def test_random_numbers_depend_on_seed_and_path_alone() -> None:
+    a = tx.power_sgd("data", seed=1).init({"x": torch.zeros(50, 40), "y": torch.zeros(50, 40)}).q
+    b = tx.power_sgd("data", seed=1).init({"y": torch.zeros(50, 40)}).q
+    c = tx.power_sgd("data", seed=2).init({"y": torch.zeros(50, 40)}).q
+    assert same_bits(a["y"], b["y"]) and max_diff(a["x"], a["y"]) > 0.1 and max_diff(b["y"], c["y"]) > 0.1
+    many = tx.power_sgd("data", 8).init({"x": torch.zeros(4000, 5000)}).q["x"]
+    assert abs(many.mean()) < 0.02 and abs(many.std() - 3**-0.5) < 0.01 and many.abs().max() < 1
+    assert (torch.corrcoef(many) - torch.eye(8)).abs().max() < 0.06
+
+
+def test_start_is_switch_after() -> None:
+    assert made(2, start=3) == tx.switch_after(3, tx.mean("data"), made(2))
+    assert tx.power_sgd("data", start=2, over="live").spec["before"] == tx.mean("data", over="live")
+
+
+def test_epsilon_shrinks_what_is_small() -> None:
+    def one_rank(epsilon: float) -> Any:
+        hook = tx.power_sgd("data", epsilon=epsilon)
+        g = torch.outer(torch.arange(20.0), torch.arange(10.0))
+        return hook.update(g, hook.init(g))[0] / g.clamp(min=1)
+
+    small, none = (tx.simulate(one_rank, {"data": 2}, [e, e])[0].max() for e in (1e-8, 0.0))
+    half = tx.simulate(one_rank, {"data": 2}, [1e9, 1e9])[0].max()
+    assert abs(small - none) < 1e-6 and 0 < half < 0.01
+
+
+def test_what_is_refused() -> None:
+    for rank in (0, -1, 1.5, True, "2"):
+        raises_text(ValueError, lambda: tx.power_sgd("data", rank), "rank", "at least 1", repr(rank))  # type: ignore[arg-type]  # noqa: B023
+    for rate in (0.0, -1.0, float("nan"), float("inf"), True, "2"):
+        given: Any = {"min_compression_rate": rate}
+        raises_text(ValueError, lambda: tx.power_sgd("data", **given), "min_compression_rate", repr(rate))  # noqa: B023
+    raises_text(ValueError, lambda: tx.power_sgd("data", epsilon=-1e-8), "epsilon", "-1e-08")
+    raises_text(ValueError, lambda: tx.power_sgd("data", start=-1), "start", "-1")
+    raises_text(ValueError, lambda: tx.power_sgd("data", seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.power_sgd("data", warm_start=1), "warm_start", "1")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.batched_power_sgd("data", over="all"), "over", "'all'")  # type: ignore[arg-type]
+    hook, params = made(2), draws(0)
+    for state in (made(1).init(params), hook.init({"b": params["b"]})):
+        text = raises_text(
+            ValueError, lambda: tx.simulate(lambda: hook.update(params, state), {"data": 2}), "'a'", "(2, 9)"  # noqa: B023
+        )  # fmt: skip
+        assert "another rank" in text
+    raises_text(
+        ValueError,
+        lambda: tx.simulate(lambda: hook.update(params, hook.init(params), lane={"total": 1.0}), {"data": 2}),
+        "'total'",
+    )

@@ -1,0 +1,205 @@
+"""A weighted mean in which some leaves travel as two thin factors: what the PowerSGD transforms have in common."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from .._base import Scope, Transform
+from .._bucketwise import Carried, part_of
+from .._tree import Tree, named_leaves
+from .._when import _whole
+from ..axes._collectives import axis_size
+from ..axes._primitive import AxisName
+from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
+from ..sync._mean import MeanState, carried_state, init_mean, mean
+from ..sync._weights import Over, check_over, check_weight, known_share, share
+from ._codec import Codec, refuse_derivative
+from ._low_rank import Exchange, Share, as_dtype, blocks_of, cut, left_over, look, next_start, orthonormal, right
+from ._memory import Memory
+
+
+class PowerSGDState(NamedTuple):
+    reduced: MeanState
+    counted: Tensor  # the sum of what the ranks counted in the last call, 0-d float64
+    q: dict[str, Tensor]  # by path of a compressed leaf what the next call starts from, (rank, columns)
+    step: int  # calls so far, on the host
+
+
+class Settings(NamedTuple):
+    axis: AxisName
+    rank: int
+    rate: float
+    warm_start: bool
+    epsilon: float
+    seed: int
+    over: Over
+
+    def rank_of(self, rows: int, columns: int) -> int:
+        """The rank in which a matrix of this shape travels; 0 where it travels whole."""
+        rank = min(rows, columns, self.rank)
+        return rank if (rows + columns) * rank * self.rate < rows * columns else 0
+
+
+def settings_of(
+    axis: AxisName, rank: int, rate: float, warm_start: bool, epsilon: float, seed: int, over: Over
+) -> Settings:
+    check_over(over)
+    _whole("rank", rank, 1)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"seed must be a whole number, got {seed!r}")
+    for name, value, least in (("min_compression_rate", rate, "positive"), ("epsilon", epsilon, "not negative")):
+        fine = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        if not fine or value < 0 or (value == 0 and least == "positive"):
+            raise ValueError(f"{name} must be a finite number that is {least}, got {value!r}")
+    if not isinstance(warm_start, bool):
+        raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
+    return Settings(axis, rank, rate, warm_start, epsilon, seed, over)
+
+
+class Given(NamedTuple):
+    """What a call has been given besides gradients."""
+
+    weight: Any
+    lane: Lane | None
+    carried: Carried | None
+    wire: Codec | None
+    errors: dict[str, Tensor]  # by path
+    flush: bool
+
+
+class Made(NamedTuple):
+    """What has come of a call."""
+
+    means: dict[str, Tensor]  # by path, in the leaves' shapes and dtypes
+    errors: dict[str, Tensor]  # by path, of those given
+    q: dict[str, Tensor]
+    reduced: MeanState
+    counted: Tensor
+
+
+Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, Given], Made]
+
+
+def reducing(
+    settings: Settings, scope: Scope, start: Callable[[Tree], dict[str, Tensor]], reduce: Reduce,
+    loses: Callable[[Tree], list[str]],
+) -> Transform:  # fmt: skip
+    """A transform around what it does on several ranks; `start`: parameters -> the first Q."""
+    axis, over = settings.axis, settings.over
+    alone = mean(axis, over)
+
+    def init(params: Tree) -> PowerSGDState:
+        reduced = init_mean(params)
+        return PowerSGDState(reduced, reduced.total.clone(), start(params) if settings.warm_start else {}, 0)
+
+    def update(
+        grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, **extra: Any,
+    ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
+        grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
+        if axis_size(axis) == 1:
+            out, reduced = alone.update(
+                grads, state.reduced, weight=weight, lane=lane, carried=part_of(carried, "reduced"), **extra
+            )
+            counted = share(check_weight(weight), over) if carried is None else carried.get().counted
+            return out, state._replace(reduced=reduced, counted=counted, step=step)
+        leaves = named_leaves(grads)
+        if wire is not None:
+            refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
+        known = {path: memory.error[path] for path in leaves if path in memory.error} if memory is not None else {}
+        given = Given(weight, lane, carried, wire, known, memory is not None and memory.flush)
+        made = reduce(leaves, state, given)
+        if memory is not None:
+            memory.new.update(made.errors)
+        out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
+        q = {path: made.q.get(path, old) for path, old in state.q.items()}
+        return out, PowerSGDState(made.reduced, made.counted, q, step)
+
+    return Transform(
+        init, update, scope=scope, sums=lambda state: state.reduced, wired=True, loses=loses, named=scope == "leaf"
+    )
+
+
+def low_rank_mean(
+    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], fresh: Callable[[str, Tensor], Tensor], settings: Settings, given: Given
+) -> Made:  # fmt: skip
+    """The mean of leaves, of which those in `q` travel as two factors."""
+    axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
+    device = next(iter(leaves.values())).device if leaves else None
+    factor = share(check_weight(given.weight), over).to(device)
+    mine = Share(factor, known_share(given.weight, over), given.flush)
+    named = {} if given.carried is not None else {"total": factor, **(given.lane or {})}
+    if given.lane and "total" in given.lane:
+        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+    coded = given.wire is not None
+    dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())
+    words = encode_lane(named, torch.float64, 1, device) if coded else encode_lane(named, dtype, ranks, device)
+    exchange = Exchange(axis, given.wire, coded and bool(given.errors), next(iter(leaves), ""))
+    # What is summed as it is owes nothing.
+    errors = {path: e for path, e in given.errors.items() if coded or path in q}
+
+    def owed(path: str) -> Tensor | None:
+        return mine.owed(leaves[path], errors.get(path), dtype)
+
+    blocks = blocks_of(leaves, q, owed, dtype)
+    loose = [path for path, leaf in leaves.items() if path not in q and leaf.numel()]
+    parts = [s if (s := owed(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in loose]
+    flat, told, lost = exchange("P", [*(block.part for block in blocks), *parts], words)
+    size = sum(block.part.numel() for block in blocks)
+    thin = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], [block.part.shape for block in blocks])]
+    own: list[Tensor] = []
+    owes: dict[str, Tensor] = {}
+    for block, p in zip(blocks, thin, strict=True):
+        own.append(right(block, p))
+        if old := [errors[path] for path in block.paths if path in errors]:  # at once, while M is in the cache
+            owes.update(zip(block.paths, left_over(block, p, own[-1], mine, old).unbind(0), strict=True))
+    second, _, gone = exchange("Q", own, words[:0])
+    totals = cut(second, [part.shape for part in own])
+    missed = None if gone is None else cut(gone, [part.shape for part in own])
+
+    if given.carried is None:
+        lane = decode_lane(told, named, 1 if coded else ranks)
+        counted = lane.pop("total")
+        reduced = MeanState(torch.full_like(counted, ranks) if over == "world" else counted, lane)
+    else:
+        reduced, counted = carried_state(given.carried.at("reduced")), given.carried.get().counted
+    outcome = look(totals, counted)
+    divisor = reduced.total if outcome.whole else torch.where(outcome.live, reduced.total, torch.ones_like(counted))
+
+    def divided(x: Tensor) -> Tensor:
+        return x / divisor if outcome.whole else torch.where(outcome.live, x / divisor.to(x.dtype), torch.zeros_like(x))
+
+    means: dict[str, Tensor] = {}
+    new_q: dict[str, Tensor] = {}
+    new_errors: dict[str, Tensor] = {}
+    for i, (block, p, total) in enumerate(zip(blocks, thin, totals, strict=True)):
+        means.update(zip(block.paths, torch.bmm(p.mT, divided(total)).unbind(0), strict=True))
+        if settings.warm_start:
+            new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
+        for j, path in enumerate(block.paths):
+            if path in owes:
+                error = owes[path] if missed is None else owes[path] + p[j].mT @ missed[i][j]
+                if not outcome.whole:
+                    error = torch.where(outcome.fine(i)[j], error, errors[path].reshape(block.shape))
+                new_errors[path] = error
+    shapes = [leaves[path].shape for path in loose]
+    means.update(zip(loose, cut(divided(flat[size:]), shapes), strict=True))
+    if lost is not None:
+        for path, error, came in zip(loose, cut(lost[size:], shapes), cut(flat[size:], shapes), strict=True):
+            if path in errors:
+                owed_now = error if mine.known else torch.where(mine.sends, error, errors[path] + error)
+                new_errors[path] = torch.where(outcome.live & torch.isfinite(came).all(), owed_now, errors[path])
+    return Made(
+        {path: as_dtype(means[path].view(leaf.shape), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
+        {path: as_dtype(new.view(leaves[path].shape), errors[path].dtype) for path, new in new_errors.items()},
+        {path: as_dtype(new, q[path].dtype) for path, new in new_q.items()},
+        reduced,
+        counted,
+    )  # fmt: skip
