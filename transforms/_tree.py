@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import optree
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 Tree: TypeAlias = Any  # a pytree of tensors
 State: TypeAlias = Any  # a pytree of tensors and host integers
@@ -106,6 +107,8 @@ def plain(*trees: Tree) -> bool:
     """Whether nothing differentiates, maps or traces through these tensors, so that fresh copies of
     them may be changed in place."""
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
         return False
     given: Tree = trees
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given)))

@@ -94,61 +94,87 @@ class Exchange(NamedTuple):
 def cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     """A flat tensor as the tensors of which it consists; views."""
     pieces = flat.split([shape.numel() for shape in shapes]) if shapes else ()
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    return [p if len(shape) == 1 else p.view(shape) for p, shape in zip(pieces, shapes, strict=True)]
 
 
 def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-class Block(NamedTuple):
-    """Matrices of one shape: on a CPU one, since a batch of several would be a copy and gain nothing there."""
+def shaped(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.shape == like.shape else x.view(like.shape)
 
-    paths: tuple[str, ...]
-    shape: tuple[int, int]  # rows, columns
-    sent: Tensor | None  # what this rank sends, (matrices, rows, columns); None for nothing
-    start: Tensor  # (matrices, rank, columns)
-    part: Tensor  # this rank's part of P^T = Q M^T, (matrices, rank, rows)
+
+class Block(NamedTuple):
+    """Matrices of one shape.
+
+    A product's last bits depend on where in a cache line its factors begin. So on a CPU, where a matrix's result shall not
+    depend on what stands beside it, matrices whose factors end inside a cache line are blocks of one.
+    """
+
+    paths: list[str]
+    start: list[Tensor]  # of each (rank, columns)
+    sent: list[Tensor] | None  # of each what this rank sends, (rows, columns); None for nothing
+    parts: list[Tensor]  # of each this rank's part of P^T = Q M^T, (rank, rows)
+    alone: bool
+
+    @property
+    def sizes(self) -> tuple[torch.Size, torch.Size]:
+        """Of all P^T, and of all Q: (matrices, rank, rows), (matrices, rank, columns)."""
+        n = len(self.paths)
+        return torch.Size((n, *self.parts[0].shape)), torch.Size((n, *self.start[0].shape))
+
+
+_LINE = 64  # bytes
 
 
 def blocks_of(
     leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], owed: Callable[[str], Tensor | None], dtype: torch.dtype
 ) -> list[Block]:
-    """The matrices that `q` has a factor for, cut into blocks; `owed`: path -> what this rank sends."""
-    groups: dict[tuple[object, ...], list[str]] = {}
+    """The matrices that `q` has a factor for, those of one alone last; `owed`: path -> what this rank sends."""
+    groups: dict[tuple[int, int, int], list[str]] = {}
     for path, start in q.items():
-        alone = path if leaves[path].device.type == "cpu" else None
-        groups.setdefault((leaves[path].shape[0], *start.shape, alone), []).append(path)
+        groups.setdefault((leaves[path].shape[0], start.shape[0], start.shape[1]), []).append(path)
+    together, single = [], []
+    for (rows, rank, columns), paths in groups.items():
+        sizes = rows * columns, rows * rank, rank * columns
+        if leaves[paths[0]].device.type == "cpu" and any(size * dtype.itemsize % _LINE for size in sizes):
+            single += [([path], True) for path in paths]
+        else:
+            together.append((paths, False))
     made = []
-    for paths in groups.values():
-        rows, columns = leaves[paths[0]].shape[0], q[paths[0]].shape[1]
-        start = stack([as_dtype(q[path], dtype) for path in paths])
-        sent = [s.reshape(rows, columns) for s in map(owed, paths) if s is not None]
-        # Multiplied at once, while it is in the cache.
-        given = stack(sent) if sent else None
-        part = start.new_zeros(*start.shape[:2], rows) if given is None else torch.bmm(start, given.mT)
-        made.append(Block(tuple(paths), (rows, columns), given, start, part))
+    for paths, alone in together + single:
+        starts = [as_dtype(q[path], dtype) for path in paths]
+        rows = leaves[paths[0]].shape[0]
+        sent: list[Tensor] = []
+        parts: list[Tensor] = []
+        for path, first in zip(paths, starts, strict=True):
+            if (given := owed(path)) is not None:
+                sent.append(given if given.dim() == 2 else given.reshape(rows, first.shape[1]))
+                parts.append(torch.mm(first, sent[-1].T))  # at once, while it is in the cache
+            else:
+                parts.append(first.new_zeros(first.shape[0], rows))
+        made.append(Block(paths, starts, sent or None, parts, alone))
     return made
 
 
-def stack(parts: list[Tensor]) -> Tensor:
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
-
-
-def right(block: Block, p: Tensor) -> Tensor:
-    """This rank's part of Q = P^T M: (matrices, rank, columns)."""
-    return torch.zeros_like(block.start) if block.sent is None else torch.bmm(p, block.sent)
-
-
-def left_over(block: Block, p: Tensor, own: Tensor, share: Share, old: list[Tensor]) -> Tensor:
-    """What this rank owes after this step, M - P Q, (matrices, rows, columns)."""
-    if share.known and block.sent is not None and plain([block.sent]):
-        return block.sent.baddbmm_(p.mT, own, alpha=-1.0)  # nobody else's: see `Share.owed`
-    base = block.sent
-    if base is None or share.known is None:
-        kept = stack([as_dtype(error, p.dtype).reshape(block.shape) for error in old])
-        base = kept if base is None else torch.where(share.sends, base, kept)
-    return torch.baddbmm(base, p.mT, own, alpha=-1.0)
+def right(block: Block, p: Tensor, share: Share, old: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Of each matrix this rank's part of Q = P^T M, (rank, columns); and of those in `old`, the errors, what this rank owes
+    after this step: M - P Q."""
+    own: list[Tensor] = []
+    owes: dict[str, Tensor] = {}
+    for i, (path, thin) in enumerate(zip(block.paths, p.unbind(0), strict=True)):
+        sent = None if block.sent is None else block.sent[i]
+        own.append(torch.zeros_like(block.start[i]) if sent is None else torch.mm(thin, sent))
+        if path not in old:
+            continue
+        if sent is not None and share.known and plain([sent]):
+            owes[path] = sent.addmm_(thin.T, own[i], alpha=-1.0)  # nobody else's: see `Share.owed`
+            continue
+        kept = as_dtype(old[path], p.dtype).reshape(p.shape[2], -1)
+        base = kept if sent is None else sent if share.known is not None else torch.where(share.sends, sent, kept)
+        owes[path] = torch.addmm(base, thin.T, own[i], alpha=-1.0)
+    return own, owes
 
 
 def orthonormal(p: Tensor, epsilon: float) -> Tensor:
@@ -187,11 +213,11 @@ def look(qs: list[Tensor], counted: Tensor) -> Outcome:
 
 
 def next_start(block: Block, q: Tensor, i: int, outcome: Outcome, fresh: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """The factor that the next step starts from: this step's, with new rows in the place of those that are 0."""
+    """The factors that the next step starts from: this step's, with new rows in the place of those that are 0."""
     scale = outcome.scales[i]
     if outcome.whole:
         return q / scale
     dead = scale == 0
     scaled = q / torch.where(dead, torch.ones_like(scale), scale)
-    new = stack([fresh(path, start) for path, start in zip(block.paths, block.start, strict=True)])
-    return torch.where(outcome.fine(i), torch.where(dead, new.to(q), scaled), block.start)
+    new = torch.stack([fresh(path, start) for path, start in zip(block.paths, block.start, strict=True)])
+    return torch.where(outcome.fine(i), torch.where(dead, new.to(q), scaled), torch.stack(block.start))

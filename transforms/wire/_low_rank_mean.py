@@ -21,7 +21,7 @@ from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean, mean
 from ..sync._weights import Over, check_over, check_weight, known_share, share
 from ._codec import Codec, refuse_derivative
-from ._low_rank import Exchange, Share, as_dtype, blocks_of, cut, left_over, look, next_start, orthonormal, right
+from ._low_rank import Exchange, Share, as_dtype, blocks_of, cut, look, next_start, orthonormal, right, shaped
 from ._memory import Memory
 
 
@@ -151,18 +151,19 @@ def low_rank_mean(
     blocks = blocks_of(leaves, q, owed, dtype)
     loose = [path for path, leaf in leaves.items() if path not in q and leaf.numel()]
     parts = [s if (s := owed(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in loose]
-    flat, told, lost = exchange("P", [*(block.part for block in blocks), *parts], words)
-    size = sum(block.part.numel() for block in blocks)
-    thin = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], [block.part.shape for block in blocks])]
+    flat, told, lost = exchange("P", [*(part for block in blocks for part in block.parts), *parts], words)
+    left_sizes, right_sizes = [block.sizes[0] for block in blocks], [block.sizes[1] for block in blocks]
+    size = sum(shape.numel() for shape in left_sizes)
+    thin = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], left_sizes)]
     own: list[Tensor] = []
     owes: dict[str, Tensor] = {}
     for block, p in zip(blocks, thin, strict=True):
-        own.append(right(block, p))
-        if old := [errors[path] for path in block.paths if path in errors]:  # at once, while M is in the cache
-            owes.update(zip(block.paths, left_over(block, p, own[-1], mine, old).unbind(0), strict=True))
+        some, errors_of_some = right(block, p, mine, errors)
+        own += some
+        owes.update(errors_of_some)
     second, _, gone = exchange("Q", own, words[:0])
-    totals = cut(second, [part.shape for part in own])
-    missed = None if gone is None else cut(gone, [part.shape for part in own])
+    totals = cut(second, right_sizes)
+    missed = None if gone is None else cut(gone, right_sizes)
 
     if given.carried is None:
         lane = decode_lane(told, named, 1 if coded else ranks)
@@ -179,15 +180,18 @@ def low_rank_mean(
     means: dict[str, Tensor] = {}
     new_q: dict[str, Tensor] = {}
     new_errors: dict[str, Tensor] = {}
+    factors = cut(divided(second), right_sizes)
     for i, (block, p, total) in enumerate(zip(blocks, thin, totals, strict=True)):
-        means.update(zip(block.paths, torch.bmm(p.mT, divided(total)).unbind(0), strict=True))
+        factor = factors[i].clone() if block.alone else factors[i]  # which begins anywhere
+        for path, thin_one, factor_one in zip(block.paths, p.unbind(0), factor.unbind(0), strict=True):
+            means[path] = torch.mm(thin_one.T, factor_one)
         if settings.warm_start:
             new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
         for j, path in enumerate(block.paths):
             if path in owes:
-                error = owes[path] if missed is None else owes[path] + p[j].mT @ missed[i][j]
+                error = owes[path] if missed is None else torch.addmm(owes[path], p[j].T, missed[i][j])
                 if not outcome.whole:
-                    error = torch.where(outcome.fine(i)[j], error, errors[path].reshape(block.shape))
+                    error = torch.where(outcome.fine(i)[j], error, errors[path].reshape(error.shape))
                 new_errors[path] = error
     shapes = [leaves[path].shape for path in loose]
     means.update(zip(loose, cut(divided(flat[size:]), shapes), strict=True))
@@ -197,8 +201,8 @@ def low_rank_mean(
                 owed_now = error if mine.known else torch.where(mine.sends, error, errors[path] + error)
                 new_errors[path] = torch.where(outcome.live & torch.isfinite(came).all(), owed_now, errors[path])
     return Made(
-        {path: as_dtype(means[path].view(leaf.shape), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
-        {path: as_dtype(new.view(leaves[path].shape), errors[path].dtype) for path, new in new_errors.items()},
+        {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
+        {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},
         {path: as_dtype(new, q[path].dtype) for path, new in new_q.items()},
         reduced,
         counted,
