@@ -245,6 +245,9 @@ def page(
     lines = [
         "# Measured speed and memory",
         "",
+        "Of optimizers: [RESULTS_OPTIMIZERS.md](RESULTS_OPTIMIZERS.md). Of encoded messages: [RESULTS_WIRE.md](RESULTS_WIRE.md); "
+        "what a model learns with them: [RESULTS_QUALITY.md](RESULTS_QUALITY.md).",
+        "",
         made,
         "",
         INTRODUCTION,

@@ -98,9 +98,11 @@ class Transform(_Specified):
         for what in ("wired", "named"):
             if any(getattr(child, what, False) for child in self.spec.children):
                 object.__setattr__(self, what, True)
-        losing = [child.loses for child in self.spec.children if getattr(child, "loses", None)]
-        if losing and self.loses is None:
-            object.__setattr__(self, "loses", lambda params: set[str]().union(*(loses(params) for loses in losing)))
+        of_parts = [child.loses for child in self.spec.children if getattr(child, "loses", None)]
+        if of_parts and self.loses is None:
+            losing = [loses for loses in of_parts if loses is not keeps_all]
+            union = lambda params: set[str]().union(*(loses(params) for loses in losing))  # noqa: E731
+            object.__setattr__(self, "loses", union if losing else keeps_all)
         if not self.vmappable or not all(getattr(child, "vmappable", True) for child in self.spec.children):
             object.__setattr__(self, "vmappable", False)
             object.__setattr__(self, "update", _refuse_vmap(self.update, self))
@@ -111,6 +113,12 @@ class Transform(_Specified):
     @property
     def _spec(self) -> Spec:
         return self.spec if self.spec.name else spec_of_function(self.update)
+
+
+def keeps_all(params: Tree) -> Collection[str]:
+    """The `loses` of a transform that feeds back itself what is lost inside it."""
+    del params
+    return ()
 
 
 def _refuse_vmap(update: Callable[..., Any], owner: Transform) -> Callable[..., Any]:

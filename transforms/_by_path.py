@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, overload
 
 import optree
 
-from ._base import Optimizer, Scope, Transform, check_transform
+from ._base import Optimizer, Scope, Transform, check_transform, keeps_all
 from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
@@ -73,7 +73,9 @@ def masked(transform: Transform, which: Which) -> Transform:
         return replace_leaves(grads, _not_none(new, "masked")), state
 
     # No sums: the leaves that it passes by are not the same on all ranks.
-    loses = transform.loses and (lambda params: transform.loses(_chosen(which, params)))  # type: ignore[misc]
+    loses = transform.loses
+    if loses and loses is not keeps_all:
+        loses = lambda params: transform.loses(_chosen(which, params))  # type: ignore[misc]  # noqa: E731
     return Transform(init, update, scope=_per_path([transform]), loses=loses, named=True)
 
 
@@ -189,8 +191,9 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         chosen = _labelled(parts, params)
         return {path for pattern, part in parts.items() if part.loses for path in part.loses(chosen[pattern])}
 
-    of_parts = loses if any(part.loses for part in parts.values()) else None
-    return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums, loses=of_parts, named=True)
+    of_parts = {part.loses for part in parts.values()} - {None}
+    told = None if not of_parts else keeps_all if of_parts == {keeps_all} else loses
+    return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums, loses=told, named=True)
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:

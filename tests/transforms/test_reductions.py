@@ -210,6 +210,11 @@ def test_what_is_refused() -> None:
     for make in (tx.ef21, tx.loco, tx.error_feedback):
         raises_text(TypeError, lambda: make(tx.mean("data")), "mean('data')", "quantized_mean(axis, codec)")  # noqa: B023
         raises_text(ValueError, lambda: make(coded, without_input="keep"), "'freeze' or 'flush'", "'keep'")  # noqa: B023
+    for make in (tx.loco, tx.error_feedback):
+        fed = tx.chain(tx.error_feedback(coded), tx.clip_by_value(1.0))
+        raises_text(TypeError, lambda: make(fed), "nothing in chain(error_feedback", "is lost")  # noqa: B023
+        by_path = tx.partition({"a": tx.mean("data"), "*": tx.error_feedback(coded)})
+        raises_text(TypeError, lambda: make(by_path), "nothing in partition(", "is lost")  # noqa: B023
     raises_text(TypeError, lambda: tx.ef21(tx.chain(coded, tx.clip_by_value(1.0))), "one mean", "chain(")
     raises_text(TypeError, lambda: tx.ef21(tx.partition({"*": coded})), "one mean", "partition(")
     for beta in (0.0, 1.5, "1"):

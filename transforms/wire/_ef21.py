@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Transform, keeps_all
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._combine import stages, widest
@@ -111,7 +111,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         inner = sums_of(state.inner)
         return inner._replace(lane={name: value for name, value in inner.lane.items() if name != _HELD})
 
-    return Transform(init, update, scope=widest([hook], least="message"), sums=sums)
+    return Transform(init, update, scope=widest([hook], least="message"), sums=sums, loses=keeps_all)
 
 
 def _over(spec: Spec) -> Over | None:

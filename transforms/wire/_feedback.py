@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._base import Transform, check_transform
+from .._base import Transform, check_transform, keeps_all
 from .._bucketwise import Carried, part_of
 from .._combine import widest
 from .._spec import Spec, factory
@@ -154,7 +154,7 @@ def loco(
         return out, LocoState(inner, state.step + 1, {**state.error, **stored(new)})
 
     sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
-    return Transform(init, update, scope=widest([hook], least="message"), sums=sums)
+    return Transform(init, update, scope=widest([hook], least="message"), sums=sums, loses=keeps_all)
 
 
 def _encodes(spec: Spec) -> bool:
@@ -172,9 +172,10 @@ def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:
 
 def _check(hook: Transform, without_input: Any, name: str) -> None:
     check_transform(hook, f"{name}: hook")
-    if hook.loses is None:
+    if hook.loses is None or hook.loses is keeps_all:
         raise TypeError(
-            f"nothing in {hook!r} is encoded, so there is no error to feed back; write {name}(quantized_mean(axis, codec))"
+            f"nothing in {hook!r} is {'lost' if hook.loses else 'encoded'}, so there is no error to feed back; write "
+            f"{name}(quantized_mean(axis, codec))"
         )
     if without_input not in ("freeze", "flush"):
         raise ValueError(f"without_input must be 'freeze' or 'flush', got {without_input!r}")

@@ -58,7 +58,8 @@ def one_bit_adam(
         without_input: What a rank of weight 0 does with its error; see `error_feedback`.
 
     Returns:
-        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance)`.
+        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance)`. `explain` shows the warm-up's messages; the later
+        ones are those of `error_feedback(quantized_mean(axis, codec))`.
 
     Raises:
         ValueError: an argument out of range.
@@ -136,7 +137,7 @@ def one_bit_lamb(
         without_input: What a rank of weight 0 does with its error; see `error_feedback`.
 
     Returns:
-        A `Transform` with state `OneBitLambState`; its `update` needs the parameters.
+        A `Transform` with state `OneBitLambState`; its `update` needs the parameters. For `explain` see `one_bit_adam`.
 
     Raises:
         ValueError: an argument out of range; at `update`: no parameters are given.
