@@ -77,9 +77,8 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 
     sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
-    return Transform(
-        init, update, scope=widest([hook], least="message" if _encodes(hook.spec) else "element"), sums=sums
-    )
+    scope = widest([hook], least="message" if _encodes(hook.spec) else "element")
+    return Transform(init, update, scope=scope, sums=sums, loses=keeps_all)
 
 
 class LocoState(NamedTuple):
