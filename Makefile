@@ -9,11 +9,12 @@ export OMP_NUM_THREADS = 1
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
 
+# On all cores, the tests of a file on one, since a file's tests share what they start.
 test: .venv/installed lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 test-all: .venv/installed lint
-	$(BIN)/python -m pytest -q --long
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --long
 
 # The examples for other frameworks, which are installed for it.
 test-frameworks: .venv/installed

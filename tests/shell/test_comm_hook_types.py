@@ -184,7 +184,11 @@ def test_every_type_of_torch_is_there() -> None:
         assert fjoin.ddp.comm_hook(builtin) == fjoin.ddp.comm_hook(builtin.name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("given", ["ALL_REDUCE", "allreduce", None, 3, torch.float16, TORCHS["ALLREDUCE"]], ids=repr)
+@pytest.mark.parametrize(
+    "given",
+    ["ALL_REDUCE", "allreduce", None, 3, torch.float16, TORCHS["ALLREDUCE"]],
+    ids=lambda v: getattr(v, "__name__", repr(v)),
+)
 def test_other_types_are_refused(given: Any) -> None:
     raises_text(TypeError, lambda: fjoin.ddp.comm_hook(given), repr(given), *TYPES)
     raises_text(TypeError, lambda: fjoin.ddp.register_comm_hook_type(given, make_model()), *TYPES)  # type: ignore[arg-type]
