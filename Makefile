@@ -11,10 +11,10 @@ demo: .venv/installed
 
 # On all cores, the tests of a file on one, since a file's tests share what they start.
 test: .venv/installed lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 test-all: .venv/installed lint
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --long
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --long
 
 # The examples for other frameworks, which are installed for it.
 test-frameworks: .venv/installed
