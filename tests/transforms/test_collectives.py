@@ -191,3 +191,13 @@ def test_errors_say_where() -> None:
     raises_text(ValueError, run(lambda x: tx.ppermute(x, "data", [(0, 3)])), "target outside axis 'data'")
     raises_text(tx.UnboundAxis, run(lambda x: tx.psum(x, "node")), "'node'", "['data']", "fjoin.mesh")
     raises_text(TypeError, run(lambda x: tx.psum(x, 3)), "named by a string", "3")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it enters a level
+def test_a_derivative_forward_is_refused_and_not_lost() -> None:
+    def one_rank(x: torch.Tensor) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            return tx.psum(torch.autograd.forward_ad.make_dual(x, x), "data")
+
+    with pytest.raises(NotImplementedError, match="jvp"):
+        tx.simulate(one_rank, {"data": 1}, [torch.ones(2)])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._base import Scope, Transform
 from .._bucketwise import Carried, part_of
-from .._tree import Tree, named_leaves
+from .._tree import Tree, named_leaves, plain
 from .._when import _whole
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
@@ -188,18 +188,27 @@ def low_rank_mean(
         if settings.warm_start:
             new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
         for j, path in enumerate(block.paths):
-            if path in owes:
-                error = owes[path] if missed is None else torch.addmm(owes[path], p[j].T, missed[i][j])
-                if not outcome.whole:
-                    error = torch.where(outcome.fine(i)[j], error, errors[path].reshape(error.shape))
-                new_errors[path] = error
+            if path not in owes:
+                continue
+            error = owes[path]
+            if missed is not None:
+                add = error.addmm_ if plain([error]) else error.addmm  # in place, since it is new
+                error = add(p[j].T, missed[i][j])
+            if not outcome.whole:
+                error = torch.where(outcome.fine(i)[j], error, errors[path].reshape(error.shape))
+            new_errors[path] = error
     shapes = [leaves[path].shape for path in loose]
     means.update(zip(loose, cut(divided(flat[size:]), shapes), strict=True))
     if lost is not None:
+        whole = outcome.whole and mine.known and bool(torch.isfinite(flat[size:]).all())
         for path, error, came in zip(loose, cut(lost[size:], shapes), cut(flat[size:], shapes), strict=True):
-            if path in errors:
-                owed_now = error if mine.known else torch.where(mine.sends, error, errors[path] + error)
-                new_errors[path] = torch.where(outcome.live & torch.isfinite(came).all(), owed_now, errors[path])
+            if path not in errors:
+                continue
+            if whole:
+                new_errors[path] = error
+            else:
+                owing = error if mine.known else torch.where(mine.sends, error, errors[path] + error)
+                new_errors[path] = torch.where(outcome.live & torch.isfinite(came).all(), owing, errors[path])
     return Made(
         {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
         {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},
