@@ -1,4 +1,4 @@
-"""PowerSGD: what is compressed and how exactly, what is owed, what happens to zeros and NaN."""
+"""PowerSGD: what is compressed and how exactly, what is owed."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import max_diff, raises_text, same_bits
+from power_problem import COMPRESSED, SHAPES, draws, exact, made
 from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms._bucketwise import Carried, restrict
 from fjoin.transforms.axes._env import bind_axes
 
-SHAPES = {"a": (12, 9), "b": (9, 12), "conv": (8, 3, 2, 2), "bias": (7,), "scale": (), "none": (0, 2), "thin": (2, 2)}
-COMPRESSED = {"a", "b", "conv"}
 STEPS = 8
-
-
-def made(rank: int = 2, **settings: Any) -> tx.Transform:
-    return tx.power_sgd("data", rank, **{"min_compression_rate": 1.0, **settings})
-
-
-def draws(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {path: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for path, shape in SHAPES.items()}
 
 
 def test_which_leaves_are_compressed() -> None:
@@ -48,16 +38,6 @@ def test_which_leaves_are_compressed() -> None:
     assert full.init(params).q["just"].shape == (8, 9) and "vector" not in full.init(params).q
     assert tx.power_sgd("data", 50).init(params).q == {}
     assert tx.power_sgd("data", warm_start=False, min_compression_rate=1.05).init(params).q == {}
-
-
-def exact(seed: int, rank: int) -> dict[str, Tensor]:
-    """Gradients that have this rank on every rank, and share their columns."""
-    g = torch.Generator().manual_seed(7)
-    left = {path: torch.randn(SHAPES[path][0], rank, generator=g, dtype=torch.float64) for path in COMPRESSED}
-    h, out = torch.Generator().manual_seed(seed), draws(seed, torch.float64)
-    for path, u in left.items():
-        out[path] = (u @ torch.randn(rank, out[path][0].numel(), generator=h, dtype=torch.float64)).view(SHAPES[path])
-    return out
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 5])
@@ -143,104 +123,6 @@ def test_what_is_owed_does_not_grow() -> None:
     for seen in tx.simulate(one_rank, {"data": 3}):
         for values in seen:
             assert max(values[100:]) < 1.2 * max(values[:100])
-
-
-def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
-    zeros = {path: torch.zeros(shape) for path, shape in SHAPES.items()}
-
-    def one_rank(warm: bool) -> Any:
-        hook = made(2, warm_start=warm)
-        state = hook.init(zeros)
-        first, state = hook.update(zeros, state)
-        second, state = hook.update(exact32(), state)
-        return first, second, state
-
-    for warm in (True, False):
-        for first, second, state in tx.simulate(one_rank, {"data": 2}, [warm, warm]):
-            assert all((v == 0).all() for v in first.values())
-            assert max_diff(second, exact32()) < 1e-5
-            assert all(torch.isfinite(q).all() for q in state.q.values())
-
-
-def exact32() -> dict[str, Tensor]:
-    return {path: g.float() for path, g in exact(0, 2).items()}
-
-
-def test_columns_that_have_become_zero_are_drawn_afresh() -> None:
-    """A gradient that only the first input feeds leaves a Q that sees nothing of one that only the second feeds."""
-    first, second = torch.zeros(20, 30), torch.zeros(20, 30)
-    first[:, :15] = torch.outer(torch.arange(20.0), torch.arange(15.0) + 1)
-    second[:, 15:] = torch.outer(torch.arange(20.0) - 3, torch.arange(15.0) + 2)
-
-    def one_rank() -> Any:
-        hook = tx.power_sgd("data", 1)
-        _, state = hook.update(first, hook.init(first))
-        blind, state = hook.update(second, state)
-        seen, _ = hook.update(second, state)
-        return blind, seen
-
-    blind, seen = tx.simulate(one_rank, {"data": 2})[0]
-    assert (seen - second).norm() < 1e-5 * second.norm()
-    assert (blind - second).norm() <= second.norm() * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("coded", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_told_and_forgotten(bad: float, coded: bool) -> None:
-    """Every rank sees it, in that matrix alone; the next step's gradients come as if it had not been."""
-
-    def one_rank(poison: bool) -> Any:
-        rank, outs = int(tx.axis_index("data")), []
-        inner = tx.cast(torch.bfloat16, made(2)) if coded else made(2)
-        hook = tx.error_feedback(inner)
-        state = hook.init(draws(0))
-        for step in range(3):
-            grads = draws(10 * step + rank)
-            if poison and step == 1 and rank == 1:
-                grads["a"][3, 4] = bad
-            out, state = hook.update(grads, state)
-            outs.append(out)
-        return outs, state
-
-    for ranks in (2, 3):
-        runs = tx.simulate(one_rank, {"data": ranks}, [True] * ranks)
-        for outs, state in runs:
-            assert not outs[1]["a"].isfinite().any()
-            assert coded or outs[1]["b"].isfinite().all()
-            assert same_bits(outs[2], runs[0][0][2]) and all(v.isfinite().all() for v in outs[2].values())
-            assert all(e.isfinite().all() for e in state.error.values())
-
-
-def test_where_no_rank_counts_nothing_changes() -> None:
-    def one_rank(how: Any, over: Any) -> Any:
-        hook = tx.error_feedback(made(2, over=over), how)
-        _, state = hook.update(draws(int(tx.axis_index("data"))), hook.init(draws(0)))
-        poisoned = {path: g * float("nan") for path, g in draws(1).items()}
-        out, after = hook.update(poisoned, state, weight=0.0)
-        tensor, same = hook.update(poisoned, state, weight=torch.zeros(()))
-        assert same_bits((out, after), (tensor, same))
-        assert same_bits(after.error, state.error) and same_bits(after.inner.q, state.inner.q)
-        return out
-
-    for how in ("freeze", "flush"):
-        for over in ("weight", "live", "world"):
-            for out in tx.simulate(one_rank, {"data": 3}, [how] * 3, [over] * 3):
-                assert all((v == 0).all() for v in out.values())
-
-
-@pytest.mark.parametrize("without_input", ["freeze", "flush"])
-def test_a_weight_in_a_tensor_is_a_weight(without_input: Any) -> None:
-    def one_rank(wrap: Any) -> Any:
-        hook, rank = tx.error_feedback(made(2), without_input), int(tx.axis_index("data"))
-        state = hook.init(draws(0, torch.float64))
-        for step in range(4):
-            weight = float((rank + step) % 3)
-            out, state = hook.update(draws(rank + 10 * step, torch.float64), state, weight=wrap(weight))
-        return out, state.error, state.inner.q
-
-    host, device = (tx.simulate(one_rank, {"data": 3}, [wrap] * 3) for wrap in (float, torch.tensor))
-    for a, b in zip(host, device, strict=True):
-        assert max_diff(a, b) < 1e-6  # a weight in a tensor is float32 here
 
 
 def test_the_engines_agree() -> None:

@@ -35,8 +35,8 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     is the sum of all weighted gradients.
 
     Args:
-        hook: One in which something is encoded over one axis: `quantized_mean`, `compress`, `cast`, alone or in
-            `chain`, `partition` and so on.
+        hook: One in which something is encoded over one axis, or projected: `quantized_mean`, `compress`, `cast`,
+            `power_sgd`, alone or in `chain`, `partition` and so on.
         without_input: What a rank of weight 0 does with its error: "freeze" keeps it until it has input again, "flush"
             sends it, so that the others learn with it what it has learned before.
 

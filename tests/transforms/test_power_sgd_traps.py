@@ -1,0 +1,106 @@
+"""PowerSGD on zeros, NaN, ranks of weight 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, same_bits
+from power_problem import SHAPES, draws, exact32, made
+
+from fjoin import transforms as tx
+
+
+def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
+    zeros = {path: torch.zeros(shape) for path, shape in SHAPES.items()}
+
+    def one_rank(warm: bool) -> Any:
+        hook = made(2, warm_start=warm)
+        state = hook.init(zeros)
+        first, state = hook.update(zeros, state)
+        second, state = hook.update(exact32(), state)
+        return first, second, state
+
+    for warm in (True, False):
+        for first, second, state in tx.simulate(one_rank, {"data": 2}, [warm, warm]):
+            assert all((v == 0).all() for v in first.values())
+            assert max_diff(second, exact32()) < 1e-5
+            assert all(torch.isfinite(q).all() for q in state.q.values())
+
+
+def test_columns_that_have_become_zero_are_drawn_afresh() -> None:
+    """A gradient that only the first input feeds leaves a Q that sees nothing of one that only the second feeds."""
+    first, second = torch.zeros(20, 30), torch.zeros(20, 30)
+    first[:, :15] = torch.outer(torch.arange(20.0), torch.arange(15.0) + 1)
+    second[:, 15:] = torch.outer(torch.arange(20.0) - 3, torch.arange(15.0) + 2)
+
+    def one_rank() -> Any:
+        hook = tx.power_sgd("data", 1)
+        _, state = hook.update(first, hook.init(first))
+        blind, state = hook.update(second, state)
+        seen, _ = hook.update(second, state)
+        return blind, seen
+
+    blind, seen = tx.simulate(one_rank, {"data": 2})[0]
+    assert (seen - second).norm() < 1e-5 * second.norm()
+    assert (blind - second).norm() <= second.norm() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_told_and_forgotten(bad: float, coded: bool) -> None:
+    """Every rank sees it, in that matrix alone; the next step's gradients come as if it had not been."""
+
+    def one_rank(poison: bool) -> Any:
+        rank, outs = int(tx.axis_index("data")), []
+        inner = tx.cast(torch.bfloat16, made(2)) if coded else made(2)
+        hook = tx.error_feedback(inner)
+        state = hook.init(draws(0))
+        for step in range(3):
+            grads = draws(10 * step + rank)
+            if poison and step == 1 and rank == 1:
+                grads["a"][3, 4] = bad
+            out, state = hook.update(grads, state)
+            outs.append(out)
+        return outs, state
+
+    for ranks in (2, 3):
+        runs = tx.simulate(one_rank, {"data": ranks}, [True] * ranks)
+        for outs, state in runs:
+            assert not outs[1]["a"].isfinite().any()
+            assert coded or outs[1]["b"].isfinite().all()
+            assert same_bits(outs[2], runs[0][0][2]) and all(v.isfinite().all() for v in outs[2].values())
+            assert all(e.isfinite().all() for e in state.error.values())
+
+
+def test_where_no_rank_counts_nothing_changes() -> None:
+    def one_rank(how: Any, over: Any) -> Any:
+        hook = tx.error_feedback(made(2, over=over), how)
+        _, state = hook.update(draws(int(tx.axis_index("data"))), hook.init(draws(0)))
+        poisoned = {path: g * float("nan") for path, g in draws(1).items()}
+        out, after = hook.update(poisoned, state, weight=0.0)
+        tensor, same = hook.update(poisoned, state, weight=torch.zeros(()))
+        assert same_bits((out, after), (tensor, same))
+        assert same_bits(after.error, state.error) and same_bits(after.inner.q, state.inner.q)
+        return out
+
+    for how in ("freeze", "flush"):
+        for over in ("weight", "live", "world"):
+            for out in tx.simulate(one_rank, {"data": 3}, [how] * 3, [over] * 3):
+                assert all((v == 0).all() for v in out.values())
+
+
+@pytest.mark.parametrize("without_input", ["freeze", "flush"])
+def test_a_weight_in_a_tensor_is_a_weight(without_input: Any) -> None:
+    def one_rank(wrap: Any) -> Any:
+        hook, rank = tx.error_feedback(made(2), without_input), int(tx.axis_index("data"))
+        state = hook.init(draws(0, torch.float64))
+        for step in range(4):
+            weight = float((rank + step) % 3)
+            out, state = hook.update(draws(rank + 10 * step, torch.float64), state, weight=wrap(weight))
+        return out, state.error, state.inner.q
+
+    host, device = (tx.simulate(one_rank, {"data": 3}, [wrap] * 3) for wrap in (float, torch.tensor))
+    for a, b in zip(host, device, strict=True):
+        assert max_diff(a, b) < 1e-6  # a weight in a tensor is float32 here
