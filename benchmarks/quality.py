@@ -189,8 +189,10 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
             "| method | optimizer | bytes per parameter | loss | spread |",
             "|---|---|---|---|---|",
         ]
-        for method in args.only:
-            some = [runs[f"{method}|{ranks}|{seed}|{args.steps}"] for seed in range(args.seeds)]
+        for method in METHODS:
+            some = [run for seed in range(args.seeds) if (run := runs.get(f"{method}|{ranks}|{seed}|{args.steps}"))]
+            if len(some) < args.seeds:
+                continue
             losses = [run["loss"] for run in some]
             mean, spread, sent = statistics.mean(losses), max(losses) - min(losses), some[0]["sent"] / size
             points.setdefault(ranks, []).append((method, sent, mean, spread))
