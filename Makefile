@@ -9,12 +9,12 @@ export OMP_NUM_THREADS = 1
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
 
-# On all cores, the tests of a file on one, since a file's tests share what they start.
+# On up to four cores; each has real ranks of its own, which its tests share.
 test: .venv/installed lint
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 test-all: .venv/installed lint
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --long
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --long
 
 # The examples for other frameworks, which are installed for it.
 test-frameworks: .venv/installed

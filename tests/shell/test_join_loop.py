@@ -167,7 +167,12 @@ class _Rows(torch.utils.data.Dataset[Tensor]):
 LOADERS: dict[str, Any] = {
     "list": lambda n: [torch.full((2,), float(i)) for i in range(n)],
     "generator": lambda n: (torch.full((2,), float(i)) for i in range(n)),
-    "workers": lambda n: torch.utils.data.DataLoader(_Rows(n), batch_size=None, num_workers=1) if n else [],
+    # Not forked from here, where jax may have threads.
+    "workers": lambda n: (
+        torch.utils.data.DataLoader(_Rows(n), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+        if n
+        else []
+    ),
     "iterable": lambda n: torch.utils.data.DataLoader(_Numbers(n), batch_size=None),
 }
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from oracle import torch_power_sgd as torchs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-from torch.nn.parallel import DistributedDataParallel
 
 from fjoin import transforms as tx
 
@@ -33,11 +32,13 @@ class Bucket:
         parts = self._flat.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
+    place, last = 0, True
+
     def index(self) -> int:
-        return 0
+        return self.place
 
     def is_last(self) -> bool:
-        return True
+        return self.last
 
 
 def state_of(**settings: Any) -> power.PowerSGDState:
@@ -124,22 +125,15 @@ def test_its_batched_hook_never_runs_and_scalars_fail(pool: Any) -> None:
 
 
 def resumed() -> str:
-    def model() -> Any:
-        torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
-        return DistributedDataParallel(net, bucket_cap_mb=0.001)
-
-    def step(ddp: Any) -> None:
-        ddp(torch.ones(2, 16)).sum().backward()
-
-    state, ddp = state_of(), model()
-    ddp.register_comm_hook(state, power.powerSGD_hook)
+    """Two buckets in a run; after it, as in every new module's first pass, both in one."""
+    state, buckets = state_of(), [Bucket(torch.ones(6, 6)), Bucket(torch.ones(4, 4))]
     for _ in range(4):
-        step(ddp)
-    saved, ddp = pickle.dumps(state), model()
-    ddp.register_comm_hook(pickle.loads(saved), power.powerSGD_hook)
+        for index, bucket in enumerate(buckets):
+            bucket.place, bucket.last = index, index == 1
+            power.powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
+    loaded = pickle.loads(pickle.dumps(state))
     try:
-        step(ddp)
+        power.powerSGD_hook(loaded, Bucket(torch.ones(4, 4), torch.ones(6, 6))).wait()  # type: ignore[arg-type]
     except RuntimeError as error:
         return str(error)
     return "fine"
