@@ -14,7 +14,7 @@ from torch import Tensor
 from .._spec import factory
 from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, by_chance, read
-from ._digits import pack, unpack, width
+from ._digits import pack, unpack, whole_bits, width
 from ._noise import Noise
 
 
@@ -127,13 +127,21 @@ def whole(
             measure=measure,
             limit=limit,
         )
+    base = 2 * largest + 1
+
+    def code(x: Tensor, dice: Tensor | None) -> Tensor:
+        # The code of what is not finite may be anything, but must not spill into its neighbours.
+        codes = rounded(x, dice, largest).add_(largest)
+        if (bits := whole_bits(base)) & (bits - 1) == 0:
+            return codes.to(torch.uint8) & (bits - 1)
+        return codes.nan_to_num_().clamp(0, base - 1).to(torch.uint8)
+
     return scaled(
         block,
         float(largest),
-        # The code of what is not finite must not spill into its neighbours.
-        lambda x, dice: _cut(rounded(x, dice, largest).nan_to_num_(), largest).add_(largest).to(torch.uint8),
+        code,
         lambda codes: codes.to(torch.float32).sub_(largest),
-        base=2 * largest + 1,
+        base=base,
         stochastic=stochastic,
         measure=measure,
         limit=limit,

@@ -25,7 +25,7 @@ def width(n: int, base: int) -> int:
 
 def pack(digits: Tensor, base: int) -> Tensor:
     """(rows, n) uint8 below `base` as (rows, width(n)): the first part's digits are the lowest, and so on."""
-    count, base, n = in_a_byte(base), _whole_bits(base), digits.shape[1]
+    count, base, n = in_a_byte(base), whole_bits(base), digits.shape[1]
     if count == 1:
         return digits
     parts = torch.nn.functional.pad(digits, (0, -n % count)).unflatten(1, (count, -1)).unbind(1)
@@ -37,7 +37,7 @@ def pack(digits: Tensor, base: int) -> Tensor:
 
 def unpack(data: Tensor, n: int, base: int) -> Tensor:
     """The other way round."""
-    count, base = in_a_byte(base), _whole_bits(base)
+    count, base = in_a_byte(base), whole_bits(base)
     if count == 1:
         return data
     digits = []
@@ -52,7 +52,7 @@ def unpack(data: Tensor, n: int, base: int) -> Tensor:
     return torch.cat(digits, dim=1)[:, :n]
 
 
-def _whole_bits(base: int) -> int:
+def whole_bits(base: int) -> int:
     """The next power of two, where as many digits of it fit."""
     power = 1 << (base - 1).bit_length()
     return power if in_a_byte(power) == in_a_byte(base) else base
