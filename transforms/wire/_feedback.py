@@ -32,7 +32,8 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 
     On three ranks and more the mean is encoded on its way back too; what is lost there is kept by the rank that summed.
     So nothing is lost for ever: over all steps, the sum of what the hook gave times the total weights, plus the ranks' errors,
-    is the sum of all weighted gradients.
+    is the sum of all weighted gradients. The errors stay bounded only where a code loses less than it is given, as casts, `int8`, `sign`,
+    `top_k`, `random_k` and `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on average and do not.
 
     Args:
         hook: One in which something is encoded over one axis, or projected: `quantized_mean`, `compress`, `cast`,
