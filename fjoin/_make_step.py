@@ -11,6 +11,7 @@ from ._mesh import Mesh
 from ._run import Run
 from ._step import TrainStep
 from .transforms._base import Pipeline, Transform, check_transform
+from .transforms._check import whole_number
 from .transforms._combine import identity
 from .transforms._layout import BUCKET_BYTES
 from .transforms._plan import make_plan
@@ -77,10 +78,8 @@ def train_step(
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"pipeline must be a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate must be a whole number, at least 1, got {accumulate!r}")
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be a whole number, at least 1, got {bucket_bytes!r}")
+    whole_number("accumulate", accumulate, 1)
+    whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})
     reduce = make_plan(pipeline.hook, tuple(mesh.shape)).reduce
     if accumulate > 1 and reduce is not None and reduce.spec.name == "mean" and reduce.spec["over"] != "weight":

@@ -144,8 +144,6 @@ from .wire._adasum import adasum as adasum
 from .wire._blocks import fp8 as fp8
 from .wire._blocks import int4 as int4
 from .wire._blocks import int8 as int8
-from .wire._blocks import qsgd as qsgd
-from .wire._blocks import terngrad as terngrad
 from .wire._blocks import uint8 as uint8
 from .wire._codec import Codec as Codec
 from .wire._codec import bfloat16 as bfloat16
@@ -175,10 +173,12 @@ from .wire._one_bit import one_bit_adam as one_bit_adam
 from .wire._one_bit import one_bit_lamb as one_bit_lamb
 from .wire._power_sgd import batched_power_sgd as batched_power_sgd
 from .wire._power_sgd import power_sgd as power_sgd
-from .wire._powers import natural as natural
 from .wire._quantized import quantized as quantized
 from .wire._signs import one_bit as one_bit
 from .wire._signs import sign as sign
 from .wire._sparse import random_k as random_k
 from .wire._sparse import threshold as threshold
 from .wire._sparse import top_k as top_k
+from .wire._unbiased import natural as natural
+from .wire._unbiased import qsgd as qsgd
+from .wire._unbiased import terngrad as terngrad

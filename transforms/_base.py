@@ -115,6 +115,12 @@ class Transform(_Specified):
         return self.spec if self.spec.name else spec_of_function(self.update)
 
 
+def sums_of_inner(transform: Transform) -> Callable[[State], Any] | None:
+    """The `sums` of a transform whose state has in `inner` that of another, which does what is to be summed."""
+    sums = transform.sums
+    return None if sums is None else lambda state: sums(state.inner)
+
+
 def keeps_all(params: Tree) -> Collection[str]:
     """The `loses` of a transform that feeds back itself what is lost inside it."""
     del params

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._base import Pipeline, Skips
+from ._check import whole_number
 from ._skip import guarded, no_calls
 from ._spec import factory
 from ._tree import State, Tree, named_leaves
@@ -81,8 +82,7 @@ def dynamic_loss_scale(
         raise ValueError(f"growth_factor must be a finite number above 1, got {growth_factor!r}")
     if not 0 < backoff_factor < 1:
         raise ValueError(f"backoff_factor must be between 0 and 1, got {backoff_factor!r}")
-    if isinstance(growth_interval, bool) or not isinstance(growth_interval, int) or growth_interval < 1:
-        raise ValueError(f"growth_interval must be a whole number, at least 1, got {growth_interval!r}")
+    whole_number("growth_interval", growth_interval, 1)
 
     def begin(inner: State) -> LossScaleState:
         return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), no_calls(), no_calls())

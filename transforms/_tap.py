@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._base import Transform, check_transform, init_empty
+from ._base import Transform, check_transform, init_empty, sums_of_inner
 from ._bucketwise import Carried, part_of
+from ._check import whole_number
 from ._spec import factory
 from ._tree import State, Tree, global_norm, named_leaves
 
@@ -84,8 +85,7 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
     {'w': tensor(1.)}
     """
     check_transform(hook, "logged: hook")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"logged: every must be a whole number, at least 1, got {every!r}")
+    whole_number("logged: every", every, 1)
 
     def init(params: Tree) -> LoggedState:
         return LoggedState(hook.init(params), 0)
@@ -104,8 +104,7 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
             )  # fmt: skip
         return out, LoggedState(inner, count)
 
-    sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
-    return Transform(init, update, scope=hook.scope, sums=sums, vmappable=False, named=True)
+    return Transform(init, update, scope=hook.scope, sums=sums_of_inner(hook), vmappable=False, named=True)
 
 
 def _which(leaves: dict[str, Tensor]) -> str:

@@ -44,6 +44,14 @@ def zeros_like(tree: Tree) -> Tree:
     return optree.tree_map(torch.zeros_like, tree)
 
 
+def wide_zeros(tree: Tree) -> dict[str, Tensor]:
+    """Path -> zeros in the leaf's shape, in at least float32."""
+    return {
+        path: torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
+        for path, leaf in named_leaves(tree).items()
+    }
+
+
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
     """Leaf by leaf `a` where the 0-d `condition` holds, else `b`; equal non-tensors are kept."""
 

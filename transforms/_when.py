@@ -11,18 +11,13 @@ import optree
 import torch
 from torch import Tensor
 
-from ._base import Transform, check_transform
+from ._base import Transform, check_transform, sums_of_inner
 from ._bucketwise import Carried, part_of
+from ._check import whole_number
 from ._combine import widest
 from ._spec import factory
 from ._tree import State, Tree, choose_state, zeros_like
 from .sync._weights import check_weight
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
-    return value
 
 
 class SwitchState(NamedTuple):
@@ -54,7 +49,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     >>> first, late.update(torch.tensor(1.0), state)[0]
     (tensor(1.), tensor(-1.))
     """
-    _whole("step", step, 0)
+    whole_number("step", step, 0)
     check_transform(before, "switch_after: before")
     check_transform(after, "switch_after: after")
 
@@ -106,7 +101,7 @@ def every(steps: int, transform: Transform) -> Transform:
     >>> first, second.update(torch.tensor(1.0), state)[0]
     (tensor(1.), tensor(-1.))
     """
-    _whole("steps", steps, 1)
+    whole_number("steps", steps, 1)
     check_transform(transform, "every: transform")
 
     def init(params: Tree) -> State:
@@ -164,7 +159,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
     >>> first, hook.update(torch.tensor(4.0), state, weight=2)[0]
     (None, tensor(3.))
     """
-    _whole("steps", steps, 1)
+    whole_number("steps", steps, 1)
     check_transform(transform, "accumulate: transform")
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
@@ -193,5 +188,4 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         )
         return out, fresh(grads, count, inner)
 
-    sums = (lambda state: transform.sums(state.inner)) if transform.sums else None  # type: ignore[misc]
-    return Transform(init, update, scope=transform.scope, sums=sums)
+    return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform))

@@ -100,7 +100,6 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
     tx.simulate(one_rank, _axes(make, RANKS))
 
 
-_NO_MEAN = ("majority_vote", "one_bit_adam", "one_bit_lamb")  # what they give is a direction
 BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
 
 
@@ -209,7 +208,7 @@ def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
         return
     total, grads = part.sums(state).total.item(), _grads(0)
     assert total in (1.0, 2.0)
-    if any(part.spec.contains(name) for name in _NO_MEAN):
+    if not part.wired:  # what it gives is no mean and no sum
         return
     # Every path is either summed, 2 g, or averaged, or then changed by a stage that has its own tests.
     for path in grads:
@@ -248,7 +247,7 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
 
 def _room(part: tx.Transform) -> float:
     """What another order of additions may change: where their results are encoded, about a step of the code."""
-    coded = part.loses or part.spec.contains("dgc") or _holds(part, lambda part: isinstance(part, tx.Codec))
+    coded = part.loses or _holds(part, lambda part: isinstance(part, tx.Codec))
     return 0.1 if coded else 1e-14
 
 

@@ -219,5 +219,5 @@ def test_what_is_refused() -> None:
         raises_text(ValueError, lambda: tx.qsgd(levels), "levels", repr(levels))  # type: ignore[arg-type]  # noqa: B023
     raises_text(ValueError, lambda: tx.terngrad(clip=0.0), "clip", "0.0")
     for make in (tx.sign, tx.one_bit, tx.uint8, tx.terngrad):
-        raises_text(ValueError, lambda: make(0), "block", "or None")  # noqa: B023
+        raises_text(ValueError, lambda: make(0), "block, if not None, must be")  # noqa: B023
     raises_text(ValueError, lambda: tx.int8(None), "block")  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
     for warm in (True, False):
         for first, second, state in tx.simulate(one_rank, {"data": 2}, [warm, warm]):
             assert all((v == 0).all() for v in first.values())
-            assert max_diff(second, exact32()) < 1e-5
+            assert max_diff(second, exact32()) < 1e-4  # as far as a random Q of full rank is well conditioned
             assert all(torch.isfinite(q).all() for q in state.q.values())
 
 

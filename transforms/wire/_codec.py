@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._base import _Specified
+from .._check import whole_number
 from .._spec import Spec, factory
 from ._noise import Key, Noise
 
@@ -52,10 +53,7 @@ class Codec(_Specified):
 
     def keyed(self, seed: int, step: int) -> Codec:
         """The same codec with what its dice are keyed by: both the same on all ranks."""
-        for name, value in (("seed", seed), ("step", step)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name} must be a whole number, got {value!r}")
-        return replace(self, key=(seed, step))
+        return replace(self, key=(whole_number("seed", seed), whole_number("step", step)))
 
 
 def refuse_derivative(leaves: Iterable[Tensor], remedy: str) -> None:
@@ -134,7 +132,7 @@ def bfloat16(stochastic: bool = False) -> Codec:
 def bfp16() -> Codec:
     """`bfloat16` under the name that torch's quantized collectives have for it.
 
-    Same as: DQuantType.BFP16 of torch.distributed.algorithms._quantization, for tensors of any shape.
+    Same as: BFP16 of torch's quantized collectives, for tensors of any shape.
 
     >>> bfp16().decode(bfp16().encode(torch.tensor([[1.0, 1.001]])), 2)
     tensor([[1., 1.]])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._base import Transform, check_transform
+from .._base import Transform, check_transform, sums_of_inner
 from .._bucketwise import Carried, part_of
 from .._combine import widest
 from .._spec import factory
@@ -161,5 +161,4 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         )
         return out, CompressState(inner, state.step + 1)
 
-    sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
-    return Transform(init, noisy, scope=scope, sums=sums, wired=True, loses=named_leaves, named=True)
+    return Transform(init, noisy, scope=scope, sums=sums_of_inner(hook), wired=True, loses=named_leaves, named=True)

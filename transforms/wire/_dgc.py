@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Transform, keeps_all
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
+from .._check import whole_number
 from .._spec import factory
-from .._tree import Tree, global_norm, named_leaves
+from .._tree import Tree, global_norm, named_leaves, wide_zeros
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane
 from ..sync._mean import MeanState, init_mean, mean
@@ -87,8 +88,7 @@ def dgc(
         raise ValueError(f"dgc: momentum must be in [0, 1), got {momentum!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"dgc: clip must be above 0, or None, got {clip!r}")
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise ValueError(f"dgc: warmup must be a whole number, at least 0, got {warmup!r}")
+    whole_number("dgc: warmup", warmup, 0)
     if without_input not in ("freeze", "flush"):
         raise ValueError(f"without_input must be 'freeze' or 'flush', got {without_input!r}")
     if values is not None and values.noisy:
@@ -98,13 +98,7 @@ def dgc(
     codecs = [top_k(share, values) for share in [*shares, k]]
 
     def init(params: Tree) -> DGCState:
-        def zeros() -> dict[str, Tensor]:
-            return {
-                path: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-                for path, p in named_leaves(params).items()
-            }
-
-        return DGCState(init_mean(params), 0, zeros(), zeros())
+        return DGCState(init_mean(params), 0, wide_zeros(params), wide_zeros(params))
 
     def update(
         grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
@@ -132,4 +126,4 @@ def dgc(
         back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
         return replace_leaves(grads, back), DGCState(reduced, state.step + 1, new, {**state.error, **memory.new})
 
-    return Transform(init, update, scope="message", sums=lambda state: state.reduced)
+    return Transform(init, update, scope="message", sums=lambda state: state.reduced, loses=keeps_all)

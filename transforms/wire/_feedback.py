@@ -7,11 +7,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._base import Transform, check_transform, keeps_all
+from .._base import Transform, check_transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried, part_of
+from .._check import whole_number
 from .._combine import widest
 from .._spec import Spec, factory
-from .._tree import State, Tree, named_leaves
+from .._tree import State, Tree, named_leaves, wide_zeros
 from ._blocks import int8
 from ._codec import Codec
 from ._memory import Memory
@@ -76,10 +77,9 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         )
         return out, ErrorState(inner, {**state.error, **memory.new})
 
-    sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
     scope = widest([hook], least="message" if _encodes(hook.spec) else "element")
-    return Transform(init, update, scope=scope, sums=sums, loses=keeps_all)
+    return Transform(init, update, scope=scope, sums=sums_of_inner(hook), loses=keeps_all)
 
 
 class LocoState(NamedTuple):
@@ -126,8 +126,7 @@ def loco(
     _check(hook, without_input, "loco")
     if not (isinstance(beta, (int, float)) and 0 < beta <= 1):
         raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
-    if isinstance(reset, bool) or not isinstance(reset, int) or reset < 1:
-        raise ValueError(f"loco: reset must be a whole number, at least 1, got {reset!r}")
+    whole_number("loco: reset", reset, 1)
     codec = int8() if memory is None else memory
     if not isinstance(codec, Codec):
         raise TypeError(f"loco: memory must be a Codec, got {memory!r}; for example int8()")
@@ -153,8 +152,7 @@ def loco(
         new = {path: torch.zeros_like(e) if last else torch.lerp(old[path], e, beta) for path, e in errors.new.items()}
         return out, LocoState(inner, state.step + 1, {**state.error, **stored(new)})
 
-    sums = hook.sums and (lambda state: hook.sums(state.inner))  # type: ignore[misc]
-    return Transform(init, update, scope=widest([hook], least="message"), sums=sums, loses=keeps_all)
+    return Transform(init, update, scope=widest([hook], least="message"), sums=sums_of_inner(hook), loses=keeps_all)
 
 
 def _encodes(spec: Spec) -> bool:
@@ -163,11 +161,7 @@ def _encodes(spec: Spec) -> bool:
 
 def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:
     lost = set(hook.loses(params)) if hook.loses else set()
-    return {
-        path: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-        for path, p in named_leaves(params).items()
-        if path in lost
-    }
+    return {path: zero for path, zero in wide_zeros(params).items() if path in lost}
 
 
 def _check(hook: Transform, without_input: Any, name: str) -> None:

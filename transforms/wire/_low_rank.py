@@ -7,7 +7,6 @@ with the rank first, P^T as (rank, rows) and Q as (rank, columns): their product
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,10 +17,8 @@ from .._tree import plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
 from ._codec import Codec
-from ._noise import places_of
+from ._noise import Noise, key_of, places_of
 from ._reduce import coded_mean
-
-_BITS = 0xFFFFFFFF
 
 
 def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor) -> Tensor:
@@ -30,14 +27,10 @@ def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor)
     >>> draw(0, "w", 0, 1, 3, torch.zeros(())).shape
     torch.Size([1, 3])
     """
-    key = zlib.crc32(f"{seed}/{step}/{name}".encode())
-    x = torch.arange(rank * columns, dtype=torch.int64, device=like.device)
-    x = (x * 0x9E3779B1 + key) & _BITS
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # the finalizer lowbias32, twice
-        x = ((x ^ (x >> shift)) * factor) & _BITS
-    x = x ^ (x >> 16)
-    unit = (x.to(torch.float64) + 0.5) / 2**31 - 1.0
-    return unit.to(torch.promote_types(like.dtype, torch.float32)).view(rank, columns)
+    key = key_of((seed, step), device=like.device)
+    unit = Noise(places_of({name: like.new_empty(rank, columns)}, like.device), key, key).uniform()
+    # In the middle of its steps of 2**-23, so never 0.
+    return (2 * unit - (1 - 2**-24)).to(torch.promote_types(like.dtype, torch.float32)).view(rank, columns)
 
 
 class Share(NamedTuple):

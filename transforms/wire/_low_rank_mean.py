@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .._base import Scope, Transform
 from .._bucketwise import Carried, part_of
+from .._check import whole_number
 from .._tree import Tree, named_leaves, plain
-from .._when import _whole
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
@@ -35,7 +35,7 @@ class PowerSGDState(NamedTuple):
 class Settings(NamedTuple):
     axis: AxisName
     rank: int
-    rate: float
+    min_compression_rate: float
     warm_start: bool
     epsilon: float
     seed: int
@@ -44,23 +44,20 @@ class Settings(NamedTuple):
     def rank_of(self, rows: int, columns: int) -> int:
         """The rank in which a matrix of this shape travels; 0 where it travels whole."""
         rank = min(rows, columns, self.rank)
-        return rank if (rows + columns) * rank * self.rate < rows * columns else 0
+        return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
 
 
-def settings_of(
-    axis: AxisName, rank: int, rate: float, warm_start: bool, epsilon: float, seed: int, over: Over
-) -> Settings:
-    check_over(over)
-    _whole("rank", rank, 1)
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ValueError(f"seed must be a whole number, got {seed!r}")
-    for name, value, least in (("min_compression_rate", rate, "positive"), ("epsilon", epsilon, "not negative")):
+def check_settings(given: Settings) -> None:
+    check_over(given.over)
+    whole_number("rank", given.rank, 1)
+    whole_number("seed", given.seed)
+    for name, least in (("min_compression_rate", "positive"), ("epsilon", "not negative")):
+        value = getattr(given, name)
         fine = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
         if not fine or value < 0 or (value == 0 and least == "positive"):
             raise ValueError(f"{name} must be a finite number that is {least}, got {value!r}")
-    if not isinstance(warm_start, bool):
-        raise TypeError(f"warm_start must be True or False, got {warm_start!r}")
-    return Settings(axis, rank, rate, warm_start, epsilon, seed, over)
+    if not isinstance(given.warm_start, bool):
+        raise TypeError(f"warm_start must be True or False, got {given.warm_start!r}")
 
 
 class Given(NamedTuple):

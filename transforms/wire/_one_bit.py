@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
+from .._check import whole_number
 from .._spec import factory
-from .._tree import State, Tree, named_leaves
+from .._tree import State, Tree, named_leaves, wide_zeros
 from .._when import switch_after
 from ..axes._primitive import AxisName
 from ..sync._mean import mean
@@ -76,7 +77,7 @@ def one_bit_adam(
     inner = _momenta(axis, warmup, b1, b2, codec, over, without_input)
 
     def init(params: Tree) -> OneBitAdamState:
-        return OneBitAdamState(inner.init(params), 0, _zeros(params), _zeros(params))
+        return OneBitAdamState(inner.init(params), 0, wide_zeros(params), wide_zeros(params))
 
     def update(
         grads: Tree, state: OneBitAdamState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
@@ -88,8 +89,7 @@ def one_bit_adam(
         out = {path: _direction(new, path, warmup, b1, b2, eps) for path in got.momentum}
         return replace_leaves(grads, {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}), new
 
-    sums = inner.sums and (lambda state: inner.sums(state.inner))  # type: ignore[misc]
-    return Transform(init, update, scope=inner.scope, sums=sums, named=inner.named)
+    return Transform(init, update, scope=inner.scope, sums=sums_of_inner(inner), loses=keeps_all, named=inner.named)
 
 
 class OneBitLambState(NamedTuple):
@@ -161,10 +161,10 @@ def one_bit_lamb(
 
     def init(params: Tree) -> OneBitLambState:
         def each(value: float) -> dict[str, Tensor]:
-            return {path: z.new_full((), value) for path, z in _zeros(params).items()}
+            return {path: z.new_full((), value) for path, z in wide_zeros(params).items()}
 
         return OneBitLambState(
-            inner.init(params), 0, _zeros(params), _zeros(params), _zeros(params), each(0.0), each(1.0)
+            inner.init(params), 0, wide_zeros(params), wide_zeros(params), wide_zeros(params), each(0.0), each(1.0)
         )
 
     def update(
@@ -196,8 +196,7 @@ def one_bit_lamb(
         back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), new._replace(fresh=fresh, ratio=ratio, change=change)
 
-    sums = inner.sums and (lambda state: inner.sums(state.inner))  # type: ignore[misc]
-    return Transform(init, update, scope=inner.scope, sums=sums, named=True)
+    return Transform(init, update, scope=inner.scope, sums=sums_of_inner(inner), loses=keeps_all, named=True)
 
 
 def _ratio(param: Tensor, direction: Tensor) -> Tensor:
@@ -209,8 +208,7 @@ def _ratio(param: Tensor, direction: Tensor) -> Tensor:
 def _momenta(
     axis: AxisName, warmup: int, b1: float, b2: float, codec: Codec | None, over: Over, without_input: WithoutInput
 ) -> Transform:
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
-        raise ValueError(f"warmup must be a whole number, at least 1, got {warmup!r}; there is no variance before")
+    whole_number("warmup", warmup, 1)  # there is no variance before
     _share("b1", b1)
     _share("b2", b2)
     encoded = quantized_mean(axis, sign() if codec is None else codec, over)
@@ -220,13 +218,6 @@ def _momenta(
 def _share(name: str, value: Any) -> None:
     if not (isinstance(value, (int, float)) and 0 <= value < 1):
         raise ValueError(f"{name} must be in [0, 1), got {value!r}")
-
-
-def _zeros(params: Tree) -> dict[str, Tensor]:
-    return {
-        path: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-        for path, p in named_leaves(params).items()
-    }
 
 
 class _Moments(NamedTuple):

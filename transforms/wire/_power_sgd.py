@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from .._base import Transform
+from .._check import whole_number
 from .._spec import factory
 from .._tree import Tree, named_leaves
-from .._when import _whole, switch_after
+from .._when import switch_after
 from ..axes._primitive import AxisName
 from ..sync._mean import mean
 from ..sync._weights import Over
 from ._low_rank import draw
-from ._low_rank_mean import Given, Made, PowerSGDState, low_rank_mean, reducing, settings_of
+from ._low_rank_mean import Given, Made, PowerSGDState, Settings, check_settings, low_rank_mean, reducing
 
 
 @factory
@@ -68,13 +69,10 @@ def power_sgd(
     >>> tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])
     [tensor(2.), tensor(2.)]
     """
-    settings = settings_of(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
-    if _whole("start", start, 0):
-        now = power_sgd(
-            axis, rank, min_compression_rate=min_compression_rate, warm_start=warm_start,
-            epsilon=epsilon, seed=seed, over=over,
-        )  # fmt: skip
-        return switch_after(start, mean(axis, over), now)
+    settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
+    check_settings(settings)
+    if whole_number("start", start, 0):
+        return switch_after(start, mean(axis, over), power_sgd(**settings._asdict()))
 
     def shapes(leaves: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
         """Of the leaves that are compressed the rank, and the columns."""
@@ -143,13 +141,10 @@ def batched_power_sgd(
     >>> tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])[0]
     tensor([2., 2., 2., 2.])
     """
-    settings = settings_of(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
-    if _whole("start", start, 0):
-        now = batched_power_sgd(
-            axis, rank, min_compression_rate=min_compression_rate, warm_start=warm_start,
-            epsilon=epsilon, seed=seed, over=over,
-        )  # fmt: skip
-        return switch_after(start, mean(axis, over), now)
+    settings = Settings(axis, rank, min_compression_rate, warm_start, epsilon, seed, over)
+    check_settings(settings)
+    if whole_number("start", start, 0):
+        return switch_after(start, mean(axis, over), batched_power_sgd(**settings._asdict()))
 
     def size(leaves: Mapping[str, Tensor]) -> tuple[int, int]:
         """Of the square matrix of these leaves the rows, and the rank in which it travels."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from .._spec import factory
-from ._blocks import blocks, check_block, in_blocks, times_scale
 from ._codec import Codec, as_bytes, read
 from ._digits import pack, unpack, width
+from ._scaled import blocks, check_block, in_blocks, times_scale
 
 
 @factory
