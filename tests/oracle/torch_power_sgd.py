@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,26 +82,3 @@ def train(
                 p -= lr * p.grad
         seen.append({path: p.detach().clone() for path, p in ddp.module.named_parameters()})
     return seen
-
-
-def counted(function: Callable[[], Any], names: Sequence[str] = ("all_reduce",)) -> list[int]:
-    """The elements in each message of torch.distributed that `function` sends."""
-    sent: list[int] = []
-    kept = {name: getattr(dist, name) for name in names}
-
-    def watch(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            sent.append((args[0] if name in ("all_reduce", "broadcast") else args[1]).numel())
-            return kept[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, watch(name))
-    try:
-        with warnings.catch_warnings():
-            function()
-    finally:
-        for name, original in kept.items():
-            setattr(dist, name, original)
-    return sent

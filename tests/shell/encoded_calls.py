@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,30 +47,11 @@ def near(got: Tensor, want: Tensor, room: float) -> None:
     assert got.numel() == 0 or (got.double() - want).abs().max() <= 2 * room + want.abs().max() * rounding, (got, want)
 
 
-SENDS = ["all_reduce", "all_gather", "all_to_all", "all_to_all_single", "broadcast", "reduce_scatter"]
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[list[Any]]:
-    """What is given to torch.distributed: (name, dtype, bytes)."""
-    sent: list[Any] = []
-    kept = {name: getattr(dist, name) for name in SENDS}
-
-    def watch(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            x = args[1]
-            sent.append((name, str(x.dtype), x.numel() * x.element_size()))
-            return kept[name](*args, **kwargs)
-
-        return call
-
-    for name in SENDS:
-        setattr(dist, name, watch(name))
-    try:
-        yield sent
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {true}"
 
 
 def calls(codec: Any, n: int, me: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]]:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value, watched
+from encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value
 from helpers import raises_text, same_bits
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import datetime
 import gc
-import time
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from encoded_calls import calls, watched
+from encoded_calls import calls, until
 from helpers import raises_text, same_bits
 from torch import Tensor
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -26,7 +26,7 @@ def payload(codec: str) -> Any:
     ).items():
         with watched() as notes:
             assert function(*args) is None
-        sent[name] = notes
+        sent[name] = [(one.name, one.dtype, one.bytes) for one in notes]
     return sent
 
 
@@ -69,11 +69,9 @@ def handles() -> Any:
             position = (*args, None, True) if name in ("all_gather", "all_to_all") else args
             work = f(*position) if position is not args else f(*args, async_op=True)
             if how == "poll":
-                while not work.is_completed():
-                    time.sleep(0)
+                until(work.is_completed)
             elif how == "success":
-                while not work.is_success():
-                    time.sleep(0)
+                until(work.is_success)
             elif how == "future":
                 future = work.get_future()
                 assert future.done() and all(a is b for a, b in zip(future.value(), outs, strict=True))
@@ -112,10 +110,12 @@ def lets_go() -> None:
         work.wait()
     finally:
         dist.all_to_all_single = kept
-    deadline = time.monotonic() + 20
-    while any(ref() is not None for ref in seen) and time.monotonic() < deadline:
-        gc.collect()  # gloo's own thread lets go of them a little later
-    assert [ref() for ref in seen] == [None, None]
+
+    def gone() -> bool:
+        gc.collect()
+        return all(ref() is None for ref in seen)
+
+    until(gone)  # gloo's own thread lets go of them a little later
 
 
 def test_what_a_handle_keeps_is_dropped_when_it_has_been_waited_for(pool: Any) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -49,26 +50,16 @@ def fake_group(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fake_group", [2, 8, 64, 512], indirect=True)
-def test_counted_and_announced(fake_group: int, hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[str, int, str]] = []
-    for name in SENT:
-        kept = getattr(dist, name)
-
-        def watch(*args: Any, name: str = name, kept: Any = kept, **kwargs: Any) -> Any:
-            x = args[0] if name == "all_reduce" else args[1]
-            sent.append((name, x.numel() * x.element_size(), str(x.dtype)))
-            return kept(*args, **kwargs)
-
-        monkeypatch.setattr(dist, name, watch)
+def test_counted_and_announced(fake_group: int, hook: str) -> None:
     # Sizes that fill cache lines: the step pads others.
     params, made = {"w": torch.ones(300, 100), "b": torch.ones(16)}, HOOKS[hook]()
     lane = dict.fromkeys(step_lane(fake_group)[1:], 0.0)
-    with fjoin.bind(fjoin.mesh({"data": -1})):
+    with fjoin.bind(fjoin.mesh({"data": -1})), watched() as sent:
         made.update(params, made.init(params), params, lane=lane)
     what = tx.explain(made, params, {"data": fake_group}, bucket_bytes=10**9)
-    counted = sum(round(size * SENT[name](fake_group)) for name, size, _ in sent)
-    assert counted == what.sent_bytes and sorted(size for _, size, _ in sent) == sorted(
+    counted = sum(round(one.bytes * SENT[one.name](fake_group)) for one in sent)
+    assert counted == what.sent_bytes and sorted(one.bytes for one in sent) == sorted(
         m.payload_bytes for row in what.rows for m in row.messages
     )
     floats = {"mean", "by path", "one_bit_adam"}
-    assert hook in floats or {dtype for _, _, dtype in sent} == {"torch.uint8"}, "a payload travels as floats"
+    assert hook in floats or {one.dtype for one in sent} == {"torch.uint8"}, "a payload travels as floats"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -96,8 +97,6 @@ def test_ranks_count_alike_as_in_torch(pool: Any) -> None:
 
 # -- messages --------------------------------------------------------------------------------------
 
-NAMES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
-
 
 def in_step(what: Any, step: int) -> list[Any]:
     """The messages of a step: of what runs before or from some step on, those that do in this one."""
@@ -114,28 +113,13 @@ def messages(name: str) -> Any:
     handle = fjoin.ddp.register_comm_hook_type(name, ddp)
     sent: list[Any] = []
     announced = [handle.explain()]
-    kept = {function: getattr(dist, function) for function in NAMES}
-
-    def watch(function: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            x = args[0] if function in ("all_reduce", "broadcast") else args[1]
-            sent[-1].append((x.numel() * x.element_size(), str(x.dtype)))
-            return kept[function](*args, **kwargs)
-
-        return call
-
-    for function in NAMES:
-        setattr(dist, function, watch(function))
-    try:
-        for batch in make_batches(1, [[2] * 3] * 3, torch.float32)[dist.get_rank()]:
-            sent.append([])
-            ddp.zero_grad()
+    for batch in make_batches(1, [[2] * 3] * 3, torch.float32)[dist.get_rank()]:
+        ddp.zero_grad()
+        with watched() as seen:
             mean_loss(ddp, batch).backward()
-            announced.append(handle.explain())
-    finally:
-        for function, plain in kept.items():
-            setattr(dist, function, plain)
-    return [sorted(messages) for messages in sent], [in_step(what, i) for i, what in enumerate(announced)]
+        sent.append(sorted((one.bytes, one.dtype) for one in seen))
+        announced.append(handle.explain())
+    return sent, [in_step(what, i) for i, what in enumerate(announced)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

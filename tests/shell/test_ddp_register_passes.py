@@ -15,6 +15,7 @@ from oracle.whole_batch import make_batches, make_model, mean_loss
 from register_problem import EVEN, HOOKS, SMALL, Branches, check, samples
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -122,28 +123,13 @@ def messages(hook: str, alone: bool, options: dict[str, Any]) -> tuple[list[Any]
         )
 
     announced = [explained()]
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
-
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            x = args[1 if name == "all_to_all_single" else 0]
-            sent[-1].append((x.numel(), str(x.dtype)))
-            return kept[name](*args, **kwargs)
-
-        return call
-
-    for name in kept:
-        setattr(dist, name, counted(name))
-    try:
-        for batch in make_batches(1, EVEN)[dist.get_rank()]:
-            sent.append([])
-            ddp.zero_grad()
-            handle.weight(samples(batch))
+    for batch in make_batches(1, EVEN)[dist.get_rank()]:
+        ddp.zero_grad()
+        handle.weight(samples(batch))
+        with watched() as seen:
             mean_loss(ddp, batch).backward()
-            announced.append(explained())
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+        sent.append([(one.elements, one.dtype) for one in seen])
+        announced.append(explained())
     return sent, announced
 
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -116,26 +117,10 @@ def test_models_that_communicate_equal_one_process(pool: Any, kind: str, ranks: 
 
 def messages(n: int) -> int:
     """What is given to torch.distributed in a loop of n iterations whose body sends nothing."""
-    sent = 0
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single")}
-
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal sent
-            sent += 1
-            return kept[name](*args, **kwargs)
-
-        return call
-
-    for name in kept:
-        setattr(dist, name, counted(name))
-    try:
+    with watched() as sent:
         for _ in fjoin.join([0] * (n - dist.get_rank())):
             pass
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
-    return sent
+    return len(sent)
 
 
 def test_one_message_in_each_iteration(pool: Any) -> None:

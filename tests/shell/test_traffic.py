@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -45,37 +46,22 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
     """(collective, payload bytes, dtype) of all that a loop over `join` sends, and the profiler's own count."""
     import torch.distributed as dist
 
-    sent: list[tuple[str, int, str]] = []
-
     def loss_fn(params: Any, batch: Any) -> Any:
         return sum((p * batch).double().sum() for p in params.values())
 
     step = fjoin.train_step(loss_fn, _pipeline(hook), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES)
     state = step.init(MODELS[model]())
-    kept = {
-        name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_gather", "all_to_all_single", "barrier")
-    }
-
-    def watch(name: str) -> Any:
-        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            sent.append((name, tensor.numel() * tensor.element_size(), str(tensor.dtype)))
-            return kept[name](tensor, *args, **kwargs)
-
-        return call
-
-    try:
-        for name in kept:
-            setattr(dist, name, watch(name))
-        with torch.profiler.profile(
+    with (
+        watched() as seen,
+        torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
-        ) as profile:
-            for batch in step.join([1.0] * batches_of_rank[dist.get_rank()]):
-                state, _ = step(state, batch)
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+        ) as profile,
+    ):
+        for batch in step.join([1.0] * batches_of_rank[dist.get_rank()]):
+            state, _ = step(state, batch)
     step.close()
+    sent = [(one.name, one.bytes, one.dtype) for one in seen]
     return sent, sum(event.name.startswith("c10d::") for event in profile.events())
 
 

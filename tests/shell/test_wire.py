@@ -14,6 +14,7 @@ from oracle.whole_batch import make_batches, make_model, mean_loss, parameters
 from register_problem import EVEN, SMALL, samples
 from small import net_batch, net_loss, net_params
 from torch.nn.parallel import DistributedDataParallel
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -122,33 +123,17 @@ def test_on_processes_as_simulated_and_near_the_uncoded(pool: Any, codec: str, h
 
 
 def counted(codec: str, hook: str, bucket_bytes: int) -> Any:
-    sent: list[Any] = []
+    sent = []
     mesh = fjoin.mesh({"data": -1})
     step = fjoin.train_step(
         lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(ALL[hook](CODECS[codec]()), tx.sgd(0.1)),
         mesh=mesh, bucket_bytes=bucket_bytes,
     )  # fmt: skip
     state = step.init({f"{n}.bias": torch.ones(100 + n) for n in range(12)} | {"w": torch.ones(30, 20)})
-    names = [name for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast")]
-    kept = {name: getattr(dist, name) for name in names}
-
-    def watch(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            x = args[0] if name in ("all_reduce", "broadcast") else args[1]
-            sent[-1].append((x.numel() * x.element_size(), str(x.dtype)))
-            return kept[name](*args, **kwargs)
-
-        return call
-
-    for name in names:
-        setattr(dist, name, watch(name))
-    try:
-        for _ in range(2):
-            sent.append([])
+    for _ in range(2):
+        with watched() as seen:
             state, _ = step(state, torch.ones(()))
-    finally:
-        for name, function in kept.items():
-            setattr(dist, name, function)
+        sent.append([(one.bytes, one.dtype) for one in seen])
     step.close()
     return sent
 

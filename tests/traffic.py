@@ -1,0 +1,61 @@
+"""What is given to torch.distributed while something runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+# Of each function which argument is sent.
+_SENDS: dict[str, int | None] = {
+    "all_reduce": 0,
+    "broadcast": 0,
+    "all_gather": 1,
+    "all_gather_into_tensor": 1,
+    "all_to_all": 1,
+    "all_to_all_single": 1,
+    "reduce_scatter": 1,
+    "reduce_scatter_tensor": 1,
+    "barrier": None,
+}
+
+
+class Sent(NamedTuple):
+    name: str
+    elements: int
+    dtype: str
+    bytes: int
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Sent]]:
+    """Each message of this process's calls of `torch.distributed.<name>`, in their order."""
+    sent: list[Sent] = []
+    kept = {name: getattr(dist, name) for name in _SENDS}
+
+    def watch(name: str, place: int | None) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [] if place is None else args[place]
+            parts = [given] if isinstance(given, Tensor) else given
+            sent.append(
+                Sent(
+                    name,
+                    sum(x.numel() for x in parts),
+                    ", ".join(sorted({str(x.dtype) for x in parts})),
+                    sum(x.numel() * x.element_size() for x in parts),
+                )
+            )
+            return kept[name](*args, **kwargs)
+
+        return call
+
+    for name, place in _SENDS.items():
+        setattr(dist, name, watch(name, place))
+    try:
+        yield sent
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
