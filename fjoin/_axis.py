@@ -156,6 +156,11 @@ class GroupAxis:
         if op == "all_to_all":
             out = torch.empty_like(x)
             return self._after(dist.all_to_all_single(out, x, group=group, async_op=True), out)
+        if op == "all_to_all_single":
+            give, take = arg
+            out = x.new_empty((sum(take), *x.shape[1:]))
+            work = dist.all_to_all_single(out, x, list(take), list(give), group=group, async_op=True)
+            return self._after(work, out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)
@@ -179,6 +184,9 @@ class GroupAxis:
             return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, group)).squeeze(0)
         if op == "all_to_all":
             return functional.wait_tensor(functional.all_to_all_single(x, None, None, group))
+        if op == "all_to_all_single":
+            give, take = arg
+            return functional.wait_tensor(functional.all_to_all_single(x, list(take), list(give), group))
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)

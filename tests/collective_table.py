@@ -22,6 +22,16 @@ def ring(n: int) -> list[tuple[int, int]]:
     return [(r, (r + 1) % n) for r in range(n)]
 
 
+def rows(r: int, n: int) -> list[int]:
+    """How many go from rank r to each rank, and come from it: in all as many on each rank."""
+    return [(r + s) % n + 1 for s in range(n)]
+
+
+def ragged(x: Tensor, n: int) -> Tensor:
+    sizes = rows(int(tx.axis_index("data")), n)
+    return tx.all_to_all_single(x, "data", input_split_sizes=sizes, output_split_sizes=sizes)
+
+
 # For each collective: its call, the input's shape for n ranks, and rank r's result in plain torch.
 OPS: dict[str, tuple[Any, Any, Any]] = {
     "psum": (lambda x, n: tx.psum(x, "data"), lambda n: (2, 3), lambda xs, r: sum(xs)),
@@ -47,10 +57,22 @@ OPS: dict[str, tuple[Any, Any, Any]] = {
         lambda x, n: tx.all_to_all(x, "data", 1, 0, tiled=True), lambda n: (3, 2 * n),
         lambda xs, r: torch.cat([x[:, 2 * r : 2 * r + 2] for x in xs], 0),
     ),
+    "all_to_all_single": (
+        lambda x, n: tx.all_to_all_single(x, "data"), lambda n: (2 * n, 3),
+        lambda xs, r: torch.cat([x[2 * r : 2 * r + 2] for x in xs]),
+    ),
+    "all_to_all_single split": (
+        ragged, lambda n: (sum(rows(0, n)), 3),
+        lambda xs, r: torch.cat([x.split(rows(s, len(xs)))[r] for s, x in enumerate(xs)]),
+    ),
     "ppermute": (lambda x, n: tx.ppermute(x, "data", ring(n)), lambda n: (2, 3), lambda xs, r: xs[r - 1]),
     "ppermute partial": (
         lambda x, n: tx.ppermute(x, "data", ring(n)[:-1]), lambda n: (2, 3),
         lambda xs, r: xs[r - 1] if r else xs[0] * 0,
     ),
 }  # fmt: skip
+# Under vmap all ranks have tensors of one shape.
+OPS_AND_ENGINES = [
+    (op, engine) for op in OPS for engine in ("lockstep", "vmap") if (op, engine) != ("all_to_all_single split", "vmap")
+]
 DIFFERENTIABLE = [op for op in OPS if not op.startswith(("pmax", "pmin"))]

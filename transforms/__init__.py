@@ -15,7 +15,7 @@ optimizers   sgd  adam  adamw  nadam  radam  adamax  adagrad  adadelta  adafacto
              lion  lamb  muon  frozen  mixed_precision  inject_hyperparameters  with_hyperparameters
              as_functional_optim  register_functional_optim
 schedules    constant  linear  cosine  warmup_cosine  warmup  piecewise  one_cycle  tabulated  from_torch_scheduler
-collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  ppermute
+collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_to_all  all_to_all_single  ppermute
              axis_index  axis_size
 run          simulate
 optax        from_optax  to_optax
@@ -84,6 +84,7 @@ from .axes._collectives import ppermute as ppermute
 from .axes._collectives import psum as psum
 from .axes._collectives import psum_scatter as psum_scatter
 from .axes._env import current_weight as current_weight
+from .axes._ragged import all_to_all_single as all_to_all_single
 from .axes._simulate import simulate as simulate
 from .optimizers._adadelta import AdadeltaState as AdadeltaState
 from .optimizers._adadelta import adadelta as adadelta

@@ -57,6 +57,11 @@ class _Recorder:
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         payload = x.numel() * x.element_size()
+        if op == "all_to_all_single":
+            give, take = arg
+            share = 1 - give[0] / max(sum(give), 1)  # what this rank keeps does not travel
+            self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * share)))
+            return x.new_zeros(sum(take), *x.shape[1:])
         self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * _SENT[op](self.size))))
         if op == "all_gather":
             return x.new_zeros(self.size, *x.shape)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_table import DIFFERENTIABLE, DTYPES, OPS, SIZES, inputs
+from collective_table import DIFFERENTIABLE, DTYPES, OPS, OPS_AND_ENGINES, SIZES, inputs
 from helpers import max_diff, raises_text, same_bits
 from torch import Tensor
 
@@ -14,9 +14,8 @@ import fjoin
 from fjoin import transforms as tx
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
 def test_meaning(op: str, n: int, engine: Any) -> None:
     call, shape, expected = OPS[op]
     xs = inputs(n, shape(n))
@@ -35,9 +34,8 @@ def test_one_rank_without_a_simulator(op: str) -> None:
     assert out.data_ptr() != x.data_ptr(), "results are new tensors"
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.parametrize(("op", "engine"), [case for case in OPS_AND_ENGINES if case[0] in DIFFERENTIABLE])
 def test_gradient_is_that_of_the_sum_of_all_ranks_outputs(op: str, n: int, engine: Any) -> None:
     call, shape, expected = OPS[op]
     xs = inputs(n, shape(n), seed=1)
@@ -73,8 +71,7 @@ def test_maximum_has_no_gradient() -> None:
     raises_text(TypeError, lambda: tx.simulate(run, {"data": 2}, [torch.tensor(1.0)] * 2), "pmax has no gradient")
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
 def test_somebody_elses_vmap_around_it(op: str, engine: Any) -> None:
     """torch.func.vmap over an ensemble of 4, inside each rank."""
     call, shape, expected = OPS[op]
@@ -154,6 +151,11 @@ def test_trees_travel_packed() -> None:
         notes.clear()
         out = tx.all_gather(tree, "data")
         assert len(notes) == 3 and out["b"][0].shape == (4, 2, 2)
+        notes.clear()
+        rows, sizes = {"a": torch.ones(6, 5), "b": torch.ones(6)}, {"input_split_sizes": (1, 0, 3, 2)}
+        out = tx.all_to_all_single(rows, "data", **sizes, output_split_sizes=(1, 4, 4, 0))
+        (m,) = notes
+        assert (m.payload_bytes, m.sent_bytes) == (6 * 24, 5 * 24) and out["a"].shape == (9, 5)
     (out, _) = tx.simulate(lambda: tx.psum(tree, "data"), {"data": 2})
     assert same_bits(out, {"a": torch.ones(3) * 2, "b": [torch.ones(2, 2) * 2, torch.ones(()) * 2],
                            "c": torch.ones(4, dtype=torch.float64) * 2, "d": torch.tensor(2)})  # fmt: skip
@@ -191,6 +193,34 @@ def test_errors_say_where() -> None:
     raises_text(ValueError, run(lambda x: tx.ppermute(x, "data", [(0, 3)])), "target outside axis 'data'")
     raises_text(tx.UnboundAxis, run(lambda x: tx.psum(x, "node")), "'node'", "['data']", "fjoin.mesh")
     raises_text(TypeError, run(lambda x: tx.psum(x, 3)), "named by a string", "3")
+
+
+def test_split_sizes_that_do_not_fit() -> None:
+    """An exchange of rows that the ranks do not agree on is named, whichever rank is wrong."""
+
+    def run(gives: Any, takes: Any, x: Any = None) -> Any:
+        def one_rank(r: Any) -> Any:
+            give, take = (None if sizes is None else sizes[int(r)] for sizes in (gives, takes))
+            tree = {"k": torch.ones(3)} if x is None else x
+            return tx.all_to_all_single(tree, "data", input_split_sizes=give, output_split_sizes=take)
+
+        return lambda: tx.simulate(one_rank, {"data": 2}, [0, 1])
+
+    fine = [(1, 2), (2, 1)], [(1, 2), (2, 1)]
+    assert [out["k"].shape for out in run(*fine)()] == [(3,), (3,)]
+    raises_text(ValueError, run([(1, 2)] * 2, None), "output_split_sizes", "None", "both")
+    raises_text(ValueError, run([(3,)] * 2, [(3,)] * 2), "input_split_sizes", "2 ranks", "(3,)")
+    raises_text(ValueError, run([(4, -1)] * 2, fine[1]), "at least 0", "(4, -1)")
+    raises_text(ValueError, run([(1.5, 1.5)] * 2, fine[1]), "whole number", "1.5")
+    raises_text(ValueError, run([(1, 1)] * 2, [(1, 1)] * 2), "'k'", "(3,)", "must be 2")
+    raises_text(ValueError, run(*fine, x={"z": torch.ones(())}), "'z'", "()")
+    raises_text(ValueError, run(fine[0], [(2, 2), (2, 1)]), "rank 0", "sends itself 1 rows", "takes 2")
+    raises_text(tx.CollectiveMismatch, run(fine[0], [(1, 4), (2, 1)]), "rank 1 sends 2 rows to rank 0, which takes 4")
+    same = {"input_split_sizes": (1, 2), "output_split_sizes": (1, 2)}
+    mapped = lambda: tx.simulate(  # noqa: E731
+        lambda x: tx.all_to_all_single(x, "data", **same), {"data": 2}, [torch.ones(3)] * 2, engine="vmap"
+    )
+    raises_text(tx.NotVmappable, mapped, "lockstep")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it enters a level

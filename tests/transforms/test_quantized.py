@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_table import OPS, SIZES, inputs, ring
+from collective_table import OPS, OPS_AND_ENGINES, SIZES, inputs, ring
 from helpers import assert_untouched, raises_text, same_bits, snapshot
 from torch import Tensor
 
@@ -26,8 +26,8 @@ CODECS: dict[str, tuple[Any, float]] = {
     "int4": (tx.int4(block=4), 1 / 13),
     "int8 by chance": (tx.int8(stochastic=True).keyed(1, 2), 1 / 126),
 }
-SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pbroadcast"]
-SERVED_OPS = [op for op in OPS if not op.startswith(("pmax", "pmin"))]
+SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "all_to_all_single", "ppermute", "pbroadcast"]
+SERVED_OPS = [case for case in OPS_AND_ENGINES if not case[0].startswith(("pmax", "pmin"))]
 
 
 def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
@@ -35,9 +35,8 @@ def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
         monkeypatch.setattr(tx, name, tx.quantized(getattr(tx, name), codec))
 
 
-@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("op", SERVED_OPS)
+@pytest.mark.parametrize(("op", "engine"), SERVED_OPS)
 def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: Any) -> None:
     made, room = CODECS[codec]
     all_quantized(monkeypatch, made)
@@ -80,6 +79,7 @@ CALLS: dict[str, Any] = {
     "psum_scatter": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
     "all_gather": lambda f, x, n: f(x, "data", dim=1),
     "all_to_all": lambda f, x, n: f(x, "data", tiled=True),
+    "all_to_all_single": lambda f, x, n: f(x, "data"),
     "ppermute": lambda f, x, n: f(x, "data", ring(n)[1:]),
     "pbroadcast": lambda f, x, n: f(x, "data", n - 1),
 }
@@ -147,7 +147,7 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, codec: str) -> None:
         xs = [{"x": torch.ones(n, 4)} for _ in range(n)]
         xs[n - 1]["x"][0, 2] = bad  # its own piece for rank 0
         out = on_ranks(name, coded, xs)
-        hit = [0] if name in ("psum_scatter", "all_to_all", "ppermute") else list(range(n))
+        hit = [0] if name in ("psum_scatter", "all_to_all", "all_to_all_single", "ppermute") else list(range(n))
         assert [bool(torch.isfinite(o["x"]).all()) for o in out] == [r not in hit for r in range(n)], n
 
 
@@ -179,6 +179,7 @@ def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
     once = {
         "all_gather": [("all_gather", *ints), ("all_gather", torch.uint8, whole)],
         "all_to_all": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
+        "all_to_all_single": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
         "psum_scatter": [("psum_scatter", *ints), ("all_to_all", torch.uint8, row * n)],
         "ppermute": [("ppermute", *ints), ("ppermute", torch.uint8, whole)],
         "pbroadcast": [("pbroadcast", *ints), ("pbroadcast", torch.uint8, whole)],
@@ -200,6 +201,44 @@ def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
         x = {"a": torch.rand(1, 40), "b": torch.rand(1, 3, dtype=torch.float64)}
         notes = sent(monkeypatch, {"data": 1}, lambda x: CALLS[name](f, x, 1), [x])  # noqa: B023
         assert {dtype for _, dtype, _ in notes} == {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """To each rank its own number of rows, none included: a row of bytes for each, all floats of a call in one message."""
+    made, room = CODECS[codec]
+    gives = [(0, 2, 3), (4, 1, 0), (2, 0, 0)]
+    takes = [tuple(give[r] for give in gives) for r in range(3)]
+    g = torch.Generator().manual_seed(0)
+    trees = [
+        {"a": torch.rand(sum(give), 5, generator=g), "b": torch.rand(sum(give), generator=g).to(torch.bfloat16),
+         "n": torch.arange(sum(give)) + 10 * r}
+        for r, give in enumerate(gives)
+    ]  # fmt: skip
+
+    def one_rank(tree: Any, give: Any, take: Any, coded: bool = True) -> Any:
+        f = tx.quantized(tx.all_to_all_single, made) if coded else tx.all_to_all_single
+        return f(tree, "data", input_split_sizes=give, output_split_sizes=take)
+
+    got, want = (
+        tx.simulate(lambda *given: one_rank(*given, coded), {"data": 3}, trees, gives, takes)  # noqa: B023
+        for coded in (True, False)
+    )
+    for mine, other in zip(got, want, strict=True):
+        assert torch.equal(mine["n"], other["n"])
+        for path in ("a", "b"):
+            a, b = mine[path], other[path]
+            assert a.dtype is b.dtype and a.shape == b.shape
+            assert ((a - b).abs() <= room + 2.0**-8 * (path == "b")).all()
+    rows = list(zip(trees, gives, takes, strict=True))
+    notes = sent(monkeypatch, {"data": 3}, lambda row: one_rank(*row), rows)
+    assert notes == [
+        ("all_to_all_single", torch.int64, 8 * sum(gives[0])),
+        ("all_to_all_single", torch.uint8, sum(made.width(6 * n) for n in gives[0])),
+    ]
+    trees[1]["a"][0, 0] = math.nan  # which goes to rank 0
+    hit = [not torch.isfinite(out["a"]).all() for out in tx.simulate(one_rank, {"data": 3}, trees, gives, takes)]
+    assert hit == [True, False, False]
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -22,6 +22,7 @@ class Axis(Protocol):
         all_gather                                                          (...) -> (n, ...)
         psum_scatter                                                        (n, ...) -> (...)
         all_to_all                                                          (n, ...) -> (n, ...)
+        all_to_all_single (arg: rows to each rank, rows from each)          (rows, ...) -> (others, ...)
 
     `token` is None, or a tensor that marks the level of torch.func.vmap that is this axis.
     """

@@ -54,6 +54,10 @@ class SimulatedAxis:
         return torch.tensor(self.rank)
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        if op == "all_to_all_single":  # whose rows and sizes differ between ranks
+            call = f"{op}({str(x.dtype).removeprefix('torch.')}[:, {str(list(x.shape[1:]))[1:]})"
+            rows: Tensor = self._world.meet(self._me, self._group, call, (x.detach(), arg), _cross)
+            return rows
         detail = "" if arg is None else f", {arg!r}"
         call = f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail})"
         out: Tensor = self._world.meet(self._me, self._group, call, x.detach(), lambda xs: _combine(op, xs, arg))
@@ -89,6 +93,18 @@ def _combine(op: str, xs: list[Tensor], arg: Any) -> list[Tensor]:
         return list(torch.stack(xs).transpose(0, 1).contiguous().unbind(0))
     source = {target: s for s, target in arg}
     return [xs[source[r]].clone() if r in source else torch.zeros_like(xs[r]) for r in range(n)]
+
+
+def _cross(given: list[Any]) -> list[Tensor]:
+    """Of all ranks' (rows, (rows to each, rows from each)) the rows that each gets."""
+    pieces = [rows.split(give) for rows, (give, _) in given]
+    for target, (_, (_, take)) in enumerate(given):
+        for source, n in enumerate(take):
+            if n != (sent := len(pieces[source][target])):
+                raise CollectiveMismatch(
+                    f"all_to_all_single: rank {source} sends {sent} rows to rank {target}, which takes {n}"
+                )
+    return [torch.cat([of[target] for of in pieces]) for target in range(len(given))]
 
 
 def _copies(x: Tensor, n: int) -> list[Tensor]:

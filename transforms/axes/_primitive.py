@@ -20,6 +20,7 @@ _TRANSPOSE = {
     "all_gather": "psum_scatter",
     "psum_scatter": "all_gather",
     "all_to_all": "all_to_all",
+    "all_to_all_single": "all_to_all_single",
     "ppermute": "ppermute",
     "pbroadcast": "psum",
 }
@@ -49,6 +50,8 @@ class _Collective(torch.autograd.Function):
             raise TypeError(f"{op} has no gradient; detach its input, or use psum or all_gather")
         if op == "ppermute":
             arg = tuple((target, source) for source, target in arg)
+        if op == "all_to_all_single":
+            arg = arg[::-1]
         out = _apply_function(grad, axis.token, _TRANSPOSE[op], arg, axis)
         if op == "pbroadcast":
             out = torch.where(axis.index() == ctx.arg, out, torch.zeros_like(out))

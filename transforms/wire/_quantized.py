@@ -30,6 +30,7 @@ from ..axes._collectives import (
     split_ranks,
 )
 from ..axes._primitive import AxisName, as_tensor, names, packed
+from ..axes._ragged import all_to_all_single, check_splits
 from ._codec import Codec, refuse_derivative
 from ._dice import encode_rows
 from ._reduce import coded_mean
@@ -43,8 +44,8 @@ def quantized(collective: C, codec: Codec) -> C:
     All floating-point leaves of a call go in one message (`psum` and `pmean` over three ranks and more: one to the ranks
     that sum, and one back), read as float32. Leaves of other dtypes go as they always do, in a message for each dtype.
 
-        all_gather, all_to_all, ppermute, pbroadcast   moved: each value is encoded once, and a rank's own value
-                                                       comes back as the others get it
+        all_gather, all_to_all, all_to_all_single,     moved: each value is encoded once, and a rank's own value
+        ppermute, pbroadcast                           comes back as the others get it
         psum_scatter                                   moved, then summed in float32
         psum, pmean                                    as `quantized_mean`: bytes do not grow with the ranks, and all
                                                        ranks get the same to the bit
@@ -137,6 +138,34 @@ def _all_to_all(
     return _on_floats(x, axis, run, lambda rest: all_to_all(rest, axis, split_dim, concat_dim, tiled=tiled))
 
 
+def _all_to_all_single(
+    codec: Codec, x: Tree, axis: str, *, input_split_sizes: Any = None, output_split_sizes: Any = None
+) -> Tree:
+    if input_split_sizes is None and output_split_sizes is None:
+        return _all_to_all(codec, x, axis, tiled=True)
+    give, take = check_splits(x, axis, input_split_sizes, output_split_sizes)
+
+    def run(rows: Tensor) -> Tensor:
+        # A row of bytes for each receiver, as long as what goes there.
+        coded = [
+            encode_rows(codec, piece.reshape(1, -1), axis_index(axis), i)[0] for i, piece in enumerate(rows.split(give))
+        ]
+        widths = [codec.width(n * rows.shape[1]) for n in take]
+        moved = all_to_all_single(
+            torch.cat(coded), axis, input_split_sizes=[len(row) for row in coded], output_split_sizes=widths
+        )
+        pieces = [
+            codec.decode(row.unsqueeze(0), n * rows.shape[1]).view(n, rows.shape[1])
+            for row, n in zip(moved.split(widths), take, strict=True)
+        ]
+        return torch.cat(pieces)
+
+    return _on_floats(
+        x, axis, lambda floats: packed(floats, 1, run),
+        lambda rest: all_to_all_single(rest, axis, input_split_sizes=give, output_split_sizes=take),
+    )  # fmt: skip
+
+
 def _psum_scatter(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
     def run(floats: Tree) -> Tree:
         rows = split_ranks("psum_scatter", floats, axis, dim, tiled)
@@ -148,6 +177,7 @@ def _psum_scatter(codec: Codec, x: Tree, axis: AxisName, *, dim: int = 0, tiled:
 
 _SERVED: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (psum, _psum), (pmean, _pmean), (psum_scatter, _psum_scatter), (all_gather, _all_gather), (all_to_all, _all_to_all),
+    (all_to_all_single, _all_to_all_single),
     (ppermute, _ppermute), (pbroadcast, _pbroadcast),
 )  # fmt: skip
 
