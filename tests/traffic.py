@@ -1,4 +1,4 @@
-"""What is given to torch.distributed while something runs."""
+"""What is given to torch.distributed while something runs, and what `explain` has said of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
+
+from fjoin.transforms._explanation import Explanation, Message
 
 # Of each function which argument is sent.
 _SENDS: dict[str, int | None] = {
@@ -59,3 +61,18 @@ def watched() -> Iterator[list[Sent]]:
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
+
+
+def announced(what: Explanation, step: int) -> list[Message]:
+    """The messages that an explanation says are sent in a step, counted from 0."""
+
+    def runs(when: str) -> bool:
+        known = {"each step": True}
+        for limit in when.split(", "):
+            if limit.startswith("before step "):
+                known[limit] = step < int(limit.removeprefix("before step "))
+            if limit.startswith("from step "):
+                known[limit] = step >= int(limit.removeprefix("from step "))
+        return all(known[limit] for limit in when.split(", "))
+
+    return [m for row in what.rows if runs(row.when) for m in row.messages]

@@ -74,6 +74,8 @@ class Transform(_Specified):
         loses: For a transform that does not send all of a gradient: `params -> paths` of those of which it does not, and of
             which it keeps the rest in `extra["memory"]`; see `error_feedback`. None: nothing is lost, or what its parts lose.
         named: Whether `update` looks at paths, so that no flat buffer may stand for leaves.
+        phases: For a transform that sends one thing in some steps and another in others: pairs of when, in words, and what: the
+            transform that runs then, or the `init` of a state in which it does then what it does; `explain` shows them.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -90,6 +92,7 @@ class Transform(_Specified):
     wired: bool = False
     loses: Callable[[Tree], Collection[str]] | None = None
     named: bool = False
+    phases: tuple[tuple[str, Transform | Callable[[Tree], State]], ...] = ()
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:

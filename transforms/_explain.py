@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -133,12 +134,18 @@ def explain_cut(
         wide = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in layout)
 
         def explain_stage(part: Transform, when: str, carries: bool, per_bucket: bool = False) -> None:
-            inner = _alternatives(part)
+            inner, first = _alternatives(part), len(rows)
             for child, child_when in inner:
                 for stage in stages(child):
                     both = [w for w in (when, child_when) if w != "each step"]
                     explain_stage(stage, ", ".join(both) or "each step", carries, per_bucket)
             if inner:
+                of_phases, whole = sum(row.state_bytes for row in rows[first:]), _state_bytes(part.init(fake))
+                if of_phases > whole:  # they are of one state
+                    rows[first:] = [row._replace(state_bytes=0) for row in rows[first:]]
+                    of_phases = 0
+                if whole > of_phases:
+                    rows.append(Row(f"(state of {part.spec.name})", part.scope, when, (), whole - of_phases))
                 return
             if part is plan.reduce:
                 messages = _reduction_messages(part, layout, lane, notes)
@@ -182,13 +189,12 @@ def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None
 def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
     """What runs inside a transform that decides when others run."""
     spec = part.spec
-    if spec.name == "switch_after":
-        return [(spec["before"], f"before step {spec['step']}"), (spec["after"], f"from step {spec['step']}")]
-    if spec.name == "every":
-        return [(spec["transform"], f"every {spec['steps']} steps")]
-    if spec.name == "accumulate":
-        return [(spec["transform"], f"once in {spec['steps']} calls")]
-    if not any(spec.contains(name) for name in ("every", "switch_after", "accumulate")):
+    if part.phases:
+        return [
+            (what if isinstance(what, Transform) else dataclasses.replace(part, init=what, phases=()), when)
+            for when, what in part.phases
+        ]
+    if not _has_phases(part):
         return []
     if spec.name == "partition":
         return [(_part_of_partition(spec["parts"], pattern), "each step") for pattern in spec["parts"]]
@@ -199,6 +205,10 @@ def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
     if len(inside) > 1:
         return [(_around(spec, holds[0], stage), "each step") for stage in inside]
     return [(_around(spec, holds[0], stage), when) for stage, when in _alternatives(inside[0])]
+
+
+def _has_phases(part: Any) -> bool:
+    return bool(getattr(part, "phases", ())) or any(_has_phases(child) for child in part.spec.children)
 
 
 def _around(spec: Spec, argument: str, stage: Transform) -> Transform:

@@ -5,6 +5,7 @@ What decides whether a collective runs is a host integer in the state, the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -18,6 +19,21 @@ from ._combine import widest
 from ._spec import factory
 from ._tree import State, Tree, choose_state, zeros_like
 from .sync._weights import check_weight
+
+
+def phases_from(starts: Sequence[tuple[int, Any]]) -> tuple[tuple[str, Any], ...]:
+    """`Transform.phases` of which each begins at a step, and ends where the next one begins.
+
+    >>> phases_from([(0, "a"), (3, "b"), (5, "c")])
+    (('before step 3', 'a'), ('from step 3, before step 5', 'b'), ('from step 5', 'c'))
+    """
+    ends = [*[start for start, _ in starts[1:]], None]
+    found = []
+    for (start, what), end in zip(starts, ends, strict=True):
+        if end is None or end > start:
+            limits = [f"from step {start}"] * (start > 0) + ([] if end is None else [f"before step {end}"])
+            found.append((", ".join(limits) or "each step", what))
+    return tuple(found)
 
 
 class SwitchState(NamedTuple):
@@ -70,7 +86,8 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         return part.sums(inner) if part.sums else None
 
     both = before.sums and after.sums
-    return Transform(init, update, scope=widest([before, after]), sums=sums if both else None)
+    phases = phases_from([(0, before), (step, after)])
+    return Transform(init, update, scope=widest([before, after]), sums=sums if both else None, phases=phases)
 
 
 class EveryState(NamedTuple):
@@ -116,7 +133,7 @@ def every(steps: int, transform: Transform) -> Transform:
         grads, inner = transform.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
         return grads, EveryState(count, inner)
 
-    return Transform(init, update, scope=transform.scope)
+    return Transform(init, update, scope=transform.scope, phases=((f"every {steps} steps", transform),))
 
 
 class AccumulateState(NamedTuple):
@@ -188,4 +205,5 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         )
         return out, fresh(grads, count, inner)
 
-    return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform))
+    once = ((f"once in {steps} calls", transform),)
+    return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform), phases=once)

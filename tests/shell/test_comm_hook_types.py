@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
-from traffic import watched
+from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -98,36 +98,26 @@ def test_ranks_count_alike_as_in_torch(pool: Any) -> None:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def in_step(what: Any, step: int) -> list[Any]:
-    """The messages of a step: of what runs before or from some step on, those that do in this one."""
-
-    def runs(when: str) -> bool:
-        known = {"each step": True, "before step 1000": step < 1000, "from step 1000": step >= 1000}
-        return known[when]
-
-    return sorted((m.payload_bytes, str(m.dtype)) for row in what.rows if runs(row.when) for m in row.messages)
-
-
 def messages(name: str) -> Any:
     ddp = DistributedDataParallel(make_model(dtype=torch.float32), **SMALL)
     handle = fjoin.ddp.register_comm_hook_type(name, ddp)
     sent: list[Any] = []
-    announced = [handle.explain()]
+    said = [handle.explain()]
     for batch in make_batches(1, [[2] * 3] * 3, torch.float32)[dist.get_rank()]:
         ddp.zero_grad()
         with watched() as seen:
             mean_loss(ddp, batch).backward()
         sent.append(sorted((one.bytes, one.dtype) for one in seen))
-        announced.append(handle.explain())
-    return sent, [in_step(what, i) for i, what in enumerate(announced)]
+        said.append(handle.explain())
+    return sent, [sorted((m.payload_bytes, str(m.dtype)) for m in announced(what, i)) for i, what in enumerate(said)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_what_is_announced_is_sent(pool: Any, name: str, ranks: int) -> None:
     """Bytes and dtypes of all messages, by watching torch.distributed: before the first pass for that, then for the last."""
-    for sent, announced in pool.run(ranks, messages, name):
-        assert sent == announced[1:] and sent[0] == announced[0]
+    for sent, said in pool.run(ranks, messages, name):
+        assert sent == said[1:] and sent[0] == said[0]
         assert bool(sent[0]) == (name != "NOOP")
 
 

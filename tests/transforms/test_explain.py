@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -79,6 +80,35 @@ def test_explain_finds_what_runs_now_and_then_inside_others() -> None:
     ]  # fmt: skip
     ((when, messages),) = rows(tx.skip_if_nonfinite(tx.every(2, mean)))
     assert when == "every 2 steps" and len(messages) == 1
+
+
+def test_explain_of_what_changes_with_the_step() -> None:
+    """A row for each phase, also inside others; the state once, all of it."""
+    params = {"w": torch.zeros(1000, 4), "v": torch.zeros(16, dtype=torch.bfloat16)}
+    grads = 4016 * 4  # in float32, momenta's dtype
+
+    def rows(hook: tx.Transform) -> list[Any]:
+        return list(tx.explain(hook, params, {"data": 4}).rows)
+
+    dgc = tx.dgc("data", 0.01, warmup=7)
+    for hook in (dgc, tx.masked(dgc, "*"), tx.skip_if_nonfinite(dgc)):
+        *phases, state = rows(hook)
+        starts = ["2", "3", "5", "6", "7"]
+        assert [row.when for row in phases] == [
+            "before step 2", *(f"from step {a}, before step {b}" for a, b in itertools.pairwise(starts)), "from step 7"
+        ]  # fmt: skip
+        sent = [sum(m.payload_bytes for m in row.messages) for row in phases]
+        assert all(a > 1.3 * b for a, b in itertools.pairwise(sent)), sent
+        assert not any(row.state_bytes for row in phases) and 2 * grads <= state.state_bytes < 2 * grads + 40
+    for hook, slots in ((tx.one_bit_adam("data", 3), 3), (tx.one_bit_lamb("data", 3), 4)):
+        first, then, state = rows(hook)
+        assert (first.when, then.when) == ("before step 3", "from step 3") and first.stage == then.stage == repr(hook)
+        sent, coded = (sum(m.payload_bytes for m in row.messages) for row in (first, then))
+        assert sent >= grads > 8 * coded
+        assert slots * grads <= state.state_bytes < slots * grads + 60
+    inner, state = rows(tx.accumulate(2, tx.mean("data")))
+    assert inner.state_bytes < 20 and state.state_bytes == 1000 * 4 * 4 + 16 * 2 + 8
+    assert [row.stage for row in rows(tx.switch_after(0, tx.noop(), tx.mean("data")))] == ["mean('data')"]
 
 
 def test_layout() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from .._by_path import replace_leaves
 from .._check import whole_number
 from .._spec import factory
 from .._tree import Tree, global_norm, named_leaves, wide_zeros
+from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane
 from ..sync._mean import MeanState, init_mean, mean
@@ -58,7 +61,7 @@ def dgc(
         nesterov: Send g + m u in the place of u.
         clip: The norm to which a rank clips its gradients of each bucket first; None: it does not. The paper takes that of the whole
             over the root of the ranks.
-        warmup: Calls in which the share falls from a quarter to k, in five stages; `explain` shows the first.
+        warmup: Calls in which the share falls from a quarter to k, in five stages.
         values: The codec of the values; None: `float32`.
         over: What to divide by; see `mean`.
         without_input: What a rank of weight 0 does: "freeze" keeps its momentum and its error, "flush" sends the error.
@@ -96,9 +99,10 @@ def dgc(
     inner = mean(axis, over)
     shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
     codecs = [top_k(share, values) for share in [*shares, k]]
+    starts = [-(-i * warmup // _STAGES) for i in range(len(codecs))]  # the step in which each begins
 
-    def init(params: Tree) -> DGCState:
-        return DGCState(init_mean(params), 0, wide_zeros(params), wide_zeros(params))
+    def init(params: Tree, step: int = 0) -> DGCState:
+        return DGCState(init_mean(params), step, wide_zeros(params), wide_zeros(params))
 
     def update(
         grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
@@ -116,14 +120,21 @@ def dgc(
             new[path] = torch.where(live.to(u.device) > 0, u, old)
             sends[path] = g.to(u) + momentum * u if nesterov else u
         memory = Memory(state.error, without_input == "flush")
-        stage = min(state.step * _STAGES // warmup, _STAGES) if warmup and shares else -1
+        codec = codecs[bisect.bisect(starts, state.step) - 1]
         out, reduced = inner.update(
             replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
-            carried=part_of(carried, "reduced"), **{**extra, "wire": codecs[stage], "memory": memory},
+            carried=part_of(carried, "reduced"), **{**extra, "wire": codec, "memory": memory},
         )  # fmt: skip
         for path, left in memory.new.items():
             new[path] = torch.where((left == 0) & (live.to(left.device) > 0), torch.zeros_like(left), new[path])
         back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
         return replace_leaves(grads, back), DGCState(reduced, state.step + 1, new, {**state.error, **memory.new})
 
-    return Transform(init, update, scope="message", sums=lambda state: state.reduced, loses=keeps_all)
+    return Transform(
+        init,
+        update,
+        scope="message",
+        sums=lambda state: state.reduced,
+        loses=keeps_all,
+        phases=phases_from([(start, functools.partial(init, step=start)) for start in starts]),
+    )

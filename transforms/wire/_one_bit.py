@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from .._by_path import replace_leaves
 from .._check import whole_number
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
-from .._when import switch_after
+from .._when import phases_from, switch_after
 from ..axes._primitive import AxisName
 from ..sync._mean import mean
 from ..sync._weights import Over, check_weight, known_share, silenced
@@ -59,8 +60,7 @@ def one_bit_adam(
         without_input: What a rank of weight 0 does with its error; see `error_feedback`.
 
     Returns:
-        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance)`. `explain` shows the warm-up's messages; the later
-        ones are those of `error_feedback(quantized_mean(axis, codec))`.
+        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance)`.
 
     Raises:
         ValueError: an argument out of range.
@@ -76,8 +76,9 @@ def one_bit_adam(
     """
     inner = _momenta(axis, warmup, b1, b2, codec, over, without_input)
 
-    def init(params: Tree) -> OneBitAdamState:
-        return OneBitAdamState(inner.init(params), 0, wide_zeros(params), wide_zeros(params))
+    def init(params: Tree, step: int = 0) -> OneBitAdamState:
+        begun = inner.init(params)._replace(step=step)
+        return OneBitAdamState(begun, step, wide_zeros(params), wide_zeros(params))
 
     def update(
         grads: Tree, state: OneBitAdamState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
@@ -89,7 +90,16 @@ def one_bit_adam(
         out = {path: _direction(new, path, warmup, b1, b2, eps) for path in got.momentum}
         return replace_leaves(grads, {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}), new
 
-    return Transform(init, update, scope=inner.scope, sums=sums_of_inner(inner), loses=keeps_all, named=inner.named)
+    phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
+    return Transform(
+        init,
+        update,
+        scope=inner.scope,
+        sums=sums_of_inner(inner),
+        loses=keeps_all,
+        named=inner.named,
+        phases=phases,
+    )
 
 
 class OneBitLambState(NamedTuple):
@@ -137,7 +147,7 @@ def one_bit_lamb(
         without_input: What a rank of weight 0 does with its error; see `error_feedback`.
 
     Returns:
-        A `Transform` with state `OneBitLambState`; its `update` needs the parameters. For `explain` see `one_bit_adam`.
+        A `Transform` with state `OneBitLambState`; its `update` needs the parameters.
 
     Raises:
         ValueError: an argument out of range; at `update`: no parameters are given.
@@ -159,13 +169,12 @@ def one_bit_lamb(
     if not threshold > 0:
         raise ValueError(f"threshold must be above 0, got {threshold!r}")
 
-    def init(params: Tree) -> OneBitLambState:
+    def init(params: Tree, step: int = 0) -> OneBitLambState:
         def each(value: float) -> dict[str, Tensor]:
             return {path: z.new_full((), value) for path, z in wide_zeros(params).items()}
 
-        return OneBitLambState(
-            inner.init(params), 0, wide_zeros(params), wide_zeros(params), wide_zeros(params), each(0.0), each(1.0)
-        )
+        begun, (m, v, fresh) = inner.init(params)._replace(step=step), [wide_zeros(params) for _ in range(3)]
+        return OneBitLambState(begun, step, m, v, fresh, each(0.0), each(1.0))
 
     def update(
         grads: Tree, state: OneBitLambState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
@@ -196,7 +205,10 @@ def one_bit_lamb(
         back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), new._replace(fresh=fresh, ratio=ratio, change=change)
 
-    return Transform(init, update, scope=inner.scope, sums=sums_of_inner(inner), loses=keeps_all, named=True)
+    phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
+    return Transform(
+        init, update, scope=inner.scope, sums=sums_of_inner(inner), loses=keeps_all, named=True, phases=phases
+    )
 
 
 def _ratio(param: Tensor, direction: Tensor) -> Tensor:
