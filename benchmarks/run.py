@@ -64,7 +64,7 @@ GROUPS = {
     "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", "ours overlap_step", *PIECES), "1gbit"),
     "wire": Group("10m", 24, 2, (*DDP, "ddp bf16", "ddp bf16 5", "ours", *WIRES), "1gbit"),
     "slow wire": Group("10m", 6, 1, (*DDP, "ddp bf16", "ours", *WIRES), "100mbit"),
-    "power": Group("10m", 24, 2, (*DDP, "ours", *POWERS), "1gbit"),
+    "power": Group("10m", 24, 2, (*DDP, "ours", *POWERS, "C", "O"), "1gbit"),
     "slow power": Group("10m", 8, 1, (*DDP, *POWERS), "100mbit"),
 }
 ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)

@@ -22,14 +22,15 @@ def ring(n: int) -> list[tuple[int, int]]:
     return [(r, (r + 1) % n) for r in range(n)]
 
 
-def rows(r: int, n: int) -> list[int]:
-    """How many go from rank r to each rank, and come from it: in all as many on each rank."""
-    return [(r + s) % n + 1 for s in range(n)]
+def rows(r: int, s: int, n: int) -> int:
+    """How many go from rank r to rank s: in all as many from each, but not as many there as back."""
+    return (r - s) % n + 1
 
 
 def ragged(x: Tensor, n: int) -> Tensor:
-    sizes = rows(int(tx.axis_index("data")), n)
-    return tx.all_to_all_single(x, "data", input_split_sizes=sizes, output_split_sizes=sizes)
+    me = int(tx.axis_index("data"))
+    give, take = [rows(me, s, n) for s in range(n)], [rows(s, me, n) for s in range(n)]
+    return tx.all_to_all_single(x, "data", input_split_sizes=give, output_split_sizes=take)
 
 
 # For each collective: its call, the input's shape for n ranks, and rank r's result in plain torch.
@@ -62,8 +63,8 @@ OPS: dict[str, tuple[Any, Any, Any]] = {
         lambda xs, r: torch.cat([x[2 * r : 2 * r + 2] for x in xs]),
     ),
     "all_to_all_single split": (
-        ragged, lambda n: (sum(rows(0, n)), 3),
-        lambda xs, r: torch.cat([x.split(rows(s, len(xs)))[r] for s, x in enumerate(xs)]),
+        ragged, lambda n: (n * (n + 1) // 2, 3),
+        lambda xs, r: torch.cat([x.split([rows(s, t, len(xs)) for t in range(len(xs))])[r] for s, x in enumerate(xs)]),
     ),
     "ppermute": (lambda x, n: tx.ppermute(x, "data", ring(n)), lambda n: (2, 3), lambda xs, r: xs[r - 1]),
     "ppermute partial": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from typing import Any
 
@@ -324,6 +325,12 @@ def test_dice_need_a_key() -> None:
     first, second, other = (coded(tx.qsgd(1).keyed(*key), x)[0] for key in ((0, 0), (0, 1), (1, 0)))
     assert not torch.equal(first, second) and not torch.equal(first, other)
     assert (coded(tx.random_k(10).keyed(0, 0), x)[2] != 0).sum() == 30, "each rank's part loses its own"
+    sizes = {"input_split_sizes": (150, 150), "output_split_sizes": (150, 150)}
+    received = tx.simulate(
+        lambda: tx.quantized(tx.all_to_all_single, tx.qsgd(1).keyed(0, 0))(x, "data", **sizes), {"data": 2}
+    )
+    parts = [part for out in received for part in out.split(150)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(parts, 2)), "each piece has dice of its own"
     raises_text(ValueError, lambda: tx.qsgd().keyed(0.5, 0), "seed", "0.5")  # type: ignore[arg-type]
 
 
