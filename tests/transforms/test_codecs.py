@@ -11,6 +11,7 @@ from helpers import raises_text, same_bits
 from torch import Tensor
 
 from fjoin import transforms as tx
+from fjoin.transforms.wire import _scaled
 from fjoin.transforms.wire._digits import in_a_byte, pack, unpack, width
 from fjoin.transforms.wire._noise import key_of, places_of
 
@@ -59,9 +60,10 @@ def test_as_exact_as_it_says(make: Any, part: float) -> None:
         assert ((back - x).abs() <= x.abs().amax(1, keepdim=True) * part * (1 + 1e-5)).all()
 
 
-def test_the_largest_value_is_never_rounded_beyond_the_largest_code() -> None:
+def test_the_largest_value_is_never_rounded_beyond_the_largest_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the scale's rounding lifts it a little above: 127.00001 and dice near 1 would be 128, a byte of -128."""
     x = torch.rand(3000, 8, generator=torch.Generator().manual_seed(0)) + 1.0
+    monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.places.shape, 1 - 2.0**-24))
     over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
     assert over > 0
     for codec in (
@@ -71,9 +73,20 @@ def test_the_largest_value_is_never_rounded_beyond_the_largest_code() -> None:
         tx.terngrad(),
         tx.fp8(stochastic=True),
     ):
-        most = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
-        most = type("", (), {"uniform": lambda self, n=most.places: torch.full(n.shape, 1 - 2.0**-24)})()
-        assert (codec.decode(codec.encode(x, most), 8) > 0).all(), codec
+        dice = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
+        assert (codec.decode(codec.encode(x, dice), 8) > 0).all(), codec
+
+
+@pytest.mark.parametrize("block", [7, None])
+def test_a_long_row_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
+    """Which nobody can tell: dice belong to places."""
+    codec, x = tx.terngrad(block, clip=2.5), torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(3000, dtype=torch.int32).view(3, 1000)
+    noise = tx.Noise(places, torch.tensor(1), torch.tensor(2))
+    whole = codec.encode(x, noise)
+    for size in (1, 64, 10**9):
+        monkeypatch.setattr(_scaled, "_SLICE", size)
+        assert torch.equal(codec.encode(x, noise), whole)
 
 
 def test_dice_depend_on_seed_step_and_path_and_on_nothing_else() -> None:

@@ -32,18 +32,18 @@ class Noise(NamedTuple):
 
     def uniform(self) -> Tensor:
         """(rows, n) float32 in [0, 1): independent for each place and each `own`."""
-        bits = mixed(self.places + self.own.to(torch.int32))
-        return ((bits >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+        bits = mixed_(self.places + self.own.to(torch.int32))
+        return bits.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
 
 
-def mixed(h: Tensor) -> Tensor:
-    """int32 to int32, one to one: each bit depends on all bits.
+def mixed_(h: Tensor) -> Tensor:
+    """int32 to int32, in place, one to one: each bit depends on all bits.
 
     Source: C. Wellons, lowbias32, of his hash-prospector.
     """
-    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * -2073254261
-    return h ^ ((h >> 16) & 0xFFFF)
+    for shift, factor in ((16, 0x7FEB352D), (15, -2073254261)):
+        h.bitwise_xor_((h >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
+    return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
 def places_of(leaves: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
@@ -61,7 +61,7 @@ def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) 
     out = torch.tensor(_signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
     for part in (step, *folded):
         part = part.to(device, torch.int32) if isinstance(part, Tensor) else _signed(part)
-        out = mixed(out * _GOLDEN + part + 1)
+        out = mixed_(out * _GOLDEN + part + 1)
     return out
 
 

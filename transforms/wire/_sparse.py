@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._spec import factory
 from ._codec import Codec, as_bytes, float32, read
-from ._noise import Noise, mixed
+from ._noise import Noise, mixed_
 
 
 @factory
@@ -125,7 +125,7 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
         """(rows, count) places of what is drawn with (rows, 1) keys, and of how many each was drawn, (count,)."""
         count = _count(k, n)
         part = torch.arange(count + 1, device=key.device) * n // max(count, 1)
-        lot = mixed(key + torch.arange(count, dtype=torch.int32, device=key.device)).to(torch.int64) & 0x7FFFFFFF
+        lot = mixed_(key + torch.arange(count, dtype=torch.int32, device=key.device)).to(torch.int64) & 0x7FFFFFFF
         of = part[1:] - part[:-1]
         return part[:-1] + lot % of, of
 

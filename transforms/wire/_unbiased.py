@@ -10,7 +10,7 @@ from .._spec import factory
 from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, read
 from ._noise import Noise
-from ._scaled import check_block, largest_of, whole
+from ._scaled import check_block, largest_of, slices, whole
 
 
 @factory
@@ -90,15 +90,18 @@ def natural() -> Codec:
     """
 
     def encode(x: Tensor, noise: Noise) -> Tensor:
-        bits = x.contiguous().view(torch.int32)
-        exponent = (bits >> 23) & 0xFF  # 0 for what is too small for a power of two of its own
-        up = noise.uniform() < (bits & 0x7FFFFF).to(torch.float32) * 2.0**-23
-        exponent = torch.where(exponent > 0, (exponent + up).clamp(max=254), exponent)
-        most = exponent.amax(dim=1, keepdim=True) if x.shape[1] else exponent.new_ones(x.shape[0], 1)
+        found = [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]
+        for part, where in zip(slices(x.unsqueeze(1)), slices(noise.places.unsqueeze(1)), strict=True):
+            bits = part.contiguous().view(torch.int32)
+            exponent = (bits >> 23).bitwise_and_(0xFF)  # 0 for what is too small for a power of two of its own
+            up = noise._replace(places=where).uniform() < (bits & 0x7FFFFF).to(torch.float32).mul_(2.0**-23)
+            found.append(exponent.add_(up & (exponent > 0)).clamp(max=254).to(torch.uint8).flatten(1))
+        exponents = torch.cat(found, dim=1)
+        most = exponents.amax(dim=1, keepdim=True) if x.shape[1] else exponents.new_ones(x.shape[0], 1)
         most = most.clamp(min=1)
-        scale = (most << 23).view(torch.float32) + 0 * _sum(x)
-        below = torch.where(exponent > 0, most - exponent, torch.full_like(exponent, 127)).clamp(max=127)
-        return torch.cat([as_bytes(scale), (below | ((bits >> 24) & 0x80)).to(torch.uint8)], dim=1)
+        scale = (most.to(torch.int32) << 23).view(torch.float32) + 0 * _sum(x)
+        below = torch.where(exponents > 0, (most - exponents).clamp(max=127), torch.full_like(exponents, 127))
+        return torch.cat([as_bytes(scale), below | torch.signbit(x).to(torch.uint8).mul_(128)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
         scale, codes = read(data[:, :4], torch.float32), data[:, 4:].to(torch.int32)
