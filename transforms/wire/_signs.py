@@ -68,12 +68,9 @@ def one_bit(block: int | None = 4096) -> Codec:
     def encode(x: Tensor) -> Tensor:
         lows, highs = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0)]
         for cut in in_blocks(x, block):
-            below = cut < 0
-            count = below.sum(dim=2)
-            negative = torch.where(below, cut, torch.zeros_like(cut)).mean(dim=2) * (cut.shape[2] / count.clamp(min=1))
-            rest = torch.where(below, torch.zeros_like(cut), cut).mean(dim=2)
-            lows.append(negative)
-            highs.append(rest * (cut.shape[2] / (cut.shape[2] - count).clamp(min=1)))
+            count, size = (cut < 0).sum(dim=2), cut.shape[2]
+            lows.append(cut.clamp(max=0.0).mean(dim=2) * (size / count.clamp(min=1)))
+            highs.append(cut.clamp(min=0.0).mean(dim=2) * (size / (size - count).clamp(min=1)))
         return torch.cat([as_bytes(torch.cat(lows + highs, dim=1)), _negative(x)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
