@@ -122,6 +122,11 @@ def plain(*trees: Tree) -> bool:
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given)))
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether Python may look at a tensor's values without waiting for a device: nothing differentiates, maps or fakes it."""
+    return type(x) is Tensor and x.device.type == "cpu" and plain(x)
+
+
 def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
     """Raise unless `tree` has the structure, shapes and dtypes of `like`.
 

@@ -1,14 +1,16 @@
-"""The laws that everything public obeys, for transforms, optimizers and codecs of one's own.
+"""The laws that everything public obeys, for transforms, optimizers, codecs and lossy means of one's own.
 
     fjoin.testing.check_codec(lambda: my_codec(bits=3))
 
 Each law is a function of what makes the thing, so that a test can run them one by one: `TRANSFORM_LAWS`,
-`OPTIMIZER_LAWS`, `CODEC_LAWS`. A law that is broken raises AssertionError.
+`OPTIMIZER_LAWS`, `CODEC_LAWS`, `FEEDBACK_LAWS`. A law that is broken raises AssertionError.
 """
 
 from ._check import check_codec as check_codec
+from ._check import check_feedback as check_feedback
 from ._check import check_optimizer as check_optimizer
 from ._check import check_transform as check_transform
 from ._codecs import CODEC_LAWS as CODEC_LAWS
+from ._feedback import FEEDBACK_LAWS as FEEDBACK_LAWS
 from ._optimizers import OPTIMIZER_LAWS as OPTIMIZER_LAWS
 from ._transforms import TRANSFORM_LAWS as TRANSFORM_LAWS

@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import transforms as tx
 from ._codecs import CODEC_LAWS
+from ._feedback import FEEDBACK_LAWS
 from ._optimizers import OPTIMIZER_LAWS
 from ._transforms import TRANSFORM_LAWS
 
@@ -15,8 +16,9 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     """Put a transform under all laws, on simulated ranks over the axis "data".
 
     They are: pure; what its scope says holds; called bucket by bucket as on the whole; in a chain as alone; a rank of weight
-    0 is not heard, whatever it holds; on one rank the identity; the order of ranks does not matter; it goes on from a
-    file to the bit; the vmap engine gives the same; repr, equality, JSON and fingerprint agree.
+    0 is not heard, whatever it holds; on one rank the identity; the order of ranks does not matter; what loses something does
+    not remember a step that is not finite; it goes on from a file to the bit; the vmap engine gives the same; repr, equality,
+    JSON and fingerprint agree.
 
     Args:
         make: Makes the transform, the same one each time; its parameters are float64, of the paths "layer.weight",
@@ -64,6 +66,25 @@ def check_codec(make: Callable[[], tx.Codec]) -> None:
     >>> fjoin.testing.check_codec(tx.int8)
     """
     _check(make, CODEC_LAWS)
+
+
+def check_feedback(make: Callable[[], tx.Transform]) -> None:
+    """Put a mean that loses something under the laws of error feedback, on three simulated ranks over the axis "data".
+
+    They are: what came out and what is still owed is what went in, whichever ranks have input, one, some or none; a step
+    that is not finite is told to all ranks, and forgotten.
+
+    Args:
+        make: Makes the mean, for example `quantized_mean`, with nothing before or behind it.
+
+    Raises:
+        AssertionError: a law is broken; the text begins with its name.
+
+    >>> import fjoin
+    >>> from fjoin import transforms as tx
+    >>> fjoin.testing.check_feedback(lambda: tx.quantized_mean("data", tx.int8()))
+    """
+    _check(make, FEEDBACK_LAWS)
 
 
 def _check(make: Callable[[], Any], laws: Sequence[Callable[[Any], None]]) -> None:

@@ -21,14 +21,14 @@ from ._compare import assert_untouched, max_diff, params_like, same_bits, snapsh
 RANKS = 3
 
 
-def _axes(make: Callable[[], tx.Transform], ranks: int) -> dict[str, int]:
+def axes_for(make: Callable[[], tx.Transform], ranks: int) -> dict[str, int]:
     """The axes that a transform names, all ranks along the first; "data" where it names none."""
     found = sorted(axes_of(make(), ())) or ["data"]
     return {name: ranks if i == 0 else 1 for i, name in enumerate(found)}
 
 
-def _rank(make: Callable[[], tx.Transform]) -> int:
-    return int(tx.axis_index(tuple(_axes(make, 1))))
+def rank_in(make: Callable[[], tx.Transform]) -> int:
+    return int(tx.axis_index(tuple(axes_for(make, 1))))
 
 
 def _grads(seed: int) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def _on_ranks(
             outs.append(out)
         return outs, state
 
-    return tx.simulate(one_rank, _axes(make, len(weights)), given, weights, engine=engine)
+    return tx.simulate(one_rank, axes_for(make, len(weights)), given, weights, engine=engine)
 
 
 def is_pure(make: Callable[[], tx.Transform]) -> None:
@@ -72,7 +72,7 @@ def is_pure(make: Callable[[], tx.Transform]) -> None:
             assert same_bits(first, second), "the second call gave another answer: there is hidden state"
             state = first[1]
 
-    tx.simulate(one_rank, _axes(make, 1))
+    tx.simulate(one_rank, axes_for(make, 1))
 
 
 def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
@@ -80,7 +80,7 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
 
     def one_rank() -> None:
         part, params = make(), params_like()
-        grads = _grads(_rank(make))
+        grads = _grads(rank_in(make))
         out, _ = part.update(grads, part.init(params), params, weight=2.0)
         if out is None:
             return
@@ -97,7 +97,7 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
                 )
                 assert max_diff(one, {path: out[path]}) == 0, f"{path} alone gave another answer"
 
-    tx.simulate(one_rank, _axes(make, RANKS))
+    tx.simulate(one_rank, axes_for(make, RANKS))
 
 
 BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
@@ -110,7 +110,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
         part, params = make(), params_like()
         if part.scope == "tree":
             return
-        rank = _rank(make)
+        rank = rank_in(make)
         whole = part.init(params)
         flat = part.scope == "element"
         states = [
@@ -140,7 +140,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                 for order in (states, states[::-1]):
                     assert same_bits(merge(order, params), whole), "the buckets' states are not the state of the whole"
 
-    tx.simulate(one_rank, _axes(make, RANKS))
+    tx.simulate(one_rank, axes_for(make, RANKS))
 
 
 def _same(value: Any) -> Any:
@@ -166,7 +166,7 @@ def chains(make: Callable[[], tx.Transform]) -> None:
     def one_rank() -> None:
         part, other, params = make(), tx.clip_by_value(0.5), params_like()
         both = tx.chain(part, other)
-        grads = _grads(_rank(make))
+        grads = _grads(rank_in(make))
         a, _ = both.update(grads, both.init(params), params, weight=1.0)
         b, _ = part.update(grads, part.init(params), params, weight=1.0)
         if b is None:
@@ -174,7 +174,7 @@ def chains(make: Callable[[], tx.Transform]) -> None:
         else:
             assert max_diff(a, other.update(b, (), params)[0]) == 0
 
-    tx.simulate(one_rank, _axes(make, RANKS))
+    tx.simulate(one_rank, axes_for(make, RANKS))
 
 
 def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
@@ -183,14 +183,14 @@ def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
     def run(poison: bool) -> Any:
         def one_rank() -> Any:
             part, params = make(), params_like()
-            idle = _rank(make) == 1
-            grads = _grads(_rank(make))
+            idle = rank_in(make) == 1
+            grads = _grads(rank_in(make))
             if idle and poison:
                 grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
             out, _ = part.update(grads, part.init(params), params, weight=0.0 if idle else 2.0)
             return out
 
-        return tx.simulate(one_rank, _axes(make, RANKS))
+        return tx.simulate(one_rank, axes_for(make, RANKS))
 
     clean, poisoned = run(False), run(True)
     for rank in (0, 2):
@@ -198,7 +198,7 @@ def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
 
 
 def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
-    """On an axis of one rank, a mean or a sum gives back the gradients times weight over divisor."""
+    """On an axis of one rank, a mean or a sum gives back the gradients times weight over divisor; another reduction, their signs."""
     (alone,) = _on_ranks(make, [2.0], steps=1)
     part = make()
     if not part.sums:
@@ -208,7 +208,8 @@ def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
         return
     total, grads = part.sums(state).total.item(), _grads(0)
     assert total in (1.0, 2.0)
-    if not part.wired:  # what it gives is no mean and no sum
+    if not part.wired:
+        assert all((out[0][path] * g > 0).all() for path, g in grads.items()), "it points another way"
         return
     # Every path is either summed, 2 g, or averaged, or then changed by a stage that has its own tests.
     for path in grads:
@@ -236,7 +237,7 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
             out, _ = part.update(_grads(who), part.init(params), params, weight=1.0 + who)
             return out
 
-        ranks = tx.simulate(one_rank, _axes(make, RANKS), order)
+        ranks = tx.simulate(one_rank, axes_for(make, RANKS), order)
         if ranks[0] is None:
             return {}
         # What is not the same on all ranks was not reduced, and stays with its rank.
@@ -255,6 +256,26 @@ def _holds(part: Any, what: Callable[[Any], bool]) -> bool:
     return what(part) or any(_holds(child, what) for child in part.spec.children)
 
 
+def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
+    """What loses something and remembers it does not remember a step that is not finite."""
+    if make().loses is None:
+        return
+    params = params_like()
+
+    def one_rank() -> None:
+        part, me = make(), rank_in(make)
+        state = part.init(params)
+        for step in range(6):
+            grads = _grads(10 * step + me)
+            if step in (1, 4) and me == 1:
+                grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
+            out, state = part.update(grads, state, params, weight=1.0)
+            fine = out is not None and all(torch.isfinite(leaf).all() for leaf in out.values())
+            assert fine or step in (1, 4), f"step {step} is not finite, as steps before it"
+
+    tx.simulate(one_rank, axes_for(make, RANKS))
+
+
 def resumes(make: Callable[[], tx.Transform]) -> None:
     """Saved to a file and loaded again, the state goes on to the bit."""
 
@@ -266,7 +287,7 @@ def resumes(make: Callable[[], tx.Transform]) -> None:
         b = part.update(_grads(1), loaded, params, weight=1.0)
         assert same_bits(a, b)
 
-    tx.simulate(one_rank, _axes(make, 1))
+    tx.simulate(one_rank, axes_for(make, 1))
 
 
 def saved_and_loaded(state: Any, like: Any) -> Any:
@@ -315,5 +336,5 @@ def _functions(part: Any) -> list[Any]:
 
 TRANSFORM_LAWS = [
     is_pure, keeps_its_scope, goes_bucket_by_bucket, chains, ignores_weight_zero, is_itself_alone,
-    forgets_the_order_of_ranks, resumes, maps, is_data,
+    forgets_the_order_of_ranks, forgets_what_is_not_finite, resumes, maps, is_data,
 ]  # fmt: skip

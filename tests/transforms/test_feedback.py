@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -191,3 +192,61 @@ def test_only_what_is_encoded_has_a_memory() -> None:
     assert list(tx.error_feedback(tx.masked(tx.quantized_mean("data", tx.int8()), "*.bias")).init(params).error) == [
         "a.bias"
     ]
+
+
+def test_one_memory_serves_one_mean() -> None:
+    """Two means behind each other inside one feedback would overwrite each other's errors."""
+    int4 = tx.int4()
+    parts = [tx.quantized_mean(axis, int4) for axis in ("local", "node")]
+    x = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+
+    def run(hook: tx.Transform) -> Any:
+        def one_rank(g: Tensor) -> Any:
+            state, total = hook.init(g), torch.zeros(40)
+            for _ in range(200):
+                out, state = hook.update(g, state)
+                total = total + out
+            return total / 200
+
+        return tx.simulate(one_rank, {"node": 2, "local": 2}, x)
+
+    raises_text(
+        ValueError,
+        lambda: run(tx.error_feedback(tx.chain(*parts))),
+        "twice",
+        "chain(error_feedback(a), error_feedback(b))",
+    )
+    apart = tx.chain(*(tx.error_feedback(part) for part in parts))
+    want = torch.stack(x).mean(0)
+    assert all((out - want).abs().max() < 0.01 for out in run(apart))
+
+
+def test_what_ef21_is_not_for() -> None:
+    raises_text(
+        TypeError, lambda: tx.ef21(tx.accumulate(2, tx.quantized_mean("data", tx.int8()))), "accumulate hold ef21"
+    )
+    hook, x = tx.ef21(tx.hierarchical_mean("local", "node", tx.int8())), torch.ones(4)
+    raises_text(
+        TypeError, lambda: tx.simulate(lambda: hook.update(x, hook.init(x)), {"node": 2, "local": 2}), "error_feedback"
+    )
+
+
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("flush", ["freeze", "flush"])
+@pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21, tx.loco])
+def test_a_call_without_any_input_gives_zeros_or_what_is_believed(make: Any, flush: Any, over: Any) -> None:
+    """And changes nothing that is owed or believed; next time all is as if it had not been."""
+    hook = make(tx.quantized_mean("data", tx.int4(), over), without_input=flush)
+    xs = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+
+    def one_rank(g: Tensor, pause: bool) -> Any:
+        state = hook.init(g)
+        _, state = hook.update(g, state, weight=1.0)
+        if pause:
+            out, state = hook.update(g * math.nan, state, weight=0.0)
+            assert torch.isfinite(out).all() and (make is tx.ef21 or not out.any())
+        return hook.update(g, state, weight=1.0)[0]
+
+    for ranks in (2, 3):
+        with_it, without = (tx.simulate(one_rank, {"data": ranks}, xs[:ranks], [p] * ranks) for p in (True, False))
+        assert max_diff(with_it, without) < (0.2 if make is tx.loco else 1e-6)

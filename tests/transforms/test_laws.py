@@ -13,7 +13,7 @@ from optimizer_table import OPTIMIZERS
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.testing import CODEC_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
+from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 from fjoin.transforms._spec import _FACTORIES
 
 
@@ -164,6 +164,27 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
 }
 
 
+# Means that lose something; a row for each codec besides.
+LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
+    "live": [lambda: tx.quantized_mean("data", tx.int4(), over="live")],
+    "world": [lambda: tx.quantized_mean("data", tx.int4(block=3), over="world")],
+    "cast": [lambda: tx.cast(torch.bfloat16, tx.mean("data"))],
+    "gathered": [lambda: tx.compress(tx.int4(), tx.all_gather_mean("data"))],
+    "hierarchical": [
+        lambda: tx.hierarchical_mean("local", "node", tx.int4(block=5)),
+        lambda: tx.compress(tx.int4(), tx.hierarchical_mean("node", "local", over="world")),
+    ],
+    "power_sgd": [
+        lambda: tx.power_sgd("data", min_compression_rate=1.0),
+        lambda: tx.power_sgd("data", min_compression_rate=1.0, warm_start=False, over="world"),
+        lambda: tx.compress(tx.int8(), tx.power_sgd("data", min_compression_rate=1.0)),
+        lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
+    ],
+    "by path": [lambda: tx.partition({"layer.*": tx.quantized_mean("data", tx.int4()), "*": tx.mean("data")})],
+    "later": [lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.sign()))],
+}
+
+
 def test_every_public_factory_has_a_row() -> None:
     public = {name for name, value in vars(tx).items() if name in _FACTORIES and inspect.isfunction(value)}
     assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | CODECS.keys()
@@ -178,6 +199,14 @@ def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, TRANSFORM_LAWS))
 def test_transform(make: Any, law: Any) -> None:
+    law(make)
+
+
+CODED = {name: [lambda make=make: tx.quantized_mean("data", make()) for make in rows] for name, rows in CODECS.items()}
+
+
+@pytest.mark.parametrize(("make", "law"), _cases({**LOSSY, **CODED}, FEEDBACK_LAWS))
+def test_error_feedback(make: Any, law: Any) -> None:
     law(make)
 
 

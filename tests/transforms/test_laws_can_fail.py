@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.testing import CODEC_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
+from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 
 
 def _plain(update: Any, **settings: Any) -> Callable[[], tx.Transform]:
@@ -84,6 +84,24 @@ def _wrong_total() -> tx.Transform:
     return tx.Transform(inner.init, inner.update, sums=lambda s: s._replace(total=s.total + 5))
 
 
+def _another_way() -> tx.Transform:
+    inner = tx.mean("data")
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        out, state = inner.update(grads, state, params, **extra)
+        return {k: -g for k, g in out.items()}, state
+
+    return tx.Transform(inner.init, update, sums=inner.sums)
+
+
+def _momentum() -> tx.Transform:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        new = {k: 0.9 * state[k] + g for k, g in grads.items()}
+        return new, new
+
+    return tx.Transform(lambda params: {k: 0 * p for k, p in params.items()}, update, loses=tuple)
+
+
 _MARK = torch.zeros(())
 
 
@@ -109,8 +127,9 @@ BROKEN_TRANSFORMS = {
     "goes_bucket_by_bucket": [_plain(_normalises, scope="leaf"), _norm_in_state, _not_told],
     "chains": [_broken_chain],
     "ignores_weight_zero": [_plain(_hears_all)],
-    "is_itself_alone": [_wrong_total],
+    "is_itself_alone": [_wrong_total, _another_way],
     "forgets_the_order_of_ranks": [_rank_first],
+    "forgets_what_is_not_finite": [_momentum],
     "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity)],
     "maps": [_plain(_looks_at_values)],
     "is_data": [_never_equal],
@@ -167,6 +186,30 @@ BROKEN_OPTIMIZERS = {
 def test_each_optimizer_law_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN_OPTIMIZERS[law.__name__])
+
+
+def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
+    """A mean in which something happens to what is kept."""
+    right = tx.quantized_mean("data", tx.int4())
+
+    def update(grads: Any, state: Any, params: Any = None, *, memory: Any, **extra: Any) -> Any:
+        out, state = right.update(grads, state, params, memory=memory, **extra)
+        memory.new.update({path: change(error, out[path]) for path, error in memory.new.items()})
+        return out, state
+
+    return lambda: tx.Transform(right.init, update, scope="message", sums=right.sums, loses=right.loses)
+
+
+BROKEN_FEEDBACK = {
+    "pays_what_it_owes": _lossy(lambda error, out: 0.9 * error),
+    "forgets_what_is_not_finite": _lossy(lambda error, out: error + 0 * out),
+}
+
+
+@pytest.mark.parametrize("law", FEEDBACK_LAWS, ids=lambda law: law.__name__)
+def test_each_law_of_feedback_can_fail(law: Any) -> None:
+    with pytest.raises(AssertionError):
+        law(BROKEN_FEEDBACK[law.__name__])
 
 
 def _codec(**changed: Any) -> Callable[[], tx.Codec]:

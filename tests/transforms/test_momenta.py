@@ -130,3 +130,45 @@ def test_what_is_refused() -> None:
     raises_text(
         ValueError, lambda: tx.simulate(lambda: hook.update(PARAMS[0], hook.init(PARAMS[0])), {"data": 2}), "parameters"
     )
+
+
+def test_what_is_sent_has_no_momentum_whatever_rounding_leaves() -> None:
+    """At k = 1.0 all is sent in each call: every result is the mean of that call's gradients, and of what was rounded off."""
+    x = torch.tensor([1.0, 0.76, -3.3])
+    for values in (None, tx.bfloat16()):
+        for ranks in (2, 3):
+            hook = tx.dgc("data", 1.0, values=values)
+
+            def one_rank(hook: tx.Transform = hook) -> Any:
+                state, outs = hook.init(x), []
+                for _ in range(5):
+                    out, state = hook.update(x, state)
+                    outs.append(out)
+                return outs
+
+            for outs in tx.simulate(one_rank, {"data": ranks}):
+                assert all((out - x).abs().max() < 0.05 for out in outs), outs
+
+
+@pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+def test_momenta_where_not_all_ranks_have_input(make: Any, over: Any) -> None:
+    """They stay where none has; and one rank's input alone gives the momentum of the mean, whatever that is divided by."""
+    hook, x = make("data", 2, codec=tx.float32(), over=over), torch.tensor([1.0, -2.0])
+    ranks = 3
+
+    def one_rank(rank: int) -> Any:
+        state, seen = hook.init(x), []
+        for step in range(7):
+            weight = 0.0 if step in (1, 4) and over != "world" else float(rank == 0)
+            out, state = hook.update(x if rank == 0 else x * float("nan"), state, x, weight=weight)
+            seen.append((weight, out, state.momentum[""]))
+        return seen
+
+    m, share = torch.zeros(2), 1 / ranks if over == "world" else 1.0
+    for step, (_, out, momentum) in enumerate(tx.simulate(one_rank, {"data": ranks}, list(range(ranks)))[0]):
+        if step in (1, 4) and over != "world":
+            assert out.eq(0).all()
+        else:
+            m = 0.9 * m + 0.1 * share * x
+        assert (momentum - m).abs().max() < 1e-6, step

@@ -14,7 +14,7 @@ from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._check import whole_number
 from .._spec import factory
-from .._tree import Tree, global_norm, named_leaves, wide_zeros
+from .._tree import Tree, all_finite, global_norm, named_leaves, wide_zeros
 from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane
@@ -50,9 +50,11 @@ def dgc(
 ) -> Transform:
     """The mean of the largest elements of what momentum has gathered; what is not sent is gathered on.
 
-        u <- m u + g,  v <- v + w u,  the largest k of v are sent; v <- v - sent,  u <- 0 where all of v was sent
+        u <- m u + g,  v <- v + w u,  the largest k of v are sent; v <- v - sent,  u <- 0 where v was sent
 
-    The momentum is inside, so the optimizer behind it has none: `fuse(dgc(axis), sgd(lr))`.
+    The momentum is inside, so the optimizer behind it has none: `fuse(dgc(axis), sgd(lr))`. What is sent in each call, as all is at
+    k = 1.0, so has no momentum; on an axis of one rank nothing is sent, and all of it has. Where a sum is not finite the state stays
+    as it was.
 
     Args:
         axis: One axis.
@@ -119,14 +121,17 @@ def dgc(
             u = momentum * old + g.to(old)
             new[path] = torch.where(live.to(u.device) > 0, u, old)
             sends[path] = g.to(u) + momentum * u if nesterov else u
-        memory = Memory(state.error, without_input == "flush")
+        memory = Memory(state.error, without_input == "flush", per_rank=True)
         codec = codecs[bisect.bisect(starts, state.step) - 1]
         out, reduced = inner.update(
             replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
             carried=part_of(carried, "reduced"), **{**extra, "wire": codec, "memory": memory},
         )  # fmt: skip
-        for path, left in memory.new.items():
-            new[path] = torch.where((left == 0) & (live.to(left.device) > 0), torch.zeros_like(left), new[path])
+        fine = all_finite(out)
+        for path, u in new.items():
+            if path in memory.coded:
+                u = torch.where((memory.coded[path] != 0) & (live.to(u.device) > 0), torch.zeros_like(u), u)
+            new[path] = torch.where(fine, u, state.momentum[path])
         back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
         return replace_leaves(grads, back), DGCState(reduced, state.step + 1, new, {**state.error, **memory.new})
 

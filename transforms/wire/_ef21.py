@@ -12,7 +12,7 @@ from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._combine import stages, widest
 from .._spec import Spec, factory
-from .._tree import State, Tree, named_leaves
+from .._tree import State, Tree, all_finite, named_leaves
 from ..sync._lane import Lane
 from ..sync._weights import Over, check_weight, known_share, not_zero, share, silenced
 from ._feedback import WithoutInput, _check, zero_errors
@@ -34,7 +34,8 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
 
         c <- what the others decode of w g - h,  h <- h + c,  H <- H + sum of all c,  the result: H / sum of w
 
-    With H the sum of all ranks' h. So gradients that settle are sent ever more exactly, and no error grows.
+    With H the sum of all ranks' h. So gradients that settle are sent ever more exactly. As for `error_feedback`, a code must lose less
+    than it is given. Where the sum is not finite, so is the result, and beliefs stay as they were.
 
     Args:
         hook: A mean in which something is encoded, `quantized_mean` or `compress`, over one axis.
@@ -45,7 +46,8 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         A `Transform` with state `EF21State(inner, own, whole, counts)`; `own` and `counts` differ between ranks.
 
     Raises:
-        TypeError: nothing is encoded in `hook`, or it is a chain: stages behind the mean stand behind `ef21`.
+        TypeError: nothing is encoded in `hook`, or it is a chain: stages behind the mean stand behind `ef21`, and `accumulate` around
+            it; at `update`: `hierarchical_mean`, in which a rank keeps what its node has lost.
         ValueError: `without_input` is none of the two.
 
     Source: Richtarik, Sokolov and Fatkhullin, EF21, arXiv:2106.05203, algorithm 2.
@@ -62,10 +64,11 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     [[3.0, 0.0, 0.0], [3.0, 0.0, 2.0], [3.0, 1.0, 2.0]]
     """
     _check(hook, without_input, "ef21")
-    if len(stages(hook)) > 1 or hook.sums is None or hook.spec.contains("partition"):
+    others = any(hook.spec.contains(name) for name in ("partition", "accumulate"))
+    if len(stages(hook)) > 1 or hook.sums is None or others:
         raise TypeError(
-            f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(quantized_mean(axis, codec)), ...) and let partition hold "
-            f"ef21, not the other way round"
+            f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(quantized_mean(axis, codec)), ...) and let partition and "
+            f"accumulate hold ef21, not the other way round"
         )
     over, sums_of = _over(hook.spec), hook.sums
 
@@ -88,7 +91,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             torch.where(factor > 0, torch.zeros_like(counts), counts) if over != "world" else torch.zeros_like(counts)
         )
         # What is owed is w g - h; what is left of it when c has been sent makes h + c = w g - left.
-        memory = Memory({path: -h for path, h in state.own.items()}, flush)
+        memory = Memory({path: -h for path, h in state.own.items()}, flush, per_rank=True)
         told = {**(lane or {}), _HELD: held} if carried is None else None
         out, inner = hook.update(
             grads, state.inner, params, weight=weight, lane=told, carried=part_of(carried, "inner"),
@@ -96,16 +99,17 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         )  # fmt: skip
         sums = sums_of(inner)
         of, results = named_leaves(grads), named_leaves(out)
-        own, whole = dict(state.own), dict(state.whole)
+        fine = all_finite(results)
+        own, whole, new = dict(state.own), dict(state.whole), {}
+        counted = sums.total + sums.lane.get(_HELD, 0.0)
         for path, left in memory.new.items():
-            given = silenced(of[path].to(left.dtype), factor, known)
-            own[path] = given * factor.to(given) - left
-            came = results[path].to(left.dtype)
-            whole[path] = whole[path] + (came if over is None else came * sums.total.to(came))
-        divisor = not_zero(sums.total + sums.lane.get(_HELD, 0.0))
-        new = {path: whole[path] if over is None else whole[path] / divisor.to(whole[path]) for path in memory.new}
-        out = replace_leaves(out, {path: new[path].to(results[path].dtype) for path in new})
-        return out, EF21State(inner, own, whole, counts)
+            given, came = silenced(of[path].to(left.dtype), factor, known), results[path].to(left.dtype)
+            belief = whole[path] + (came if over is None else came * sums.total.to(came))
+            mean = torch.where(counted == 0, torch.zeros_like(belief), belief / not_zero(counted).to(belief))
+            new[path] = (belief if over is None else mean).to(results[path].dtype)
+            own[path] = torch.where(fine, given * factor.to(given) - left, own[path])
+            whole[path] = torch.where(fine, belief, whole[path])
+        return replace_leaves(out, new), EF21State(inner, own, whole, counts)
 
     def sums(state: EF21State) -> Any:
         inner = sums_of(state.inner)

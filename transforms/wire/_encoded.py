@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import Tree, named_leaves
+from .._tree import Tree, named_leaves, on_host
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, decode_lane, encode_lane
@@ -54,7 +54,9 @@ def encoded_mean(
         errors = [memory.error[path] for path in of]
         owed = Owed(flat, ravel(errors, device), factor, known, memory.flush)
         reduced = reduce(wire, owed.given, factor, words, axis, times=owed.times, places=places)
-        memory.new.update(zip(of, split(owed.left(reduced), errors), strict=True))
+        memory.keep(of, split(owed.left(reduced), errors))
+        if memory.per_rank and reduced.coded is not None:
+            memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
     total, full = reduced.total, reduced.mean
     if over is None:
         full = full * total.to(torch.float32)
@@ -72,6 +74,7 @@ class Owed:
     """
 
     def __init__(self, flat: Tensor, error: Tensor, factor: Tensor, known: float | None, flush: bool) -> None:
+        self._error = error
         if known is None:
             self._owed = flat * factor.to(torch.float32) + error
             self.times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))
@@ -85,11 +88,17 @@ class Owed:
             self.given = self._owed if scale == 1.0 else self._owed / scale if scale else torch.zeros_like(self._owed)
 
     def left(self, reduced: Reduced) -> Tensor:
+        """Where the mean is not finite, or of nothing, no step is taken with it, so that nothing has been paid."""
         lost = reduced.lost
         assert lost is not None
         if isinstance(self._sends, Tensor):
-            return torch.where(self._sends, lost, self._owed + lost)
-        return lost if self._sends else self._owed + lost
+            left = torch.where(self._sends, lost, self._owed + lost)
+        else:
+            left = lost if self._sends else self._owed + lost
+        counted = reduced.total != 0
+        if on_host(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
+            return left
+        return torch.where(torch.isfinite(reduced.mean).all() & counted, left, self._error)
 
 
 def ravel(leaves: Any, device: torch.device | None) -> Tensor:

@@ -129,10 +129,12 @@ def _across(
     places = mine(places_of(of, part.device)) if codec.noisy else None
     if memory is None:
         return coded_mean(codec, mean, here, said, node, places=places)
+    if memory.per_rank:
+        raise TypeError("between nodes a rank keeps what its node has lost, which ef21 cannot use; use error_feedback")
     errors = [memory.error[path] for path in of]
     owed = Owed(mean, mine(ravel(errors, part.device)), here, None, memory.flush)
     reduced = coded_mean(codec, owed.given, here, said, node, owed.times, places)
     rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
     left = torch.where(rows, owed.left(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()
-    memory.new.update(zip(of, split(left[: sum(e.numel() for e in errors)], errors), strict=True))
+    memory.keep(of, split(left[: sum(e.numel() for e in errors)], errors))
     return reduced

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._tree import plain
+from .._tree import on_host, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
 from ._codec import Codec
@@ -200,7 +200,7 @@ def look(qs: list[Tensor], counted: Tensor) -> Outcome:
     live = counted != 0
     told = torch.cat([scale.view(-1) for scale in scales]) if scales else counted.view(1)
     whole = False
-    if type(told) is Tensor and told.device.type == "cpu" and plain([told, counted]):  # nothing has to be waited for
+    if on_host(told) and on_host(counted):
         whole = bool(live & (told > 0).all() & torch.isfinite(told).all())
     return Outcome(scales, live, whole)
 

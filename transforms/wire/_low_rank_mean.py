@@ -114,7 +114,7 @@ def reducing(
         given = Given(weight, lane, carried, wire, known, memory is not None and memory.flush)
         made = reduce(leaves, state, given)
         if memory is not None:
-            memory.new.update(made.errors)
+            memory.keep(made.errors, made.errors.values())
         out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
         q = {path: made.q.get(path, old) for path, old in state.q.items()}
         return out, PowerSGDState(made.reduced, made.counted, q, step)

@@ -13,7 +13,7 @@ from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._check import whole_number
 from .._spec import factory
-from .._tree import State, Tree, named_leaves, wide_zeros
+from .._tree import State, Tree, all_finite, named_leaves, wide_zeros
 from .._when import phases_from, switch_after
 from ..axes._primitive import AxisName
 from ..sync._mean import mean
@@ -60,7 +60,8 @@ def one_bit_adam(
         without_input: What a rank of weight 0 does with its error; see `error_feedback`.
 
     Returns:
-        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance)`.
+        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance)`. Where what came is not finite, or from nobody, momentum
+        and variance stay as they were.
 
     Raises:
         ValueError: an argument out of range.
@@ -83,12 +84,14 @@ def one_bit_adam(
     def update(
         grads: Tree, state: OneBitAdamState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, OneBitAdamState]:
-        got = _moments(inner, grads, state, carried, warmup, b1, b2, extra)
-        new = OneBitAdamState(
-            got.inner, state.step + 1, {**state.momentum, **got.momentum}, {**state.variance, **got.variance}
+        got, step = _moments(inner, grads, state, carried, warmup, b1, b2, over, extra), state.step + 1
+        back = {
+            path: _direction(got, path, step, warmup, b1, b2, eps).to(g.dtype)
+            for path, g in named_leaves(grads).items()
+        }
+        return replace_leaves(grads, back), OneBitAdamState(
+            got.inner, step, got.kept(state.momentum, got.momentum), got.kept(state.variance, got.variance)
         )
-        out = {path: _direction(new, path, warmup, b1, b2, eps) for path in got.momentum}
-        return replace_leaves(grads, {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}), new
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
     return Transform(
@@ -181,29 +184,29 @@ def one_bit_lamb(
     ) -> tuple[Tree, OneBitLambState]:
         if params is None:
             raise ValueError("one_bit_lamb needs the parameters: call update(grads, state, params)")
-        got, of = _moments(inner, grads, state, carried, warmup, b1, b2, extra), named_leaves(params)
-        new = state._replace(
-            inner=got.inner, step=state.step + 1, momentum={**state.momentum, **got.momentum},
-            variance={**state.variance, **got.variance},
-        )  # fmt: skip
+        got, of = _moments(inner, grads, state, carried, warmup, b1, b2, over, extra), named_leaves(params)
+        step = state.step + 1
         fresh, ratio, change, out = dict(state.fresh), dict(state.ratio), dict(state.change), {}
-        for path in got.momentum:
-            u = _direction(new, path, warmup, b1, b2, eps)
+        for path, m in got.momentum.items():
+            u = _direction(got, path, step, warmup, b1, b2, eps)
             if state.step < warmup:
-                fresh[path] = new.variance[path]
+                fresh[path] = got.variance[path]
                 c = _ratio(of[path], u).clamp(*ratios)
                 ratio[path] = b3 * ratio[path] + (1 - b3) * c
             else:
-                g = (new.momentum[path] - b1 * state.momentum[path]) / (1 - b1)
+                g = (m - b1 * state.momentum[path]) / (1 - b1)
                 fresh[path] = b2 * fresh[path] + (1 - b2) * g * g
-                gone = (new.variance[path].sqrt() + eps) / (fresh[path].sqrt() + eps)
+                gone = (got.variance[path].sqrt() + eps) / (fresh[path].sqrt() + eps)
                 r = gone.amax() if gone.numel() else torch.ones_like(change[path])
                 r = torch.maximum(torch.minimum(r, change[path] * (1 + threshold)), change[path] * (1 - threshold))
                 change[path] = r.clamp(*changes)
                 c = change[path] * ratio[path] / (1 - b3**warmup)
             out[path] = c * u
         back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
-        return replace_leaves(grads, back), new._replace(fresh=fresh, ratio=ratio, change=change)
+        return replace_leaves(grads, back), OneBitLambState(
+            got.inner, step, got.kept(state.momentum, got.momentum), got.kept(state.variance, got.variance),
+            got.kept(state.fresh, fresh), got.kept(state.ratio, ratio), got.kept(state.change, change),
+        )  # fmt: skip
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
     return Transform(
@@ -236,10 +239,16 @@ class _Moments(NamedTuple):
     inner: State
     momentum: dict[str, Tensor]
     variance: dict[str, Tensor]
+    counted: Tensor  # 0-d bool: some rank counts
+    fine: Tensor  # 0-d bool: that, and what came is finite, so that it is remembered
+
+    def kept(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**old, **{path: torch.where(self.fine, value, old[path]) for path, value in new.items()}}
 
 
 def _moments(
-    inner: Transform, grads: Tree, state: Any, carried: Carried | None, warmup: int, b1: float, b2: float, extra: dict[str, Any]
+    inner: Transform, grads: Tree, state: Any, carried: Carried | None, warmup: int, b1: float, b2: float, over: Over,
+    extra: dict[str, Any],
 ) -> _Moments:  # fmt: skip
     """The new momentum, and variance, of these leaves."""
     weight = extra.get("weight")
@@ -250,18 +259,21 @@ def _moments(
     }
     first = state.step < warmup
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
+    if over == "world":  # a rank without input has a gradient of 0, and everybody's momentum
+        extra = {**extra, "weight": 1.0}
     out, new = inner.update(replace_leaves(grads, sends), state.inner, carried=part_of(carried, "inner"), **extra)
     came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
-    if not first:
-        return _Moments(new, came, {path: state.variance[path] for path in came})
-    return _Moments(
-        new,
-        {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()},
-        {path: b2 * state.variance[path] + (1 - b2) * g * g for path, g in came.items()},
-    )
+    assert inner.sums is not None
+    counted = inner.sums(new).total != 0
+    m, v = came, {path: state.variance[path] for path in came}
+    if first:
+        m = {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()}
+        v = {path: b2 * state.variance[path] + (1 - b2) * g * g for path, g in came.items()}
+    return _Moments(new, m, v, counted, counted & all_finite(came))
 
 
-def _direction(state: Any, path: str, warmup: int, b1: float, b2: float, eps: float) -> Tensor:
-    m = state.momentum[path] / (1 - b1**state.step)
-    v = state.variance[path] / (1 - b2 ** min(state.step, warmup))
-    return m / (v.sqrt() + eps)
+def _direction(got: _Moments, path: str, step: int, warmup: int, b1: float, b2: float, eps: float) -> Tensor:
+    """After so many steps; 0 where nobody counts."""
+    m, v = got.momentum[path] / (1 - b1**step), got.variance[path] / (1 - b2 ** min(step, warmup))
+    u = m / (v.sqrt() + eps)
+    return torch.where(got.counted, u, torch.zeros_like(u))

@@ -28,6 +28,7 @@ class Reduced(NamedTuple):
     total: Tensor  # the sum of the factors, 0-d float64
     words: Tensor  # sums over the ranks of the lane's words, (words,) float64
     lost: Tensor | None = None  # of times * flat, and of total * mean where this rank summed it, (n,) float32
+    coded: Tensor | None = None  # where `lost` is asked for, what the others decode of flat, (n,) float32
 
 
 def coded_mean(
@@ -49,7 +50,9 @@ def coded_mean(
         ValueError: what is lost is asked for over several axes.
     """
     if times is not None and len(names(axis)) > 1:
-        raise ValueError(f"error feedback is over one axis, got {axis!r}; chain one mean for each axis")
+        raise ValueError(
+            f"error feedback is over one axis, got {axis!r}; write chain(error_feedback(a), error_feedback(b)), one mean for each"
+        )
     for i, name in reversed(list(enumerate(names(axis)))):
         dice = Dice(codec, flat, places, axis_index(names(axis)[: i + 1]), i)  # ranks that hold the same throw the same
         reduced = _over_one(codec, dice, flat, factor, words, name, times, settle)
@@ -78,12 +81,14 @@ def _over_one(
     mean = settle(mean)
     coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=1)
     back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
-    lost = None
+    lost = own_codes = None
     if times is not None:
         is_here = torch.arange(ranks, device=flat.device).unsqueeze(1) == here
         again = torch.where(is_here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
-        lost = (_lost(chunks, codec.decode(codes, size), times) + again).flatten()[:n]
-    return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost)
+        own_codes = codec.decode(codes, size)
+        lost = (_lost(chunks, own_codes, times) + again).flatten()[:n]
+        own_codes = own_codes.flatten()[:n]
+    return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost, own_codes)
 
 
 def gathered_mean(
@@ -101,9 +106,11 @@ def _gathered(
     codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
     rows, said = _read(codec, all_gather(_row(codes, mine.unsqueeze(0))[0], axis), flat.numel(), len(mine))
     mean, total = _mean(rows, said[:, : len(own)])
-    here = axis_index(axis).to(flat.device).view(1)
-    lost = None if times is None else _lost(flat, rows.index_select(0, here)[0], times)
-    return Reduced(mean, total, said[:, len(own) :].sum(0), lost)
+    summed = said[:, len(own) :].sum(0)
+    if times is None:
+        return Reduced(mean, total, summed)
+    coded = rows.index_select(0, axis_index(axis).to(flat.device).view(1))[0]
+    return Reduced(mean, total, summed, _lost(flat, coded, times), coded)
 
 
 def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
@@ -120,7 +127,8 @@ def _mean(rows: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     total = said[:, 0].sum()
     divisor = not_zero(total)
     divisor = torch.where(torch.isfinite(divisor), divisor, torch.full_like(divisor, math.nan))  # x / inf would be 0
-    factor = (said[:, -1] / divisor).to(torch.float32)
+    # Where nobody counts, what is flushed is not taken.
+    factor = torch.where(total == 0, torch.zeros_like(total), said[:, -1] / divisor).to(torch.float32)
     mean = rows[0] * factor[0]
     for row, part in zip(rows[1:], factor[1:], strict=True):
         mean = torch.addcmul(mean, row, part)

@@ -1,0 +1,63 @@
+"""What a mean that loses something must obey, so that `error_feedback` can send it later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from .. import transforms as tx
+from ._compare import params_like
+from ._transforms import axes_for, rank_in
+
+RANKS = 3
+# Which ranks have input, step by step: none has in the third.
+INPUTS = [(1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, 0.0)]
+
+
+def pays_what_it_owes(make: Callable[[], tx.Transform]) -> None:
+    """Over all steps, what came out times what it was divided by, and what the ranks owe, is what went in."""
+    for without_input in ("freeze", "flush"):
+        outs, errors = _run(make, without_input)
+        for path, p in params_like().items():
+            went = sum(w * params_like(100 + 10 * i + r)[path] for i, ws in enumerate(INPUTS) for r, w in enumerate(ws))
+            came = sum(total * out[path] for out, total in outs)
+            owed = sum(error[path] for error in errors if path in error)
+            gap = torch.as_tensor(came + owed - went)
+            assert p.numel() == 0 or gap.abs().max() < 1e-5, f"{path} with {without_input}: off by {gap.abs().max()}"
+
+
+def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
+    """A step that is not finite is told to all, owes nothing, and pays nothing."""
+    for bad in (math.nan, math.inf):
+        outs, errors = _run(make, "freeze", bad, at=1)
+        assert not all(torch.isfinite(leaf).all() for leaf in outs[1][0].values()), "it came out finite"
+        for out, _ in [outs[0], *outs[2:]]:
+            assert all(torch.isfinite(leaf).all() for leaf in out.values()), "it is remembered in later steps"
+        assert all(torch.isfinite(leaf).all() for error in errors for leaf in error.values())
+
+
+def _run(
+    make: Callable[[], tx.Transform], without_input: Literal["freeze", "flush"], bad: float | None = None, at: int = -1
+) -> tuple[list[Any], list[Any]]:
+    """What came out on rank 0, with what it was divided by, and all ranks' errors at the end."""
+
+    def one_rank() -> Any:
+        hook, params = tx.error_feedback(make(), without_input), params_like()
+        state, me, outs = hook.init(params), rank_in(make), []
+        for i, weights in enumerate(INPUTS):
+            grads = params_like(100 + 10 * i + me)
+            if i == at and me == 1:
+                grads = {path: torch.full_like(g, bad) for path, g in grads.items()}  # type: ignore[arg-type]
+            out, state = hook.update(grads, state, params, weight=weights[me])
+            assert hook.sums is not None, "it says no sums"
+            outs.append((out, hook.sums(state).total.item()))
+        return outs, state.error
+
+    results = tx.simulate(one_rank, axes_for(make, RANKS))
+    return results[0][0], [error for _, error in results]
+
+
+FEEDBACK_LAWS = [pays_what_it_owes, forgets_what_is_not_finite]
