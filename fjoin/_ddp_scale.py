@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ class ScaledLoss:
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self.missed, self._running = False, False
+        self.missed = False
+        self._running: Callable[[], _Pass | None] = _nothing
         me = weakref.ref(self)
 
         def arrived(_: Tensor) -> None:
@@ -33,18 +34,17 @@ class ScaledLoss:
         scaled = loss * scale.to(loss.device)
 
         def begins(grad: Tensor) -> None:
-            self._running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._ends)  # type: ignore[attr-defined]
+            # Held by the pass alone, and so until it ends or fails; nested passes, of checkpoints, belong to it.
+            running = _Pass()
+            self._running = weakref.ref(running)
+            torch.autograd.Variable._execution_engine.queue_callback(running)  # type: ignore[attr-defined]
 
         scaled.register_hook(begins)
         return scaled
 
-    def _ends(self) -> None:
-        self._running = False
-
     def check(self) -> None:
         """Called in every backward pass."""
-        self.missed = self.missed or not self._running
+        self.missed = self.missed or self._running() is None
 
     def take_error(self) -> RuntimeError | None:
         """At a step: what is to be raised."""
@@ -55,3 +55,13 @@ class ScaledLoss:
             "the pipeline takes gradients of a scaled loss, and a backward pass since its last step had none; write "
             "handle.scale(loss).backward(), under no_sync too. This step is left out; call zero_grad()"
         )
+
+
+class _Pass:
+    """A backward pass of a scaled loss."""
+
+    def __call__(self) -> None: ...
+
+
+def _nothing() -> _Pass | None:
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 
@@ -19,3 +21,32 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
         return value  # type: ignore[no-any-return]
     within = "" if least is None else f", at least {least}" if most is None else f" from {least} to {most}"
     raise ValueError(f"{name} must be a whole number{within}, got {value!r}")
+
+
+def positive(name: str, value: Any, zero: bool = False) -> float:
+    """The value, if it is a finite number above 0; `zero`: or 0.
+
+    Raises:
+        ValueError: it is not; a bool is none.
+
+    >>> positive("eps", 0, zero=True)
+    0
+    """
+    fine = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if fine and (value > 0 or (zero and value == 0)):
+        return value  # type: ignore[no-any-return]
+    raise ValueError(f"{name} must be a finite number that is {'not negative' if zero else 'above 0'}, got {value!r}")
+
+
+def flag(name: str, value: Any) -> bool:
+    """The value, if it is True or False.
+
+    Raises:
+        TypeError: it is neither.
+
+    >>> flag("scaled", True)
+    True
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value

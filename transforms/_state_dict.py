@@ -70,9 +70,10 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
     names, places, structure = _named(like)
-    free = [name for name in saved if name not in set(names)]
+    taken = set(names)
+    free = [name for name in saved if name not in taken]
     open_ended = {name: _behind(name, free) for name, place in zip(names, places, strict=True) if _is_empty(place)}
-    want = set(names) - open_ended.keys()
+    want = taken - open_ended.keys()
     have = saved.keys() - {full for found in open_ended.values() for full in found}
     if want != have:
         raise ValueError(f"{what} has {sorted(map(str, have))}, but here it has {sorted(want)}")

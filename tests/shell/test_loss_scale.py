@@ -12,9 +12,11 @@ from oracle import grad_scaler
 from small import product, step_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin._ddp_scale import ScaledLoss
 
 INF, NAN = float("inf"), float("nan")
 X = torch.ones(2)
@@ -274,3 +276,23 @@ def test_it_is_data_and_is_explained() -> None:
     table = tx.explain(scaled, {"w": torch.ones(3)}, {"data": 2})
     assert table.rows[-1].stage == "dynamic_loss_scale(...)" and table.rows[-1].state_bytes == 4 + 8 + 8
     assert table.messages == tx.explain(scaled.spec["pipeline"], {"w": torch.ones(3)}, {"data": 2}).messages
+
+
+def test_a_pass_that_failed_is_over() -> None:
+    """What comes after it without a scale is noticed; a checkpoint's passes belong to the one around them."""
+    w = torch.nn.Parameter(torch.ones(3))
+    scaled, scale = ScaledLoss([w]), torch.tensor(4.0)
+
+    def fails(grad: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    doubled = w * 2
+    doubled.register_hook(fails)
+    raises_text(ValueError, lambda: scaled(doubled.sum(), scale).backward(), "in backward")
+    assert not scaled.missed
+    (w * 3).sum().backward()
+    assert scaled.missed
+    scaled.missed = False
+    x = torch.ones(3, requires_grad=True)
+    scaled(checkpoint(lambda v: v * w, x, use_reentrant=True).sum(), scale).backward()
+    assert not scaled.missed

@@ -19,14 +19,15 @@ def test_explain_covers_what_runs_now_and_then() -> None:
         tx.partition({"b": tx.sgd(0.1), "*": tx.adam(0.1)}),
     )
     what = tx.explain(pipeline, params, {"data": 4})
-    assert [(r.stage, r.when, len(r.messages)) for r in what.rows] == [
+    *others, last, lastly = [(r.stage, r.when, len(r.messages)) for r in what.rows]
+    assert [*others, *sorted([last, lastly])] == [
         ("mean('data')", "before step 5", 1),
         ("sum_over('data')", "from step 5, every 3 steps", 1),
         ("clip_by_global_norm(1.0)", "each step", 0),
         ("(the step's own counts)", "each step", 1),
         ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),
         ("sgd(lr=0.1)", "each step, 1 of 2 leaves", 0),
-    ] or [r.stage for r in what.rows][-2:] == ["sgd(lr=0.1)", "adam(lr=0.1)"]
+    ]
     text = str(what)
     assert "psum(data)" in text and "total per rank and step" in text and "before step 5" in text
     assert what.rows[0].messages[0].sent_bytes == round(what.rows[0].messages[0].payload_bytes * 2 * 3 / 4)

@@ -17,6 +17,12 @@ from torch import Tensor
 Lane: TypeAlias = Mapping[str, Any]
 
 
+def check_lane(lane: Lane | None) -> None:
+    """Raise ValueError where a name is taken."""
+    if lane and "total" in lane:
+        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+
+
 def lane_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype of the lane beside payloads of these dtypes: float64 if there is one, else float32."""
     return torch.float64 if torch.float64 in set(dtypes) else torch.float32

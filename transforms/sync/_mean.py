@@ -21,7 +21,7 @@ from ..axes._primitive import AxisName
 from ..wire._codec import Codec
 from ..wire._encoded import encoded_mean
 from ..wire._memory import Memory
-from ._lane import Lane, decode_lane, encode_lane
+from ._lane import Lane, check_lane, decode_lane, encode_lane
 from ._lane import lane_dtype as dtype_of_lane
 from ._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
 
@@ -53,8 +53,7 @@ def _weighted_sum(
     if carried is not None:
         return psum(scaled, axis), carried_state(carried)
     full = {"total": factor, **(lane or {})}
-    if lane and "total" in lane:
-        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+    check_lane(lane)
     leaves = optree.tree_leaves(grads)
     device = leaves[0].device if leaves else None
     words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)

@@ -13,7 +13,7 @@ from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
-from ..sync._lane import Lane, decode_lane, encode_lane
+from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
 from ..sync._mean import MeanState, carried_state, init_mean
 from ..sync._weights import check_weight, known_share, not_zero, share, silenced
 
@@ -26,7 +26,7 @@ def adasum(axis: str) -> Transform:
 
     In log2(ranks) rounds, in each of which a rank sends all its gradients to one other; where the ranks are no power of two, those
     above the last one give theirs away before and get the result after. A rank without input adds nothing; other weights do
-    not count.
+    not count. `explain` announces what the busiest rank sends.
 
     Args:
         axis: The axis.
@@ -52,8 +52,7 @@ def adasum(axis: str) -> Transform:
         carried: Carried | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
-        if lane and "total" in lane:
-            raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+        check_lane(lane)
         factor, known = share(check_weight(weight), "live"), known_share(weight, "live")
         grads = optree.tree_map(torch.as_tensor, grads)
         wide = optree.tree_map(
@@ -92,8 +91,14 @@ def _both(own: Tree, other: Tree, here: Tensor) -> Tree:
     """The adaptive sum where `here`; both of a pair compute the same bits, for it is symmetric."""
 
     def add(a: Tensor, b: Tensor) -> Tensor:
-        dot, aa, bb = (torch.sum(p * q) for p, q in ((a, b), (a, a), (b, b)))
+        # Of values near 1, whose squares neither overflow nor vanish.
+        size = not_zero(torch.maximum(_largest(a), _largest(b)))
+        dot, aa, bb = (torch.sum(p / size * (q / size)) for p, q in ((a, b), (a, a), (b, b)))
         summed = (1 - dot / (2 * not_zero(aa))) * a + (1 - dot / (2 * not_zero(bb))) * b
         return torch.where(here.to(a.device), summed, a)
 
     return optree.tree_map(add, own, other)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())

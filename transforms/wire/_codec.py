@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._base import _Specified
-from .._check import whole_number
+from .._check import flag, whole_number
 from .._spec import Spec, factory
 from ._noise import Key, Noise
 
@@ -53,7 +54,39 @@ class Codec(_Specified):
 
     def keyed(self, seed: int, step: int) -> Codec:
         """The same codec with what its dice are keyed by: both the same on all ranks."""
-        return replace(self, key=(whole_number("seed", seed), whole_number("step", step)))
+        return keyed(self, seed, step)
+
+
+@factory
+def keyed(codec: Codec, seed: int, step: int) -> Codec:
+    """`codec.keyed(seed, step)`: for a collective of one's own; `compress` keys its codec itself, by its seed and its count of steps.
+
+    Raises:
+        ValueError: `seed` or `step` is no whole number.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.qsgd().keyed(7, 0)
+    keyed(qsgd(), 7, 0)
+    """
+    return replace(codec, key=(whole_number("seed", seed), whole_number("step", step)), spec=Spec(""))
+
+
+def check_codec(name: str, value: Any, dice: bool = True) -> Codec:
+    """The value, if it is a codec, without a key of its own; not `dice`: and throws none.
+
+    Raises:
+        TypeError: it is no codec.
+        ValueError: it has a key, or throws dice.
+    """
+    if not isinstance(value, Codec):
+        raise TypeError(f"{name} must be a Codec, got {value!r}; for example int8()")
+    if value.key is not None:
+        raise ValueError(
+            f"{name} has a key already: {value!r}; pass it without, and the seed as an argument of the hook"
+        )
+    if value.noisy and not dice:
+        raise ValueError(f"{name} must be a codec without dice, got {value!r}")
+    return value
 
 
 def refuse_derivative(leaves: Iterable[Tensor], remedy: str) -> None:
@@ -119,7 +152,7 @@ def bfloat16(stochastic: bool = False) -> Codec:
     >>> bfloat16().decode(bfloat16().encode(torch.tensor([[1.0, 1.001]])), 2)
     tensor([[1., 1.]])
     """
-    if not stochastic:
+    if not flag("stochastic", stochastic):
         return _plain(torch.bfloat16)
 
     def encode(x: Tensor, noise: Noise) -> Tensor:
@@ -161,8 +194,8 @@ def float32() -> Codec:
 def float16() -> Codec:
     """Two bytes, ten bits of them for the fraction, and a power of two for each row that makes it fit.
 
-    Nothing overflows that a float32 holds, and nothing is lost for being small, down to 2**-40 of the largest in its row: that is
-    brought to between 32752 and 65504.
+    Nothing overflows that a float32 holds. The largest of a row is brought to between 32752 and 65504; so values have ten bits down to
+    2**-29 of it, fewer down to 2**-40, and are 0 below.
 
     Same as: torch's fp16_compress_hook, which makes infinity of 1e5.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from .._base import Transform, check_transform, sums_of_inner
 from .._bucketwise import Carried, part_of
+from .._check import whole_number
 from .._combine import widest
 from .._spec import factory
 from .._tree import State, Tree, named_leaves
@@ -16,7 +18,7 @@ from ..axes._primitive import AxisName
 from ..sync._mean import mean
 from ..sync._weights import Over
 from ._blocks import fp8
-from ._codec import Codec, bfloat16, float16, float32
+from ._codec import Codec, bfloat16, check_codec, float16, float32
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
     torch.bfloat16: bfloat16,
@@ -62,9 +64,8 @@ def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 3.2]), torch.tensor([1.0, 0.0])])[0]
     tensor([64.0000,  1.5000])
     """
-    if not isinstance(codec, Codec):
-        raise TypeError(f"compress takes a Codec and a hook, got {codec!r}; for example compress(int8(), mean('data'))")
-    return _encoded(codec, check_transform(hook, "compress: hook"), seed)
+    whole_number("seed", seed)
+    return _encoded(check_codec("compress: codec", codec), check_transform(hook, "compress: hook"), seed)
 
 
 @factory
@@ -147,7 +148,6 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
             return hook.update(grads, state, params, **{**extra, "wire": codec})
 
         return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves)
-    codec.keyed(seed, 0)
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
@@ -155,7 +155,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     def noisy(
         grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, CompressState]:
-        wire = codec.keyed(seed, state.step)
+        wire = replace(codec, key=(seed, state.step))
         out, inner = hook.update(
             grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "wire": wire}
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._base import Transform, keeps_all
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import whole_number
+from .._check import positive, whole_number
 from .._spec import factory
 from .._tree import Tree, all_finite, global_norm, named_leaves, wide_zeros
 from .._when import phases_from
@@ -20,8 +20,8 @@ from ..axes._primitive import AxisName
 from ..sync._lane import Lane
 from ..sync._mean import MeanState, init_mean, mean
 from ..sync._weights import Over, check_weight, known_share, silenced
-from ._codec import Codec
-from ._feedback import WithoutInput
+from ._codec import Codec, check_codec
+from ._feedback import WithoutInput, check_without_input
 from ._memory import Memory
 from ._sparse import top_k
 
@@ -91,13 +91,12 @@ def dgc(
         raise ValueError(f"dgc: k must be a share in (0.0, 1.0], got {k!r}")
     if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
         raise ValueError(f"dgc: momentum must be in [0, 1), got {momentum!r}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"dgc: clip must be above 0, or None, got {clip!r}")
+    if clip is not None:
+        positive("dgc: clip, if not None,", clip)
     whole_number("dgc: warmup", warmup, 0)
-    if without_input not in ("freeze", "flush"):
-        raise ValueError(f"without_input must be 'freeze' or 'flush', got {without_input!r}")
-    if values is not None and values.noisy:
-        raise ValueError(f"dgc: values must be a codec without dice, got {values!r}")
+    check_without_input(without_input)
+    if values is not None:
+        check_codec("dgc: values", values, dice=False)
     inner = mean(axis, over)
     shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
     codecs = [top_k(share, values) for share in [*shares, k]]

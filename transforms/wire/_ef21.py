@@ -15,7 +15,7 @@ from .._spec import Spec, factory
 from .._tree import State, Tree, all_finite, named_leaves
 from ..sync._lane import Lane
 from ..sync._weights import Over, check_weight, known_share, not_zero, share, silenced
-from ._feedback import WithoutInput, _check, zero_errors
+from ._feedback import WithoutInput, check_lossy, zero_errors
 from ._memory import Memory
 
 _HELD = "weight that is held"
@@ -63,7 +63,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, 2 * [torch.tensor([3.0, 1.0, 2.0])])[0]
     [[3.0, 0.0, 0.0], [3.0, 0.0, 2.0], [3.0, 1.0, 2.0]]
     """
-    _check(hook, without_input, "ef21")
+    check_lossy(hook, without_input, "ef21")
     others = any(hook.spec.contains(name) for name in ("partition", "accumulate"))
     if len(stages(hook)) > 1 or hook.sums is None or others:
         raise TypeError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._tree import Tree, named_leaves, on_host
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
-from ..sync._lane import Lane, decode_lane, encode_lane
+from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
 from ..sync._weights import Over, check_weight, known_share, share, silenced
 from ._codec import Codec, refuse_derivative
 from ._memory import Memory
@@ -40,8 +40,7 @@ def encoded_mean(
         RuntimeError: something differentiates through the gradients.
     """
     factor = share(check_weight(weight), over or "weight")
-    if lane and "total" in lane:
-        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+    check_lane(lane)
     of = named_leaves(grads)
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device = next(iter(of.values())).device if of else None

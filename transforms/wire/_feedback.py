@@ -14,7 +14,7 @@ from .._combine import widest
 from .._spec import Spec, factory
 from .._tree import State, Tree, named_leaves, wide_zeros
 from ._blocks import int8
-from ._codec import Codec
+from ._codec import Codec, check_codec
 from ._memory import Memory
 
 WithoutInput: TypeAlias = Literal["freeze", "flush"]
@@ -63,7 +63,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 0.3]), torch.tensor([127.0, 0.1])])[0]
     tensor([12700.,    20.])
     """
-    _check(hook, without_input, "error_feedback")
+    check_lossy(hook, without_input, "error_feedback")
 
     def init(params: Tree) -> ErrorState:
         return ErrorState(hook.init(params), zero_errors(hook, params))
@@ -123,15 +123,11 @@ def loco(
     >>> hook.init({"w": torch.zeros(100)}).error["w"].shape
     torch.Size([104])
     """
-    _check(hook, without_input, "loco")
+    check_lossy(hook, without_input, "loco")
     if not (isinstance(beta, (int, float)) and 0 < beta <= 1):
         raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
     whole_number("loco: reset", reset, 1)
-    codec = int8() if memory is None else memory
-    if not isinstance(codec, Codec):
-        raise TypeError(f"loco: memory must be a Codec, got {memory!r}; for example int8()")
-    if codec.noisy:
-        raise ValueError(f"loco: memory must be a codec without dice, got {memory!r}")
+    codec = check_codec("loco: memory", int8() if memory is None else memory, dice=False)
 
     def stored(error: dict[str, Tensor]) -> dict[str, Tensor]:
         return {path: codec.encode(e.reshape(1, -1).to(torch.float32))[0] for path, e in error.items()}
@@ -164,12 +160,16 @@ def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:
     return {path: zero for path, zero in wide_zeros(params).items() if path in lost}
 
 
-def _check(hook: Transform, without_input: Any, name: str) -> None:
+def check_lossy(hook: Transform, without_input: Any, name: str) -> None:
     check_transform(hook, f"{name}: hook")
     if hook.loses is None or hook.loses is keeps_all:
         raise TypeError(
             f"nothing in {hook!r} is {'lost' if hook.loses else 'encoded'}, so there is no error to feed back; write "
             f"{name}(quantized_mean(axis, codec))"
         )
-    if without_input not in ("freeze", "flush"):
-        raise ValueError(f"without_input must be 'freeze' or 'flush', got {without_input!r}")
+    check_without_input(without_input)
+
+
+def check_without_input(given: Any) -> None:
+    if given not in ("freeze", "flush"):
+        raise ValueError(f"without_input must be 'freeze' or 'flush', got {given!r}")

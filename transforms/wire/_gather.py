@@ -15,7 +15,7 @@ from .._spec import factory
 from .._tree import Tree
 from ..axes._collectives import all_gather, axis_size
 from ..axes._primitive import AxisName
-from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
+from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean
 from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
 from ._codec import Codec, as_bytes, read
@@ -64,8 +64,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(wire, grads, axis, weight, over, told, memory, gathered_mean)
             return out, MeanState(total, sums) if carried is None else carried_state(carried)
-        if told and "total" in told:
-            raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+        check_lane(told)
         ranks, factor = axis_size(axis), share(check_weight(weight), over)
         leaves = optree.tree_leaves(grads)
         dtype, device = lane_dtype(leaf.dtype for leaf in leaves), leaves[0].device if leaves else None
@@ -96,7 +95,7 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
     """The sign of the weighted sum of all ranks' signs: each element -1, 0 or 1.
 
     Five votes to a byte, on their way to the rank that counts them and back. An element that is 0 on a rank, such as the
-    row of a word that it has not seen, is no vote, as a rank without input has none; a tie is 0.
+    row of a word that it has not seen, is no vote, as a rank without input has none; a tie, to 2**-21 of all weights for each rank, is 0.
 
     Args:
         axis: The axis, or several, of which the last votes first.
@@ -120,7 +119,7 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
     tensor([ 1., -1.,  0.])
     """
     check_over(over)
-    votes, reduce = _votes(), functools.partial(coded_mean, settle=_outcome)
+    votes = _votes()
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
@@ -130,6 +129,7 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
         grads = optree.tree_map(torch.as_tensor, grads)
         told: Over = "weight" if over == "weight" else "live"
         lane = lane if carried is None else None
+        reduce = functools.partial(coded_mean, settle=functools.partial(_outcome, axis_size(axis)))
         out, total, sums = encoded_mean(votes, grads, axis, weight, told, lane, None, reduce)
         if axis_size(axis) == 1:
             out = optree.tree_map(lambda g: torch.sign(g) + 0 * g, out)
@@ -140,9 +140,9 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
     return Transform(init_mean, update, scope="element", sums=lambda state: state)
 
 
-def _outcome(mean: Tensor) -> Tensor:
+def _outcome(ranks: int, mean: Tensor) -> Tensor:
     """The sign, 0 where weights that cancel have left a rounding error; not finite stays so."""
-    return torch.where(mean.abs() < 1e-6, torch.zeros_like(mean), torch.sign(mean)) + 0 * mean
+    return torch.where(mean.abs() < ranks * 2.0**-21, torch.zeros_like(mean), torch.sign(mean)) + 0 * mean
 
 
 def _votes() -> Codec:

@@ -12,10 +12,10 @@ from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree, named_leaves
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
-from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
+from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean
 from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
-from ._codec import Codec, refuse_derivative
+from ._codec import Codec, check_codec, refuse_derivative
 from ._encoded import Owed, ravel, split, unravel
 from ._memory import Memory
 from ._noise import places_of
@@ -56,7 +56,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     check_over(over)
     if local == node:
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
-    if wire is not None and wire.noisy:
+    if wire is not None and check_codec("wire", wire).noisy:
         raise ValueError(
             f"{wire!r} throws dice, which are keyed by steps; write compress({wire!r}, hierarchical_mean(...))"
         )
@@ -67,8 +67,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
-        if lane and "total" in lane:
-            raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+        check_lane(lane)
         of = {path: torch.as_tensor(leaf) for path, leaf in named_leaves(grads).items()}
         inside, nodes, factor = axis_size(local), axis_size(node), share(check_weight(weight), over)
         dtype = lane_dtype(leaf.dtype for leaf in of.values())

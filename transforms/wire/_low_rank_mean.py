@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,11 +11,11 @@ from torch import Tensor
 
 from .._base import Scope, Transform
 from .._bucketwise import Carried, part_of
-from .._check import whole_number
+from .._check import flag, positive, whole_number
 from .._tree import Tree, named_leaves, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
-from ..sync._lane import Lane, decode_lane, encode_lane, lane_dtype
+from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean, mean
 from ..sync._weights import Over, check_over, check_weight, known_share, share
 from ._codec import Codec, refuse_derivative
@@ -51,13 +49,9 @@ def check_settings(given: Settings) -> None:
     check_over(given.over)
     whole_number("rank", given.rank, 1)
     whole_number("seed", given.seed)
-    for name, least in (("min_compression_rate", "positive"), ("epsilon", "not negative")):
-        value = getattr(given, name)
-        fine = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-        if not fine or value < 0 or (value == 0 and least == "positive"):
-            raise ValueError(f"{name} must be a finite number that is {least}, got {value!r}")
-    if not isinstance(given.warm_start, bool):
-        raise TypeError(f"warm_start must be True or False, got {given.warm_start!r}")
+    positive("min_compression_rate", given.min_compression_rate)
+    positive("epsilon", given.epsilon, zero=True)
+    flag("warm_start", given.warm_start)
 
 
 class Given(NamedTuple):
@@ -133,8 +127,7 @@ def low_rank_mean(
     factor = share(check_weight(given.weight), over).to(device)
     mine = Share(factor, known_share(given.weight, over), given.flush)
     named = {} if given.carried is not None else {"total": factor, **(given.lane or {})}
-    if given.lane and "total" in given.lane:
-        raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
+    check_lane(given.lane)
     coded = given.wire is not None
     dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())
     words = encode_lane(named, torch.float64, 1, device) if coded else encode_lane(named, dtype, ranks, device)

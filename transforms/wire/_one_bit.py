@@ -11,7 +11,7 @@ from torch import Tensor
 from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import whole_number
+from .._check import positive, whole_number
 from .._spec import factory
 from .._tree import State, Tree, all_finite, named_leaves, wide_zeros
 from .._when import phases_from, switch_after
@@ -76,6 +76,7 @@ def one_bit_adam(
     tensor([ 1., -1.])
     """
     inner = _momenta(axis, warmup, b1, b2, codec, over, without_input)
+    positive("eps", eps, zero=True)
 
     def init(params: Tree, step: int = 0) -> OneBitAdamState:
         begun = inner.init(params)._replace(step=step)
@@ -166,11 +167,11 @@ def one_bit_lamb(
     """
     inner = _momenta(axis, warmup, b1, b2, codec, over, without_input)
     _share("b3", b3)
-    for name, (low, high) in (("ratios", ratios), ("changes", changes)):
-        if not 0 < low <= high:
-            raise ValueError(f"{name} must be (smallest, largest), both above 0, got {(low, high)!r}")
-    if not threshold > 0:
-        raise ValueError(f"threshold must be above 0, got {threshold!r}")
+    positive("eps", eps, zero=True)
+    for name, pair in (("ratios", ratios), ("changes", changes)):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and 0 < positive(name, pair[0]) <= positive(name, pair[1])):
+            raise ValueError(f"{name} must be (smallest, largest), both above 0, got {pair!r}")
+    positive("threshold", threshold)
 
     def init(params: Tree, step: int = 0) -> OneBitLambState:
         def each(value: float) -> dict[str, Tensor]:

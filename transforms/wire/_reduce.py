@@ -1,4 +1,4 @@
-"""A weighted mean of rows of bytes: as many bytes per rank however many ranks there are.
+"""A weighted mean of rows of bytes: at most twice the codes for each rank, however many ranks there are.
 
 On three ranks and more every rank takes one chunk of the gradients: it gets all ranks' bytes of that chunk
 (all_to_all), decodes them, takes their weighted mean in float32, and sends that to all, encoded again

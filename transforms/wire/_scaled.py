@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from .._check import whole_number
+from .._check import flag, whole_number
 from ._codec import Codec, as_bytes, read
 from ._digits import pack, unpack, whole_bits, width
 from ._noise import Noise
@@ -75,6 +75,7 @@ def scaled(
         limit: What is done to the blocks before.
     """
     check_block(block, may_be_none=True)
+    flag("stochastic", stochastic)
 
     def encode(x: Tensor, noise: Noise | None = None) -> Tensor:
         scales, codes = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._check import flag
 from .._spec import factory
-from ._codec import Codec, as_bytes, float32, read
+from ._codec import Codec, as_bytes, check_codec, float32, read
 from ._noise import Noise, mixed_
 
 
@@ -119,6 +120,7 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
     tensor([1., 0., 0., 4.])
     """
     _check_k(k)
+    flag("scaled", scaled)
     inner = _check_values(values)
 
     def drawn(key: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -155,9 +157,7 @@ def _check_k(k: Any) -> None:
 
 
 def _check_values(values: Codec | None) -> Codec:
-    if values is not None and not isinstance(values, Codec):
-        raise TypeError(f"values must be a Codec, got {values!r}; for example bfloat16()")
-    return values or float32()
+    return float32() if values is None else check_codec("values", values)
 
 
 def _count(k: float, n: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._check import whole_number
+from .._check import positive, whole_number
 from .._spec import factory
 from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, read
@@ -65,8 +65,8 @@ def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
     6
     """
     check_block(block, may_be_none=True)
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be above 0, or None, got {clip!r}")
+    if clip is not None:
+        positive("clip, if not None,", clip)
 
     def limit(cut: Tensor) -> Tensor:
         assert clip is not None
