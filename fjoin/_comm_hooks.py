@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
 from .transforms._base import Transform
+from .transforms._check import whole_number
 from .transforms._when import switch_after
 from .transforms.axes._primitive import AxisName, names
 from .transforms.sync._mean import mean, noop
@@ -20,7 +22,7 @@ from .transforms.wire._feedback import error_feedback
 from .transforms.wire._power_sgd import batched_power_sgd, power_sgd
 
 
-def allreduce_hook(axis: AxisName = "data", over: Over = "world") -> Transform:
+def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean over all ranks, which count alike.
 
     Args:
@@ -35,7 +37,7 @@ def allreduce_hook(axis: AxisName = "data", over: Over = "world") -> Transform:
     return mean(axis, over)
 
 
-def fp16_compress_hook(axis: AxisName = "data", over: Over = "world") -> Transform:
+def fp16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean in float16, beside a power of two that makes everything fit; sums are taken in float32.
 
     Args: as `allreduce_hook`.
@@ -48,7 +50,7 @@ def fp16_compress_hook(axis: AxisName = "data", over: Over = "world") -> Transfo
     return cast(torch.float16, mean(axis, over))
 
 
-def bf16_compress_hook(axis: AxisName = "data", over: Over = "world") -> Transform:
+def bf16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean in bfloat16, on any backend; sums are taken in float32.
 
     Args: as `allreduce_hook`.
@@ -61,7 +63,7 @@ def bf16_compress_hook(axis: AxisName = "data", over: Over = "world") -> Transfo
     return cast(torch.bfloat16, mean(axis, over))
 
 
-def quantization_pertensor_hook(axis: AxisName = "data", over: Over = "world") -> Transform:
+def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean in bytes, one scale for all that a rank sends another of a bucket.
 
     Args: as `allreduce_hook`.
@@ -75,7 +77,7 @@ def quantization_pertensor_hook(axis: AxisName = "data", over: Over = "world") -
     return quantized_mean(axis, uint8(), over)
 
 
-def quantization_perchannel_hook(axis: AxisName = "data", bucket_size: int = 512, over: Over = "world") -> Transform:
+def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean in bytes, a scale for every `bucket_size` elements.
 
     Args:
@@ -90,7 +92,7 @@ def quantization_perchannel_hook(axis: AxisName = "data", bucket_size: int = 512
     >>> fjoin.ddp.quantization_perchannel_hook()
     compress(uint8(block=512), mean('data', over='world'))
     """
-    return quantized_mean(axis, uint8(bucket_size), over)
+    return quantized_mean(axis, uint8(whole_number("bucket_size", bucket_size, 1)), over)
 
 
 def powerSGD_hook(
@@ -119,6 +121,8 @@ def powerSGD_hook(
     >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
     switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
     """
+    whole_number("matrix_approximation_rank", matrix_approximation_rank, 1)
+    whole_number("start_powerSGD_iter", start_powerSGD_iter, 0)
     return _fed_back(
         use_error_feedback,
         power_sgd(
@@ -143,6 +147,8 @@ def batched_powerSGD_hook(
     >>> fjoin.ddp.batched_powerSGD_hook(use_error_feedback=False, start_powerSGD_iter=0)
     batched_power_sgd('data', over='world')
     """
+    whole_number("matrix_approximation_rank", matrix_approximation_rank, 1)
+    whole_number("start_powerSGD_iter", start_powerSGD_iter, 0)
     return _fed_back(
         use_error_feedback,
         batched_power_sgd(
@@ -197,16 +203,16 @@ def post_localSGD_hook(
     return switch_after(start_localSGD_iter, mean(axis, over), later)
 
 
-_OF_TYPE: dict[str, Callable[[AxisName, Over], Transform]] = {
+_OF_TYPE: dict[str, Callable[..., Transform]] = {
     "ALLREDUCE": allreduce_hook,
     "FP16_COMPRESS": fp16_compress_hook,
     "BF16_COMPRESS": bf16_compress_hook,
     "QUANTIZE_PER_TENSOR": quantization_pertensor_hook,
-    "QUANTIZE_PER_CHANNEL": lambda axis, over: quantization_perchannel_hook(axis, over=over),
-    "POWER_SGD": lambda axis, over: powerSGD_hook(1, axis=axis, over=over),
-    "POWER_SGD_RANK2": lambda axis, over: powerSGD_hook(2, axis=axis, over=over),
-    "BATCHED_POWER_SGD": lambda axis, over: batched_powerSGD_hook(1, axis=axis, over=over),
-    "BATCHED_POWER_SGD_RANK2": lambda axis, over: batched_powerSGD_hook(2, axis=axis, over=over),
+    "QUANTIZE_PER_CHANNEL": quantization_perchannel_hook,
+    "POWER_SGD": powerSGD_hook,
+    "POWER_SGD_RANK2": partial(powerSGD_hook, 2),
+    "BATCHED_POWER_SGD": batched_powerSGD_hook,
+    "BATCHED_POWER_SGD_RANK2": partial(batched_powerSGD_hook, 2),
     "NOOP": lambda axis, over: noop_hook(),
 }
 
@@ -228,7 +234,7 @@ def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", ov
     >>> fjoin.ddp.comm_hook("QUANTIZE_PER_CHANNEL", over="weight")
     compress(uint8(block=512), mean('data'))
     """
-    return _OF_TYPE[_name(comm_hook_type)](axis, over)
+    return _OF_TYPE[_name(comm_hook_type)](axis=axis, over=over)
 
 
 def _name(comm_hook_type: Any) -> str:

@@ -1,7 +1,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from pool import Pool
+
+# The same examples in every run, and no time limits on a busy machine.
+settings.register_profile("fjoin", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.load_profile("fjoin")
 
 
 @pytest.fixture(scope="session")

@@ -186,4 +186,5 @@ def test_what_is_refused(pool: Any) -> None:
     assert all(pool.run(2, refused))
     raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(-1), "-1")
     raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(1, subgroup="lokal"), "'lokal'", "('node', 'local')")
-    raises_text(ValueError, lambda: fjoin.ddp.quantization_perchannel_hook(bucket_size=0), "block", "0")
+    raises_text(ValueError, lambda: fjoin.ddp.quantization_perchannel_hook(bucket_size=0), "bucket_size", "0")
+    raises_text(ValueError, lambda: fjoin.ddp.powerSGD_hook("data"), "matrix_approximation_rank", "'data'")  # type: ignore[arg-type]

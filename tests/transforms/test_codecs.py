@@ -234,3 +234,23 @@ def test_what_is_refused() -> None:
     for make in (tx.sign, tx.one_bit, tx.uint8, tx.terngrad):
         raises_text(ValueError, lambda: make(0), "block, if not None, must be")  # noqa: B023
     raises_text(ValueError, lambda: tx.int8(None), "block")  # type: ignore[arg-type]
+    for make in (tx.int8, tx.int4, tx.fp8, tx.bfloat16):
+        raises_text(TypeError, lambda: make(stochastic=3), "stochastic", "3")  # noqa: B023
+    raises_text(TypeError, lambda: tx.random_k(0.5, scaled="yes"), "scaled", "'yes'")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.terngrad(clip="1"), "clip", "'1'")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.dgc("data", clip=float("inf")), "dgc: clip", "inf")
+    raises_text(TypeError, lambda: tx.dgc("data", values="x"), "dgc: values", "'x'")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: tx.hierarchical_mean("a", "b", "int8"), "wire", "'int8'")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.one_bit_adam("data", 1, eps=-1.0), "eps", "-1.0")
+    raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, ratios=3), "ratios", "3")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, changes=(4.0, 0.5)), "changes", "(4.0, 0.5)")
+
+
+def test_a_key_is_part_of_a_codec() -> None:
+    """Ranks with other keys are told apart; hooks key their codecs themselves."""
+    one, same, other = (tx.qsgd().keyed(*key) for key in ((7, 0), (7, 0), (8, 0)))
+    assert one == same != other and one != tx.qsgd() and tx.from_json(tx.to_json(one)) == one
+    assert tx.fingerprint(one) != tx.fingerprint(other) and one.key == (7, 0) and repr(one) == "keyed(qsgd(), 7, 0)"
+    raises_text(ValueError, lambda: tx.quantized_mean("data", one), "has a key", "keyed(qsgd(), 7, 0)")
+    for seed in (1.5, True, None):
+        raises_text(ValueError, lambda: tx.quantized_mean("data", tx.int8(), seed=seed), "seed", repr(seed))  # type: ignore[arg-type]  # noqa: B023

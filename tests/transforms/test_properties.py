@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 from helpers import same_bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fjoin import transforms as tx
-
-# The same examples in every run, and no time limits on a busy machine.
-settings.register_profile("fjoin", max_examples=60, deadline=None, derandomize=True, database=None)
-settings.load_profile("fjoin")
 
 BLOCK = st.integers(1, 40)
 # Codecs that keep each value to a part of the largest beside it, and that part.

@@ -226,3 +226,32 @@ def test_what_is_refused() -> None:
         ValueError, lambda: tx.hierarchical_mean("a", "b", tx.qsgd()), "dice", "compress(qsgd(), hierarchical_mean"
     )
     raises_text(ValueError, lambda: tx.majority_vote("data", over="all"), "'all'")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-24, 1.0, 3e20, 1e37])
+def test_adasum_of_very_small_and_very_large_gradients(size: float) -> None:
+    """Their squares neither overflow nor vanish: equal ones are averaged, orthogonal ones summed."""
+    hook, a, b = tx.adasum("data"), torch.tensor([3.0, 4.0]) * size, torch.tensor([-4.0, 3.0]) * size
+
+    def one_rank(g: Tensor) -> Tensor:
+        return hook.update(g, hook.init(g))[0]
+
+    assert max_diff(tx.simulate(one_rank, {"data": 2}, [a, a])[0] / size, torch.tensor([3.0, 4.0])) < 1e-6
+    assert max_diff(tx.simulate(one_rank, {"data": 2}, [a, b])[0] / size, torch.tensor([-1.0, 7.0])) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 100])
+def test_votes_that_cancel_are_a_tie_whatever_rounding_leaves(ranks: int) -> None:
+    hook, weights = tx.majority_vote("data"), [0.1 + 0.37 * r for r in range(ranks)]
+    weights.append(sum(weights))  # against all others
+
+    def one_rank(vote: Tensor, weight: float) -> Tensor:
+        return hook.update(vote, hook.init(vote), weight=weight)[0]
+
+    votes = [torch.tensor([1.0, 1.0])] * ranks
+    tie = tx.simulate(one_rank, {"data": ranks + 1}, [*votes, torch.tensor([-1.0, 1.0])], weights)
+    assert all(out.tolist() == [0.0, 1.0] for out in tie)
+    won = tx.simulate(
+        one_rank, {"data": ranks + 1}, [*votes, torch.tensor([-1.0, 1.0])], [*weights[:-1], weights[-1] * 1.01]
+    )
+    assert all(out.tolist() == [-1.0, 1.0] for out in won)

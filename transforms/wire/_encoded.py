@@ -44,7 +44,7 @@ def encoded_mean(
     of = named_leaves(grads)
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device = next(iter(of.values())).device if of else None
-    factor, known = factor.to(device), known_share(weight, over or "weight")
+    factor, known = factor.to(device, non_blocking=True), known_share(weight, over or "weight")
     flat, words = silenced(ravel(of.values(), device), factor, known), encode_lane(lane or {}, torch.float64, 1, device)
     places = places_of(of, device) if wire.noisy else None
     if memory is None:

@@ -120,7 +120,7 @@ def _across(
         here: The node's total, 0-d float64.
     """
     mean, inside, size = (part / not_zero(here).to(part)).float(), axis_size(local), len(part)
-    at = axis_index(local).to(part.device).view(1)
+    at = axis_index(local).to(part.device, non_blocking=True).view(1)
 
     def mine(whole: Tensor) -> Tensor:
         return cut(whole, inside, size).index_select(0, at)[0]

@@ -124,7 +124,7 @@ def low_rank_mean(
     """The mean of leaves, of which those in `q` travel as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = next(iter(leaves.values())).device if leaves else None
-    factor = share(check_weight(given.weight), over).to(device)
+    factor = share(check_weight(given.weight), over).to(device, non_blocking=True)
     mine = Share(factor, known_share(given.weight, over), given.flush)
     named = {} if given.carried is not None else {"total": factor, **(given.lane or {})}
     check_lane(given.lane)

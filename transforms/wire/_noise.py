@@ -58,9 +58,9 @@ def places_of(leaves: Mapping[str, Tensor], device: torch.device | None = None) 
 def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) -> Tensor:
     """A 0-d int32 of a seed, a step and whatever else shall make a difference."""
     seed, step = key
-    out = torch.tensor(_signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
+    out = torch.full((), _signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
     for part in (step, *folded):
-        part = part.to(device, torch.int32) if isinstance(part, Tensor) else _signed(part)
+        part = part.to(device, torch.int32, non_blocking=True) if isinstance(part, Tensor) else _signed(part)
         out = mixed_(out * _GOLDEN + part + 1)
     return out
 

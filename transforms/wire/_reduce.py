@@ -71,7 +71,7 @@ def _over_one(
         reduced = _gathered(codec, dice, flat, factor, words, axis, times)
         return reduced._replace(mean=settle(reduced.mean))
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    head, here = len(own), axis_index(axis).to(flat.device)
+    head, here = len(own), axis_index(axis).to(flat.device, non_blocking=True)
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
     chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
     places = cut(dice.places, ranks, size) if codec.noisy else dice.places
@@ -109,7 +109,7 @@ def _gathered(
     summed = said[:, len(own) :].sum(0)
     if times is None:
         return Reduced(mean, total, summed)
-    coded = rows.index_select(0, axis_index(axis).to(flat.device).view(1))[0]
+    coded = rows.index_select(0, axis_index(axis).to(flat.device, non_blocking=True).view(1))[0]
     return Reduced(mean, total, summed, _lost(flat, coded, times), coded)
 
 
