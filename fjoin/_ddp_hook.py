@@ -83,7 +83,8 @@ class DDPRun:
         self._used: set[str] | None = None
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
-        if pipeline is not None and (ddp.find_unused_parameters or ddp.static_graph):
+        # Of a parameter that no rank uses nothing is stepped, so that what a hook sends of it is lost.
+        if (pipeline is not None or hook.loses is not None) and (ddp.find_unused_parameters or ddp.static_graph):
             self._used = used = set()
             for path, p in params.items():
                 p.register_post_accumulate_grad_hook(lambda p, path=path: used.add(path))
@@ -208,7 +209,7 @@ class DDPRun:
                 rest, states, self, self._outs, self._mesh, weight=weight, lane=None, lane_dtype=torch.float64
             )
         if self.pipeline is None:
-            self.hook_state = (*new, *states)
+            self.hook_state = self._known((*new, *states), self._used_anywhere())
         else:
             self._step(self.pipeline, (*new, *states), divisor)
         self.step += 1
@@ -277,7 +278,7 @@ class DDPRun:
             self._divide(divisor)
         if not verdict.changes:
             return
-        self.hook_state = state
+        self.hook_state = self._known(state, used)
         items = [
             (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
             for out in outs for path, grad in out.by_path().items() if used is None or path in used
@@ -292,6 +293,16 @@ class DDPRun:
                 new, after = choose_state(verdict.found_inf == 0, (new, after), (params, self.after_state))
             self.after_state = after
             put(params, new)
+
+    def _known(self, new: tuple[Any, ...], used: set[str] | None) -> tuple[Any, ...]:
+        """The hook's states after a pass: what they hold of parameters that no rank has used stays as it was."""
+        if used is None or len(used) == len(self.leaves):
+            return new
+        rest = self.leaves.keys() - used
+        return tuple(
+            merge([restrict(after, self.leaves, used), restrict(before, self.leaves, rest)], self.leaves)
+            for after, before in zip(new, self.hook_state, strict=True)
+        )
 
     def _used_anywhere(self) -> set[str] | None:
         """The parameters that have a gradient on some rank, where not all must have one: one small message."""

@@ -169,9 +169,9 @@ from .wire._hierarchical import hierarchical_mean as hierarchical_mean
 from .wire._low_rank_mean import PowerSGDState as PowerSGDState
 from .wire._noise import Noise as Noise
 from .wire._one_bit import OneBitAdamState as OneBitAdamState
-from .wire._one_bit import OneBitLambState as OneBitLambState
 from .wire._one_bit import one_bit_adam as one_bit_adam
-from .wire._one_bit import one_bit_lamb as one_bit_lamb
+from .wire._one_bit_lamb import OneBitLambState as OneBitLambState
+from .wire._one_bit_lamb import one_bit_lamb as one_bit_lamb
 from .wire._power_sgd import batched_power_sgd as batched_power_sgd
 from .wire._power_sgd import power_sgd as power_sgd
 from .wire._quantized import quantized as quantized

@@ -135,10 +135,9 @@ def explain_cut(
 
         def explain_stage(part: Transform, when: str, carries: bool, per_bucket: bool = False) -> None:
             inner, first = _alternatives(part), len(rows)
-            for child, child_when in inner:
+            for i, (child, child_when) in enumerate(inner):
                 for stage in stages(child):
-                    both = [w for w in (when, child_when) if w != "each step"]
-                    explain_stage(stage, ", ".join(both) or "each step", carries, per_bucket)
+                    explain_stage(stage, _both(when, child_when), carries and _is_told(part, i), per_bucket)
             if inner:
                 of_phases, whole = sum(row.state_bytes for row in rows[first:]), _state_bytes(part.init(fake))
                 if of_phases > whole:  # they are of one state
@@ -163,7 +162,7 @@ def explain_cut(
             del notes[:]
             psum(torch.zeros(1) if lane is None else encode_lane({"total": 1.0, **lane}, wide, ranks), plan.axes)
             rows.append(Row("(the step's own counts)", "message", "each step", tuple(notes), 0))
-        if module_words and optimizer is not None:
+        if module_words:
             del notes[:]
             psum(torch.zeros(module_words), tuple(sizes))
             rows.append(Row("(parameters that are used)", "message", "each step", tuple(notes), 0))
@@ -205,6 +204,21 @@ def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
     if len(inside) > 1:
         return [(_around(spec, holds[0], stage), "each step") for stage in inside]
     return [(_around(spec, holds[0], stage), when) for stage, when in _alternatives(inside[0])]
+
+
+def _is_told(part: Transform, i: int) -> bool:
+    """Whether the lane goes to this alternative: of a partition, to the first part that reduces."""
+    if part.spec.name != "partition":
+        held = [value for _, value in part.spec.args if isinstance(value, Transform)]
+        return len(held) != 1 or _is_told(held[0], i)
+    return i == next((j for j, each in enumerate(part.spec["parts"].values()) if each.sums), None)
+
+
+def _both(when: str, inner: str) -> str:
+    """The second one counts calls, from the first one on."""
+    if "each step" in (when, inner):
+        return inner if when == "each step" else when
+    return f"{when}, {inner.replace('step', 'call')}"
 
 
 def _has_phases(part: Any) -> bool:

@@ -74,6 +74,42 @@ def test_what_no_rank_uses_is_left_alone(pool: Any) -> None:
     assert max_diff(ours[0], theirs[0]) < 1e-14 and same_bits(ours[0], ours[1])
 
 
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Parameter(torch.zeros(64))
+        self.other = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.each * x).sum() + ((self.other * x).sum() if both else 0)
+
+
+def fed_back_now_and_then(fused: bool) -> float:
+    """What is neither in a parameter that no rank uses in every second pass, nor owed."""
+    hook = tx.error_feedback(tx.quantized_mean("data", tx.top_k(0.1)))
+    ddp = DistributedDataParallel(Two(), find_unused_parameters=True)
+    handle = fjoin.ddp.register(ddp, tx.fuse(hook, tx.sgd(1.0)) if fused else hook)
+    optimizer, true = torch.optim.SGD(ddp.parameters(), lr=1.0), torch.zeros(64)
+    g = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(20):
+        x = torch.randn(64, generator=g)
+        true += x * (step % 2 == 0)
+        optimizer.zero_grad()
+        ddp(x, step % 2 == 0).backward()
+        if not fused:
+            optimizer.step()
+    (owed,) = (v.clone() for name, v in handle.state_dict()["hook"].items() if name.endswith("error.other"))
+    for x in (true, owed):
+        dist.all_reduce(x)
+    assert owed.abs().max() > 0.1
+    return (-ddp.module.other.detach() * dist.get_world_size() + owed - true).abs().max().item()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_owed_of_a_parameter_waits_until_it_is_used(pool: Any, fused: bool) -> None:
+    assert max(pool.run(2, fed_back_now_and_then, fused)) < 1e-5
+
+
 def resume(hook: str) -> Any:
     """The second epoch, with a new module that loads what was saved: DDP starts with other buckets."""
 

@@ -22,7 +22,7 @@ def test_explain_covers_what_runs_now_and_then() -> None:
     *others, last, lastly = [(r.stage, r.when, len(r.messages)) for r in what.rows]
     assert [*others, *sorted([last, lastly])] == [
         ("mean('data')", "before step 5", 1),
-        ("sum_over('data')", "from step 5, every 3 steps", 1),
+        ("sum_over('data')", "from step 5, every 3 calls", 1),
         ("clip_by_global_norm(1.0)", "each step", 0),
         ("(the step's own counts)", "each step", 1),
         ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),

@@ -218,3 +218,18 @@ def test_optimizer(make: Any, law: Any) -> None:
 @pytest.mark.parametrize(("make", "law"), _cases(CODECS, CODEC_LAWS))
 def test_codec(make: Any, law: Any) -> None:
     law(make)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("make", "kind"), _cases(CODECS, [tx.Codec]))
+def test_no_codec_asks_for_the_default_dtype(make: Any, kind: Any, default: torch.dtype) -> None:
+    codec, x = make(), torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    key = torch.tensor(1, dtype=torch.int32)
+    noise = (tx.Noise(torch.arange(300, dtype=torch.int32).view(3, 100), key, key),) if codec.noisy else ()
+    want = codec.encode(x, *noise)
+    back = codec.decode(want, 100)
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(codec.encode(x, *noise), want) and torch.equal(codec.decode(want, 100), back)
+    finally:
+        torch.set_default_dtype(torch.float32)

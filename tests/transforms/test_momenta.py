@@ -172,3 +172,53 @@ def test_momenta_where_not_all_ranks_have_input(make: Any, over: Any) -> None:
         else:
             m = 0.9 * m + 0.1 * share * x
         assert (momentum - m).abs().max() < 1e-6, step
+
+
+@pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
+def test_what_had_no_gradient_while_the_variance_settled_stands_still(make: Any) -> None:
+    """A sign says something of 0 too, and what has no variance would be divided by next to nothing."""
+    hook, x = make("data", 2), torch.tensor([1.0, -2.0, 0.0, 3.0])
+
+    def one_rank(rank: int) -> Any:
+        state, outs = hook.init(x), []
+        for _ in range(6):
+            out, state = hook.update(x * (1 + rank), state, torch.ones(4))
+            outs.append(out)
+        return outs
+
+    for out in tx.simulate(one_rank, {"data": 3}, [0, 1, 2])[0]:
+        assert out[2] == 0 and (out * torch.tensor([1.0, -1.0, 0.0, 1.0]))[[0, 1, 3]].min() > 0 and out.abs().max() < 5
+
+
+@pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
+def test_a_step_that_is_left_out_counts_for_nothing(make: Any) -> None:
+    """While the variance settles and after: what comes later is as if it had not been, but for the codes' errors."""
+    grads = [torch.tensor([1.0, -2.0, 0.5]) * (1 + 0.1 * i) for i in range(8)]
+
+    def run(skipped: list[int], skips: bool) -> Any:
+        hook = make("data", 5, codec=tx.float32())
+        hook = tx.skip_if_nonfinite(hook) if skips else hook
+
+        def one_rank(rank: int) -> Any:
+            state, outs = hook.init(grads[0]), []
+            for i, g in enumerate(grads):
+                bad = i in skipped
+                out, state = hook.update(g * float("nan") if bad and rank else g, state, torch.ones(3))
+                outs += [] if bad else [out]
+            return outs
+
+        return tx.simulate(one_rank, {"data": 2}, [0, 1])[0]
+
+    def written_out(used: list[int], warm: int) -> list[Tensor]:
+        m, v, outs = torch.zeros(3), torch.zeros(3), []
+        for t, i in enumerate(used, 1):
+            m = 0.9 * m + 0.1 * grads[i]
+            v = 0.999 * v + 0.001 * grads[i] ** 2 if t <= warm else v
+            outs.append(m / (1 - 0.9**t) / ((v / (1 - 0.999 ** min(t, warm))).sqrt() + 1e-8))
+        return outs
+
+    for skips in (True, False):
+        outs = run([1, 2, 6], skips)
+        assert all(torch.isfinite(out).all() for out in outs)
+        if make is tx.one_bit_adam:
+            assert max_diff(outs, written_out([0, 3, 4, 5, 7], 3)) < 1e-5

@@ -103,7 +103,9 @@ class Owed:
 def ravel(leaves: Any, device: torch.device | None) -> Tensor:
     """All leaves in a row, float32."""
     flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves]
-    return flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, device=device)
+    return (
+        flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device=device)
+    )
 
 
 def unravel(flat: Tensor, tree: Tree) -> Tree:

@@ -33,12 +33,14 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 
     On three ranks and more the mean is encoded on its way back too; what is lost there is kept by the rank that summed.
     So nothing is lost for ever: over all steps, the sum of what the hook gave times the total weights, plus the ranks' errors,
-    is the sum of all weighted gradients. The errors stay bounded only where a code loses less than it is given, as casts, `int8`, `sign`,
-    `top_k`, `random_k` and `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on average and do not.
+    is the sum of all weighted gradients, rounded to float32 where something is encoded. A step in which no rank has input, or
+    that is not finite, pays nothing. The errors stay bounded only where a code loses less than it is given, as casts, `int8`,
+    `sign`, `top_k`, `random_k` and `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on
+    average and do not.
 
     Args:
         hook: One in which something is encoded over one axis, or projected: `quantized_mean`, `compress`, `cast`,
-            `power_sgd`, alone or in `chain`, `partition` and so on.
+            `power_sgd`, alone or in `partition`, or in a `chain` with stages that send nothing.
         without_input: What a rank of weight 0 does with its error: "freeze" keeps it until it has input again, "flush"
             sends it, so that the others learn with it what it has learned before.
 
@@ -47,7 +49,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 
     Raises:
         TypeError: nothing is encoded in `hook`.
-        ValueError: `without_input` is none of the two; at `update`: encoded over several axes at once.
+        ValueError: `without_input` is none of the two; at `update`: encoded over several axes at once, or twice.
 
     Source: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD,
         arXiv:1901.09847; the second error: Tang et al., DoubleSqueeze, arXiv:1905.05957.

@@ -69,8 +69,8 @@ def one_bit(block: int | None = 4096) -> Codec:
         lows, highs = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0)]
         for cut in in_blocks(x, block):
             count, size = (cut < 0).sum(dim=2), cut.shape[2]
-            lows.append(cut.clamp(max=0.0).mean(dim=2) * (size / count.clamp(min=1)))
-            highs.append(cut.clamp(min=0.0).mean(dim=2) * (size / (size - count).clamp(min=1)))
+            lows.append(cut.clamp(max=0.0).mean(dim=2) * (size / count.clamp(min=1).to(cut.dtype)))
+            highs.append(cut.clamp(min=0.0).mean(dim=2) * (size / (size - count).clamp(min=1).to(cut.dtype)))
         return torch.cat([as_bytes(torch.cat(lows + highs, dim=1)), _negative(x)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:

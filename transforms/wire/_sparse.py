@@ -88,7 +88,7 @@ def _largest(k: float, values: Codec | None, least: float = 0.0) -> Codec:
         at = read(data[:, head:], _place_dtype(n)).to(torch.int64)
         at = at & 0xFFFF if _place_dtype(n) is torch.int16 else at
         chosen = inner.decode(data[:, :head], count)
-        return torch.zeros(data.shape[0], n, device=data.device).scatter(1, at, chosen)
+        return torch.zeros(data.shape[0], n, dtype=torch.float32, device=data.device).scatter(1, at, chosen)
 
     def width(n: int) -> int:
         return inner.width(_count(k, n)) + _count(k, n) * _place_dtype(n).itemsize

@@ -1,0 +1,99 @@
+"""Momenta that are averaged as they are at first, and encoded once the variance has settled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._base import Transform
+from .._bucketwise import Carried, part_of
+from .._by_path import replace_leaves
+from .._check import whole_number
+from .._tree import State, Tree, all_finite, named_leaves, wide_zeros
+from .._when import switch_after
+from ..axes._primitive import AxisName
+from ..sync._mean import mean
+from ..sync._weights import Over, check_weight, known_share, not_zero, silenced
+from ._codec import Codec
+from ._compress import quantized_mean
+from ._feedback import WithoutInput, error_feedback
+from ._signs import sign
+
+
+def momenta(
+    axis: AxisName, warmup: int, b1: float, b2: float, codec: Codec | None, over: Over, without_input: WithoutInput
+) -> Transform:
+    whole_number("warmup", warmup, 1)  # there is no variance before
+    check_decay("b1", b1)
+    check_decay("b2", b2)
+    encoded = quantized_mean(axis, sign() if codec is None else codec, over)
+    return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
+
+
+def check_decay(name: str, value: Any) -> None:
+    if not (isinstance(value, (int, float)) and 0 <= value < 1):
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
+class Moments(NamedTuple):
+    inner: State
+    momentum: dict[str, Tensor]
+    variance: dict[str, Tensor]
+    taken: dict[str, Tensor]
+    settled: dict[str, Tensor]
+    counted: Tensor  # 0-d bool: some rank counts
+    fine: Tensor  # 0-d bool: that, and what came is finite, so that it is remembered
+
+    def kept(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**old, **{path: torch.where(self.fine, value, old[path]) for path, value in new.items()}}
+
+    def remembered(self, old: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Momentum, variance, and of how many calls each is."""
+        m, v = self.kept(old.momentum, self.momentum), self.kept(old.variance, self.variance)
+        return m, v, self.kept(old.taken, self.taken), self.kept(old.settled, self.settled)
+
+    def direction(self, path: str, b1: float, b2: float, eps: float) -> Tensor:
+        """0 where nobody counts, and where there was no gradient while the variance settled: codes make something of nothing."""
+        m, v, zero = self.momentum[path], self.variance[path], torch.zeros_like(self.momentum[path])
+        m, root = m / so_far(b1, self.taken[path]).to(m), (v / not_zero(so_far(b2, self.settled[path])).to(v)).sqrt()
+        return torch.where(self.counted & (v != 0), m / (root + eps), zero)
+
+
+def moments(
+    inner: Transform, grads: Tree, state: Any, carried: Carried | None, warmup: int, b1: float, b2: float, over: Over,
+    extra: dict[str, Any],
+) -> Moments:  # fmt: skip
+    """The new momentum, and variance, of these leaves."""
+    weight = extra.get("weight")
+    live, known = check_weight(weight), known_share(weight, "live")
+    wide = {
+        path: silenced(torch.as_tensor(g), live, known).to(state.momentum[path])
+        for path, g in named_leaves(grads).items()
+    }
+    first = state.step < warmup
+    sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
+    if over == "world":  # a rank without input has a gradient of 0, and everybody's momentum
+        extra = {**extra, "weight": 1.0}
+    out, new = inner.update(replace_leaves(grads, sends), state.inner, carried=part_of(carried, "inner"), **extra)
+    came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
+    assert inner.sums is not None
+    counted = inner.sums(new).total != 0
+    m, v = came, {path: state.variance[path] for path in came}
+    if first:
+        m = {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()}
+        v = {path: b2 * state.variance[path] + (1 - b2) * g * g for path, g in came.items()}
+    taken = {path: state.taken[path] + 1 for path in came}
+    settled = {path: state.settled[path] + first for path in came}
+    return Moments(new, m, v, taken, settled, counted, counted & all_finite(came))
+
+
+def so_far(decay: float, calls: Tensor) -> Tensor:
+    """The share that a moving average from 0 has of what it averages, 0-d float64."""
+    return 1 - decay ** calls.to(torch.float64)
+
+
+def each(params: Tree, value: float) -> dict[str, Tensor]:
+    """By path the value, 0-d, in at least float32."""
+    return {path: zeros.new_full((), value) for path, zeros in wide_zeros(params).items()}
