@@ -191,7 +191,10 @@ def bounds(groups: Groups) -> list[str]:
         if "bound" in wall:
             pieces = [f"{statistics.median(wall[piece]) * 1e3:.3g}" for piece in ("C", "M", "O", "bound")]
             rows.append([TITLES[name], *pieces, *(shown(ratio(wall, v, "bound")) for v in ("ddp", "ours"))])
-    return table(["model", "C ms", "M ms", "O ms", "bound ms", "DDP / bound", "fjoin / bound"], rows)
+    if not rows:
+        return []
+    head = ["model", "C ms", "M ms", "O ms", "bound ms", "DDP / bound", "fjoin / bound"]
+    return ["## Lower bounds", "", BOUNDS, "", *table(head, rows)]
 
 
 def variants(groups: Groups) -> list[str]:
@@ -255,10 +258,6 @@ def page(
         "## Targets",
         "",
         *claims(groups, memory),
-        "## Lower bounds",
-        "",
-        BOUNDS,
-        "",
         *bounds(groups),
         "## All variants",
         "",

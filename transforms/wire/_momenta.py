@@ -25,6 +25,7 @@ from ._signs import sign
 def momenta(
     axis: AxisName, warmup: int, b1: float, b2: float, codec: Codec | None, over: Over, without_input: WithoutInput
 ) -> Transform:
+    """What sends gradients at first, and momenta later."""
     whole_number("warmup", warmup, 1)  # there is no variance before
     check_decay("b1", b1)
     check_decay("b2", b2)
@@ -38,6 +39,8 @@ def check_decay(name: str, value: Any) -> None:
 
 
 class Moments(NamedTuple):
+    """What has come of a call, by path; see `OneBitAdamState`."""
+
     inner: State
     momentum: dict[str, Tensor]
     variance: dict[str, Tensor]
@@ -65,7 +68,7 @@ def moments(
     inner: Transform, grads: Tree, state: Any, carried: Carried | None, warmup: int, b1: float, b2: float, over: Over,
     extra: dict[str, Any],
 ) -> Moments:  # fmt: skip
-    """The new momentum, and variance, of these leaves."""
+    """Send gradients or momenta; the new momentum and variance of these leaves."""
     weight = extra.get("weight")
     live, known = check_weight(weight), known_share(weight, "live")
     wide = {

@@ -92,11 +92,5 @@ def one_bit_adam(
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
     return Transform(
-        init,
-        update,
-        scope=inner.scope,
-        sums=sums_of_inner(inner),
-        loses=keeps_all,
-        named=inner.named,
-        phases=phases,
+        init, update, scope=inner.scope, sums=sums_of_inner(inner), loses=keeps_all, named=True, phases=phases
     )
