@@ -50,6 +50,11 @@ def main() -> None:
     torch.set_num_threads(1)
     places = torch.arange(ELEMENTS, dtype=torch.int32).view(1, -1)
     x = torch.randn(1, ELEMENTS, generator=torch.Generator().manual_seed(0))
+    noise_rate, rand_rate = (
+        rate(tx.Noise(places, torch.tensor(1), torch.tensor(2)).uniform),
+        rate(lambda: torch.rand(1, ELEMENTS)),
+    )
+    print(f"dice: {noise_rate:.2f} GB/s of float32, torch.rand: {rand_rate:.2f}\n")
     print("| codec | encode GB/s | decode GB/s | bytes per element |\n|---|---|---|---|")
     for name, make in CODECS.items():
         codec = make()
