@@ -36,7 +36,7 @@ CODECS: dict[str, Any] = {
 # What steps may be off by, of the whole way that a run in float32 goes; a step the wrong way would be off by 2.
 ROOM = {
     "bfloat16": 0.02, "float16": 0.02, "fp8": 0.15, "int8": 0.05, "int4": 0.5, "bfloat16 by chance": 0.04, "qsgd": 0.1,
-    "natural": 0.4, "uint8": 0.05, "one_bit": 0.95, "top_k": 0.95, "random_k": 0.9,
+    "natural": 0.5, "uint8": 0.05, "one_bit": 0.95, "top_k": 0.95, "random_k": 0.9,
 }  # fmt: skip
 HOOKS: dict[str, Any] = {
     "mean": lambda codec: tx.quantized_mean("data", codec),
