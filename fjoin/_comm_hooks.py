@@ -123,13 +123,11 @@ def powerSGD_hook(
     """
     whole_number("matrix_approximation_rank", matrix_approximation_rank, 1)
     whole_number("start_powerSGD_iter", start_powerSGD_iter, 0)
-    return _fed_back(
-        use_error_feedback,
-        power_sgd(
-            axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
-            warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
-        ),
+    hook = power_sgd(
+        axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
+        warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
     )  # fmt: skip
+    return error_feedback(hook) if use_error_feedback else hook
 
 
 def batched_powerSGD_hook(
@@ -149,17 +147,11 @@ def batched_powerSGD_hook(
     """
     whole_number("matrix_approximation_rank", matrix_approximation_rank, 1)
     whole_number("start_powerSGD_iter", start_powerSGD_iter, 0)
-    return _fed_back(
-        use_error_feedback,
-        batched_power_sgd(
-            axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
-            warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
-        ),
+    hook = batched_power_sgd(
+        axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
+        warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
     )  # fmt: skip
-
-
-def _fed_back(feedback: bool, hook: Transform) -> Transform:
-    return error_feedback(hook) if feedback else hook
+    return error_feedback(hook) if use_error_feedback else hook
 
 
 def noop_hook() -> Transform:

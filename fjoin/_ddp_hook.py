@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ._axis import Once, Work
 from ._ddp_buckets import FromDDP, first_buckets
 from ._ddp_scale import ScaledLoss
+from ._ddp_used import UsedParameters, known
 from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
@@ -80,14 +81,11 @@ class DDPRun:
         self._calls: list[Call] = []
         self._waves: Waves | None = None
         self._lane: tuple[Tensor, Work] | None = None
-        self._used: set[str] | None = None
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
         # Of a parameter that no rank uses nothing is stepped, so that what a hook sends of it is lost.
-        if (pipeline is not None or hook.loses is not None) and (ddp.find_unused_parameters or ddp.static_graph):
-            self._used = used = set()
-            for path, p in params.items():
-                p.register_post_accumulate_grad_hook(lambda p, path=path: used.add(path))
+        asks = (pipeline is not None or hook.loses is not None) and (ddp.find_unused_parameters or ddp.static_graph)
+        self._used = UsedParameters(params, mesh) if asks else None
 
     def explain(self) -> Explanation:
         """What a pass sends, with the buckets of the last one, or of the first."""
@@ -209,7 +207,7 @@ class DDPRun:
                 rest, states, self, self._outs, self._mesh, weight=weight, lane=None, lane_dtype=torch.float64
             )
         if self.pipeline is None:
-            self.hook_state = self._known((*new, *states), self._used_anywhere())
+            self.hook_state = known(self._used_anywhere(), (*new, *states), self.hook_state, self.leaves)
         else:
             self._step(self.pipeline, (*new, *states), divisor)
         self.step += 1
@@ -278,7 +276,7 @@ class DDPRun:
             self._divide(divisor)
         if not verdict.changes:
             return
-        self.hook_state = self._known(state, used)
+        self.hook_state = known(used, state, self.hook_state, self.leaves)
         items = [
             (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
             for out in outs for path, grad in out.by_path().items() if used is None or path in used
@@ -294,25 +292,9 @@ class DDPRun:
             self.after_state = after
             put(params, new)
 
-    def _known(self, new: tuple[Any, ...], used: set[str] | None) -> tuple[Any, ...]:
-        """The hook's states after a pass: what they hold of parameters that no rank has used stays as it was."""
-        if used is None or len(used) == len(self.leaves):
-            return new
-        rest = self.leaves.keys() - used
-        return tuple(
-            merge([restrict(after, self.leaves, used), restrict(before, self.leaves, rest)], self.leaves)
-            for after, before in zip(new, self.hook_state, strict=True)
-        )
-
     def _used_anywhere(self) -> set[str] | None:
-        """The parameters that have a gradient on some rank, where not all must have one: one small message."""
-        if self._used is None:
-            return None
-        paths = list(self.leaves)
-        bits = torch.tensor([float(path in self._used) for path in paths], device=self._mesh.device)
-        self._used.clear()
-        self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
-        return {path for path, bit in zip(paths, bits.tolist(), strict=True) if bit}
+        """The parameters that some rank has used; None: all."""
+        return None if self._used is None else self._used.anywhere()
 
 
 def _raise_after_backward(error: Exception) -> None:

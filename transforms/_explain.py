@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -17,15 +16,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from ._alternatives import alternatives, both, is_told
 from ._base import Optimizer, Pipeline, Transform
 from ._bucketwise import Carried, restrict
-from ._by_path import label_of, masked
 from ._combine import stages
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
 from ._plan import make_plan, takes_flat
-from ._spec import _FACTORIES, Spec
 from ._tree import Tree, registered
 from .axes._collectives import axis_size, psum
 from .axes._env import bind_axes
@@ -134,10 +132,10 @@ def explain_cut(
         wide = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in layout)
 
         def explain_stage(part: Transform, when: str, carries: bool, per_bucket: bool = False) -> None:
-            inner, first = _alternatives(part), len(rows)
+            inner, first = alternatives(part), len(rows)
             for i, (child, child_when) in enumerate(inner):
                 for stage in stages(child):
-                    explain_stage(stage, _both(when, child_when), carries and _is_told(part, i), per_bucket)
+                    explain_stage(stage, both(when, child_when), carries and is_told(part, i), per_bucket)
             if inner:
                 of_phases, whole = sum(row.state_bytes for row in rows[first:]), _state_bytes(part.init(fake))
                 if of_phases > whole:  # they are of one state
@@ -183,63 +181,6 @@ def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None
     if isinstance(pipeline, Transform):
         return pipeline, None, None
     raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
-
-
-def _alternatives(part: Transform) -> list[tuple[Transform, str]]:
-    """What runs inside a transform that decides when others run."""
-    spec = part.spec
-    if part.phases:
-        return [
-            (what if isinstance(what, Transform) else dataclasses.replace(part, init=what, phases=()), when)
-            for when, what in part.phases
-        ]
-    if not _has_phases(part):
-        return []
-    if spec.name == "partition":
-        return [(_part_of_partition(spec["parts"], pattern), "each step") for pattern in spec["parts"]]
-    holds = [name for name, value in spec.args if isinstance(value, Transform)]
-    if len(holds) != 1:
-        return []
-    inside = stages(spec[holds[0]])
-    if len(inside) > 1:
-        return [(_around(spec, holds[0], stage), "each step") for stage in inside]
-    return [(_around(spec, holds[0], stage), when) for stage, when in _alternatives(inside[0])]
-
-
-def _is_told(part: Transform, i: int) -> bool:
-    """Whether the lane goes to this alternative: of a partition, to the first part that reduces."""
-    if part.spec.name != "partition":
-        held = [value for _, value in part.spec.args if isinstance(value, Transform)]
-        return len(held) != 1 or _is_told(held[0], i)
-    return i == next((j for j, each in enumerate(part.spec["parts"].values()) if each.sums), None)
-
-
-def _both(when: str, inner: str) -> str:
-    """The second one counts calls, from the first one on."""
-    if "each step" in (when, inner):
-        return inner if when == "each step" else when
-    return f"{when}, {inner.replace('step', 'call')}"
-
-
-def _has_phases(part: Any) -> bool:
-    return bool(getattr(part, "phases", ())) or any(_has_phases(child) for child in part.spec.children)
-
-
-def _around(spec: Spec, argument: str, stage: Transform) -> Transform:
-    """What a factory makes of one stage of what it was given; the stage itself where that is none of its business."""
-    serves = {"cast": stage.wired, "compress": stage.wired, "error_feedback": stage.loses, "loco": stage.loses}
-    if not serves.get(spec.name, True):  # such as a codec around a stage that sends nothing
-        return stage
-    made: Transform = _FACTORIES[spec.name](**{**dict(spec.args), argument: stage})
-    return made
-
-
-def _part_of_partition(parts: dict[Any, Transform], pattern: Any) -> Transform:
-    def which(path: str) -> bool:
-        return label_of(parts, path) == pattern
-
-    which.__qualname__ = repr(pattern)
-    return masked(parts[pattern], which)
 
 
 def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:

@@ -10,9 +10,8 @@ import torch
 
 from .. import transforms as tx
 from ._compare import params_like
-from ._transforms import axes_for, rank_in
+from ._ranks import RANKS, axes_for, grads_of, rank_in
 
-RANKS = 3
 # Which ranks have input, step by step: none has in the third.
 INPUTS = [(1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, 0.0)]
 
@@ -22,7 +21,7 @@ def pays_what_it_owes(make: Callable[[], tx.Transform]) -> None:
     for without_input in ("freeze", "flush"):
         outs, errors = _run(make, without_input)
         for path, p in params_like().items():
-            went = sum(w * params_like(100 + 10 * i + r)[path] for i, ws in enumerate(INPUTS) for r, w in enumerate(ws))
+            went = sum(w * grads_of(10 * i + r)[path] for i, ws in enumerate(INPUTS) for r, w in enumerate(ws))
             came = sum(total * out[path] for out, total in outs)
             owed = sum(error[path] for error in errors if path in error)
             gap = torch.as_tensor(came + owed - went)
@@ -48,7 +47,7 @@ def _run(
         hook, params = tx.error_feedback(make(), without_input), params_like()
         state, me, outs = hook.init(params), rank_in(make), []
         for i, weights in enumerate(INPUTS):
-            grads = params_like(100 + 10 * i + me)
+            grads = grads_of(10 * i + me)
             if i == at and me == 1:
                 grads = {path: torch.full_like(g, bad) for path, g in grads.items()}  # type: ignore[arg-type]
             out, state = hook.update(grads, state, params, weight=weights[me])

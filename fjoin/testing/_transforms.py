@@ -11,49 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import transforms as tx
 from ..transforms._bucketwise import Carried, merge, restrict
-from ..transforms._plan import axes_of
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
-
-RANKS = 3
-
-
-def axes_for(make: Callable[[], tx.Transform], ranks: int) -> dict[str, int]:
-    """The axes that a transform names, all ranks along the first; "data" where it names none."""
-    found = sorted(axes_of(make(), ())) or ["data"]
-    return {name: ranks if i == 0 else 1 for i, name in enumerate(found)}
-
-
-def rank_in(make: Callable[[], tx.Transform]) -> int:
-    return int(tx.axis_index(tuple(axes_for(make, 1))))
-
-
-def _grads(seed: int) -> dict[str, Tensor]:
-    return params_like(100 + seed)
-
-
-def _on_ranks(
-    make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3, engine: Any = "lockstep", seed: int = 0
-) -> list[Any]:
-    """The gradients that come out on each rank in each step, and the last state."""
-
-    # Drawn outside: inside vmap a draw would be one per rank, even from a seeded generator.
-    given = [[_grads(seed + 10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
-    params = params_like()
-
-    def one_rank(mine: list[Any], weight: Any) -> Any:
-        part = make()
-        state = part.init(params)
-        outs = []
-        for grads in mine:
-            out, state = part.update(grads, state, params, weight=weight)
-            outs.append(out)
-        return outs, state
-
-    return tx.simulate(one_rank, axes_for(make, len(weights)), given, weights, engine=engine)
+from ._ranks import RANKS, axes_for, grads_of, on_ranks, rank_in
 
 
 def is_pure(make: Callable[[], tx.Transform]) -> None:
@@ -63,7 +25,7 @@ def is_pure(make: Callable[[], tx.Transform]) -> None:
         part, params = make(), params_like()
         state = part.init(params)
         for step in range(3):
-            grads = _grads(step)
+            grads = grads_of(step)
             given = (grads, state, params)
             before = snapshot(given)
             first = part.update(grads, state, params, weight=2.0)
@@ -80,7 +42,7 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
 
     def one_rank() -> None:
         part, params = make(), params_like()
-        grads = _grads(rank_in(make))
+        grads = grads_of(rank_in(make))
         out, _ = part.update(grads, part.init(params), params, weight=2.0)
         if out is None:
             return
@@ -117,7 +79,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
             part.init(_ravel(params, paths)) if flat else restrict(whole, params, paths) for paths in BUCKETS
         ]  # fmt: skip
         for step in range(3):
-            grads, weight = _grads(10 * step + rank), float(rank)
+            grads, weight = grads_of(10 * step + rank), float(rank)
             out, whole = part.update(grads, whole, params, weight=weight, lane={"x": 1.0})
             outs, first = [], None
             for i, paths in enumerate(BUCKETS):
@@ -166,7 +128,7 @@ def chains(make: Callable[[], tx.Transform]) -> None:
     def one_rank() -> None:
         part, other, params = make(), tx.clip_by_value(0.5), params_like()
         both = tx.chain(part, other)
-        grads = _grads(rank_in(make))
+        grads = grads_of(rank_in(make))
         a, _ = both.update(grads, both.init(params), params, weight=1.0)
         b, _ = part.update(grads, part.init(params), params, weight=1.0)
         if b is None:
@@ -184,7 +146,7 @@ def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
         def one_rank() -> Any:
             part, params = make(), params_like()
             idle = rank_in(make) == 1
-            grads = _grads(rank_in(make))
+            grads = grads_of(rank_in(make))
             if idle and poison:
                 grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
             out, _ = part.update(grads, part.init(params), params, weight=0.0 if idle else 2.0)
@@ -199,14 +161,14 @@ def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
 
 def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
     """On an axis of one rank, a mean or a sum gives back the gradients times weight over divisor; another reduction, their signs."""
-    (alone,) = _on_ranks(make, [2.0], steps=1)
+    (alone,) = on_ranks(make, [2.0], steps=1)
     part = make()
     if not part.sums:
         return
     out, state = alone
     if out[0] is None:
         return
-    total, grads = part.sums(state).total.item(), _grads(0)
+    total, grads = part.sums(state).total.item(), grads_of(0)
     assert total in (1.0, 2.0)
     if not part.wired:
         assert all((out[0][path] * g > 0).all() for path, g in grads.items()), "it points another way"
@@ -234,7 +196,7 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
     def run(order: list[int]) -> Any:
         def one_rank(who: int) -> Any:
             part, params = make(), params_like()
-            out, _ = part.update(_grads(who), part.init(params), params, weight=1.0 + who)
+            out, _ = part.update(grads_of(who), part.init(params), params, weight=1.0 + who)
             return out
 
         ranks = tx.simulate(one_rank, axes_for(make, RANKS), order)
@@ -266,7 +228,7 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
         part, me = make(), rank_in(make)
         state = part.init(params)
         for step in range(6):
-            grads = _grads(10 * step + me)
+            grads = grads_of(10 * step + me)
             if step in (1, 4) and me == 1:
                 grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
             out, state = part.update(grads, state, params, weight=1.0)
@@ -281,10 +243,10 @@ def resumes(make: Callable[[], tx.Transform]) -> None:
 
     def one_rank() -> None:
         part, params = make(), params_like()
-        _, state = part.update(_grads(0), part.init(params), params, weight=2.0)
+        _, state = part.update(grads_of(0), part.init(params), params, weight=2.0)
         loaded = saved_and_loaded(state, like=part.init(params))
-        a = part.update(_grads(1), state, params, weight=1.0)
-        b = part.update(_grads(1), loaded, params, weight=1.0)
+        a = part.update(grads_of(1), state, params, weight=1.0)
+        b = part.update(grads_of(1), loaded, params, weight=1.0)
         assert same_bits(a, b)
 
     tx.simulate(one_rank, axes_for(make, 1))
@@ -303,12 +265,12 @@ def maps(make: Callable[[], tx.Transform]) -> None:
     weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 3.0)]
     if not make().vmappable:
         try:
-            _on_ranks(make, weights, engine="vmap")
+            on_ranks(make, weights, engine="vmap")
         except tx.NotVmappable as error:
             assert "lockstep" in str(error)
             return
         raise AssertionError("it says that it is not vmappable, but ran")
-    a, b = _on_ranks(make, weights), _on_ranks(make, weights, engine="vmap")
+    a, b = on_ranks(make, weights), on_ranks(make, weights, engine="vmap")
     for (x, _), (y, _) in zip(a, b, strict=True):
         assert [v is None for v in x] == [v is None for v in y]
         room = max(_room(make()), 1e-12)
