@@ -9,25 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from collective_table import OPS, OPS_AND_ENGINES, SIZES, inputs, ring
+from collective_table import OPS, OPS_AND_ENGINES, SIZES, inputs
 from helpers import assert_untouched, raises_text, same_bits, snapshot
+from quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED, on_ranks
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.axes._lockstep import SimulatedAxis
 
-# Each codec, and what a value may be off by, of the largest that is encoded with it.
-CODECS: dict[str, tuple[Any, float]] = {
-    "float32": (tx.float32(), 1e-7),
-    "bfloat16": (tx.bfloat16(), 2.0**-8),
-    "float16": (tx.float16(), 2.0**-11),
-    "fp8": (tx.fp8(block=8), 1 / 15),
-    "fp8 e5m2": (tx.fp8(dtype=torch.float8_e5m2), 1 / 7),
-    "int8": (tx.int8(), 1 / 253),
-    "int4": (tx.int4(block=4), 1 / 13),
-    "int8 by chance": (tx.int8(stochastic=True).keyed(1, 2), 1 / 126),
-}
-SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "all_to_all_single", "ppermute", "pbroadcast"]
 SERVED_OPS = [case for case in OPS_AND_ENGINES if not case[0].startswith(("pmax", "pmin"))]
 
 
@@ -74,22 +62,6 @@ def tree_of(rank: int, ranks: int) -> dict[str, Any]:
     return {**leaves, "none": torch.zeros(ranks, 0), "inside": [torch.arange(float(ranks)) + rank, None]}
 
 
-CALLS: dict[str, Any] = {
-    "psum": lambda f, x, n: f(x, "data"),
-    "pmean": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
-    "psum_scatter": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
-    "all_gather": lambda f, x, n: f(x, "data", dim=1),
-    "all_to_all": lambda f, x, n: f(x, "data", tiled=True),
-    "all_to_all_single": lambda f, x, n: f(x, "data"),
-    "ppermute": lambda f, x, n: f(x, "data", ring(n)[1:]),
-    "pbroadcast": lambda f, x, n: f(x, "data", n - 1),
-}
-
-
-def on_ranks(name: str, f: Any, xs: list[Any], engine: Any = "lockstep") -> list[Any]:
-    return tx.simulate(lambda x: CALLS[name](f, x, len(xs)), {"data": len(xs)}, xs, engine=engine)
-
-
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("name", SERVED)
 def test_leaves_of_all_dtypes(name: str, engine: Any) -> None:
@@ -109,10 +81,6 @@ def test_leaves_of_all_dtypes(name: str, engine: Any) -> None:
                     assert torch.equal(a, b), path
             assert mine["inside"][1] is None and torch.allclose(mine["inside"][0], other["inside"][0])
         assert on_ranks(name, coded, [{}] * n) == [{}] * n
-
-
-AXES = {"node": 2, "local": 3}
-BOTH = ("node", "local")
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
@@ -152,96 +120,6 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, codec: str) -> None:
         assert [bool(torch.isfinite(o["x"]).all()) for o in out] == [r not in hit for r in range(n)], n
 
 
-def sent(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], function: Any, xs: list[Any]) -> list[Any]:
-    """What rank 0 gives to the axis: (op, dtype, bytes)."""
-    notes: list[Any] = []
-    plain = SimulatedAxis.run
-
-    def run(self: SimulatedAxis, op: str, x: Tensor, arg: Any) -> Tensor:
-        if self.world_rank == 0:
-            notes.append((op, x.dtype, x.numel() * x.element_size()))
-        return plain(self, op, x, arg)
-
-    monkeypatch.setattr(SimulatedAxis, "run", run)
-    tx.simulate(function, axes, xs)
-    monkeypatch.undo()
-    return notes
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-    """One message of bytes for all floats of a call, and one for each other dtype; nothing else."""
-    made, n = CODECS[codec][0], 3
-    xs = [
-        {"a": torch.ones(n, 40), "b": torch.ones(n, 7, dtype=torch.bfloat16), "c": torch.ones(n, 2).long()}
-        for _ in range(n)
-    ]
-    whole, row, ints = made.width(47 * n), made.width(47), (torch.int64, 2 * n * 8)
-    once = {
-        "all_gather": [("all_gather", *ints), ("all_gather", torch.uint8, whole)],
-        "all_to_all": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
-        "all_to_all_single": [("all_to_all", *ints), ("all_to_all", torch.uint8, row * n)],
-        "psum_scatter": [("psum_scatter", *ints), ("all_to_all", torch.uint8, row * n)],
-        "ppermute": [("ppermute", *ints), ("ppermute", torch.uint8, whole)],
-        "pbroadcast": [("pbroadcast", *ints), ("pbroadcast", torch.uint8, whole)],
-    }
-    for name, want in once.items():
-        f = tx.quantized(getattr(tx, name), made)
-        assert sent(monkeypatch, {"data": n}, lambda x: CALLS[name](f, x, n), xs) == want, name  # noqa: B023
-    for name in ("psum", "pmean"):  # a part to each rank, and back; a word beside each row
-        f = tx.quantized(getattr(tx, name), made)
-        (_, *other), to, back = sent(monkeypatch, {"data": n}, lambda x: CALLS[name](f, x, n), xs)  # noqa: B023
-        assert (
-            tuple(other) == ints and to[:2] == ("all_to_all", torch.uint8) and back[:2] == ("all_gather", torch.uint8)
-        )
-        assert row * n <= to[2] <= (row + 16) * n and row <= back[2] <= row + 8
-    moved = sent(monkeypatch, AXES, lambda x: tx.quantized(tx.psum_scatter, made)(x, BOTH), [torch.ones(6, 5)] * 6)
-    assert moved == [("all_to_all", torch.uint8, 6 * made.width(5))] * 2
-    for name in SERVED:  # nothing is encoded for one rank
-        f = tx.quantized(getattr(tx, name), made)
-        x = {"a": torch.rand(1, 40), "b": torch.rand(1, 3, dtype=torch.float64)}
-        notes = sent(monkeypatch, {"data": 1}, lambda x: CALLS[name](f, x, 1), [x])  # noqa: B023
-        assert {dtype for _, dtype, _ in notes} == {torch.float32, torch.float64}
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-    """To each rank its own number of rows, none included: a row of bytes for each, all floats of a call in one message."""
-    made, room = CODECS[codec]
-    gives = [(0, 2, 3), (4, 1, 0), (2, 0, 0)]
-    takes = [tuple(give[r] for give in gives) for r in range(3)]
-    g = torch.Generator().manual_seed(0)
-    trees = [
-        {"a": torch.rand(sum(give), 5, generator=g), "b": torch.rand(sum(give), generator=g).to(torch.bfloat16),
-         "n": torch.arange(sum(give)) + 10 * r}
-        for r, give in enumerate(gives)
-    ]  # fmt: skip
-
-    def one_rank(tree: Any, give: Any, take: Any, coded: bool = True) -> Any:
-        f = tx.quantized(tx.all_to_all_single, made) if coded else tx.all_to_all_single
-        return f(tree, "data", input_split_sizes=give, output_split_sizes=take)
-
-    got, want = (
-        tx.simulate(lambda *given: one_rank(*given, coded), {"data": 3}, trees, gives, takes)  # noqa: B023
-        for coded in (True, False)
-    )
-    for mine, other in zip(got, want, strict=True):
-        assert torch.equal(mine["n"], other["n"])
-        for path in ("a", "b"):
-            a, b = mine[path], other[path]
-            assert a.dtype is b.dtype and a.shape == b.shape
-            assert ((a - b).abs() <= room + 2.0**-8 * (path == "b")).all()
-    rows = list(zip(trees, gives, takes, strict=True))
-    notes = sent(monkeypatch, {"data": 3}, lambda row: one_rank(*row), rows)
-    assert notes == [
-        ("all_to_all_single", torch.int64, 8 * sum(gives[0])),
-        ("all_to_all_single", torch.uint8, sum(made.width(6 * n) for n in gives[0])),
-    ]
-    trees[1]["a"][0, 0] = math.nan  # which goes to rank 0
-    hit = [not torch.isfinite(out["a"]).all() for out in tx.simulate(one_rank, {"data": 3}, trees, gives, takes)]
-    assert hit == [True, False, False]
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_one_rank_keeps_what_it_has(name: str) -> None:
     f = tx.quantized(getattr(tx, name), tx.int4())
@@ -261,34 +139,6 @@ def test_somebody_elses_vmap_around_it(name: str, codec: str, engine: Any) -> No
     for k in range(4):
         alone = tx.simulate(lambda x: f(x[k], "data"), {"data": 3}, xs)  # noqa: B023
         assert all(torch.allclose(m[k], a, rtol=1e-6) for m, a in zip(mapped, alone, strict=True))
-
-
-def test_bytes_of_a_sum_do_not_grow_with_the_ranks() -> None:
-    f = tx.quantized(tx.psum, tx.int8())
-    hook = tx.Transform(lambda params: (), lambda g, s, params=None, **extra: (f(g, "data"), s))
-    params = {"w": torch.zeros(10**6, device="meta"), "v": torch.zeros(1000, dtype=torch.bfloat16)}
-    for ranks in (2, 8, 64):
-        what = tx.explain(hook, params, {"data": ranks})
-        assert what.messages == (1 if ranks == 2 else 2) and what.sent_bytes < 2.1e6
-
-
-def test_in_a_pipeline() -> None:
-    """A hook of one's own that sends in bytes: traced without data, run on both engines."""
-    scatter, gather = tx.quantized(tx.psum_scatter, tx.int8()), tx.quantized(tx.all_gather, tx.bfloat16())
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        return gather(scatter(grads, "data", tiled=True), "data", tiled=True), state
-
-    pipeline = tx.fuse(tx.Transform(lambda params: (), update), tx.sgd(1.0))
-    params = {"w": torch.zeros(6)}
-    (row, *_) = tx.explain(pipeline, params, {"data": 3}).rows
-    assert [(m.collective, m.payload_bytes) for m in row.messages] == [("all_to_all", 3 * 6), ("all_gather", 4)]
-    grads = [{"w": torch.arange(6.0) * r} for r in range(3)]
-    for engine in ("lockstep", "vmap"):
-        for new, _ in tx.simulate(
-            lambda g: pipeline.step(params, g, pipeline.init(params)), {"data": 3}, grads, engine=engine
-        ):  # type: ignore[arg-type]
-            assert (new["w"] + 3 * torch.arange(6.0)).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("name", SERVED)

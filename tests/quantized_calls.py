@@ -1,0 +1,41 @@
+"""One call of each collective that can be quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from collective_table import ring
+
+from fjoin import transforms as tx
+
+# Each codec, and what a value may be off by, of the largest that is encoded with it.
+CODECS: dict[str, tuple[Any, float]] = {
+    "float32": (tx.float32(), 1e-7),
+    "bfloat16": (tx.bfloat16(), 2.0**-8),
+    "float16": (tx.float16(), 2.0**-11),
+    "fp8": (tx.fp8(block=8), 1 / 15),
+    "fp8 e5m2": (tx.fp8(dtype=torch.float8_e5m2), 1 / 7),
+    "int8": (tx.int8(), 1 / 253),
+    "int4": (tx.int4(block=4), 1 / 13),
+    "int8 by chance": (tx.int8(stochastic=True).keyed(1, 2), 1 / 126),
+}
+SERVED = ["psum", "pmean", "psum_scatter", "all_gather", "all_to_all", "all_to_all_single", "ppermute", "pbroadcast"]
+CALLS: dict[str, Any] = {
+    "psum": lambda f, x, n: f(x, "data"),
+    "pmean": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
+    "psum_scatter": lambda f, x, n: f({k: v for k, v in x.items() if k != "torch.bool"}, "data"),
+    "all_gather": lambda f, x, n: f(x, "data", dim=1),
+    "all_to_all": lambda f, x, n: f(x, "data", tiled=True),
+    "all_to_all_single": lambda f, x, n: f(x, "data"),
+    "ppermute": lambda f, x, n: f(x, "data", ring(n)[1:]),
+    "pbroadcast": lambda f, x, n: f(x, "data", n - 1),
+}
+
+
+def on_ranks(name: str, f: Any, xs: list[Any], engine: Any = "lockstep") -> list[Any]:
+    return tx.simulate(lambda x: CALLS[name](f, x, len(xs)), {"data": len(xs)}, xs, engine=engine)
+
+
+AXES = {"node": 2, "local": 3}
+BOTH = ("node", "local")
