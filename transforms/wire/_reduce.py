@@ -81,14 +81,14 @@ def _over_one(
     mean = settle(mean)
     coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=1)
     back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
-    lost = own_codes = None
+    lost = decoded = None
     if times is not None:
         is_here = torch.arange(ranks, device=flat.device).unsqueeze(1) == here
         again = torch.where(is_here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
-        own_codes = codec.decode(codes, size)
-        lost = (_lost(chunks, own_codes, times) + again).flatten()[:n]
-        own_codes = own_codes.flatten()[:n]
-    return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost, own_codes)
+        decoded = codec.decode(codes, size)
+        lost = (_lost(chunks, decoded, times) + again).flatten()[:n]
+        decoded = decoded.flatten()[:n]
+    return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost, decoded)
 
 
 def gathered_mean(
