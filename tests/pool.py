@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
-import multiprocessing as mp
 import os
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from processes import context
 
 WORKERS = 4
 TIMEOUT_S = 120.0
@@ -75,7 +76,6 @@ class Pool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
         for _ in range(WORKERS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(theirs,), daemon=True)

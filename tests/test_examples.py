@@ -1,13 +1,18 @@
-"""The examples run as their text says: recipes on two processes, on three, and with plain python."""
+"""The examples run as their text says: recipes with plain python and on two processes; and on three."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import pathlib
+import runpy
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from ranks import Ranks
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 # What an example needs besides fjoin.
@@ -19,19 +24,40 @@ RECIPES = sorted(
     for path in EXAMPLES.glob("*.py")
     if not path.name.startswith("_") and path.name not in ("uneven_text.py", *ALONE)
 )
+RESULT = "from one process on all data"  # what a rank's result is compared with in the line it prints
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe(name: str, ranks: int) -> None:
+def skip_without_what_it_needs(name: str) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}: run by `make test-frameworks`")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe(name: str, ranks: int) -> None:
+    skip_without_what_it_needs(name)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("from one process on all data") == ranks
+    assert done.stdout.count(RESULT) == ranks
+
+
+def _run(rank: int, report: Any, name: str) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    report((ended.value.code, out.getvalue()))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_on_three(name: str) -> None:
+    skip_without_what_it_needs(name)
+    with Ranks(3, _run, name) as run:
+        for _ in range(3):
+            _, _, (code, text) = run.next()
+            assert not code and RESULT in text, text
 
 
 @pytest.mark.parametrize("name", ALONE)

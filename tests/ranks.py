@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from processes import context
 
 
 def _start(
@@ -39,7 +40,6 @@ class Ranks:
     """
 
     def __init__(self, n: int, function: Callable[..., Any], *args: Any) -> None:
-        context = mp.get_context("spawn")
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
