@@ -75,7 +75,7 @@ class Transform(_Specified):
             which it keeps the rest in `extra["memory"]`; see `error_feedback`. None: nothing is lost, or what its parts lose.
         named: Whether `update` looks at paths, so that no flat buffer may stand for leaves.
         phases: For a transform that sends one thing in some steps and another in others: pairs of when, in words, and what: the
-            transform that runs then, or the `init` of a state in which it does then what it does; `explain` shows them.
+            transform that runs then, or for some leaves, or the `init` of a state in which it does then what it does; `explain` shows them.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, overload
 
 import optree
 
+from ._alternatives import has_phases
 from ._base import Optimizer, Scope, Transform, check_transform, keeps_all
 from ._bucketwise import Carried, part_of
 from ._combine import widest
@@ -193,7 +195,25 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
 
     of_parts = {part.loses for part in parts.values()} - {None}
     told = None if not of_parts else keeps_all if of_parts == {keeps_all} else loses
-    return Transform(init, update, scope=_per_path(list(parts.values())), sums=sums, loses=told, named=True)
+    phases = [
+        ("each step", replace(_part(parts, pattern), sums=part.sums if i == carrier else None))
+        for i, (pattern, part) in enumerate(parts.items())
+    ]
+    return Transform(
+        init, update, scope=_per_path(list(parts.values())), sums=sums, loses=told, named=True,
+        phases=tuple(phases) if any(map(has_phases, parts.values())) else (),
+    )  # fmt: skip
+
+
+def _part(parts: dict[Patterns, Transform], pattern: Patterns) -> Transform:
+    """One part alone; the leaves of the others pass unchanged."""
+
+    def which(path: str) -> bool:
+        return label_of(parts, path) == pattern
+
+    which.__qualname__ = repr(pattern)
+    made: Transform = masked(parts[pattern], which)
+    return made
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from ._alternatives import alternatives, both, is_told
+from ._alternatives import alternatives, both
 from ._base import Optimizer, Pipeline, Transform
 from ._bucketwise import Carried, restrict
 from ._combine import stages
@@ -133,9 +133,9 @@ def explain_cut(
 
         def explain_stage(part: Transform, when: str, carries: bool, per_bucket: bool = False) -> None:
             inner, first = alternatives(part), len(rows)
-            for i, (child, child_when) in enumerate(inner):
+            for child, child_when in inner:
                 for stage in stages(child):
-                    explain_stage(stage, both(when, child_when), carries and is_told(part, i), per_bucket)
+                    explain_stage(stage, both(when, child_when), carries and stage.sums is not None, per_bucket)
             if inner:
                 of_phases, whole = sum(row.state_bytes for row in rows[first:]), _state_bytes(part.init(fake))
                 if of_phases > whole:  # they are of one state
