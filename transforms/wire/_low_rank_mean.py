@@ -12,14 +12,15 @@ from torch import Tensor
 from .._base import Scope, Transform
 from .._bucketwise import Carried, part_of
 from .._check import flag, positive, whole_number
-from .._tree import Tree, named_leaves, plain
+from .._tree import Tree, named_leaves
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean, mean
 from ..sync._weights import Over, check_over, check_weight, known_share, share
 from ._codec import Codec, refuse_derivative
-from ._low_rank import Exchange, Share, as_dtype, blocks_of, cut, look, next_start, orthonormal, right, shaped
+from ._low_rank import Exchange, Share, as_dtype, blocks_of, cut, look, next_start, orthonormal, products, right, shaped
+from ._low_rank_errors import owing, owing_of_loose
 from ._memory import Memory
 
 
@@ -145,6 +146,7 @@ def low_rank_mean(
     left_sizes, right_sizes = [block.sizes[0] for block in blocks], [block.sizes[1] for block in blocks]
     size = sum(shape.numel() for shape in left_sizes)
     thin = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], left_sizes)]
+
     own: list[Tensor] = []
     owes: dict[str, Tensor] = {}
     for block, p in zip(blocks, thin, strict=True):
@@ -153,7 +155,6 @@ def low_rank_mean(
         owes.update(errors_of_some)
     second, _, gone = exchange("Q", own, words[:0])
     totals = cut(second, right_sizes)
-    missed = None if gone is None else cut(gone, right_sizes)
 
     if given.carried is None:
         lane = decode_lane(told, named, 1 if coded else ranks)
@@ -167,38 +168,17 @@ def low_rank_mean(
     def divided(x: Tensor) -> Tensor:
         return x / divisor if outcome.whole else torch.where(outcome.live, x / divisor.to(x.dtype), torch.zeros_like(x))
 
-    means: dict[str, Tensor] = {}
+    means = products(blocks, thin, cut(divided(second), right_sizes))
+    shapes = {path: leaves[path].shape for path in loose}
+    means.update(zip(loose, cut(divided(flat[size:]), list(shapes.values())), strict=True))
     new_q: dict[str, Tensor] = {}
-    new_errors: dict[str, Tensor] = {}
-    factors = cut(divided(second), right_sizes)
-    for i, (block, p, total) in enumerate(zip(blocks, thin, totals, strict=True)):
-        factor = factors[i].clone() if block.alone else factors[i]  # which begins anywhere
-        for path, thin_one, factor_one in zip(block.paths, p.unbind(0), factor.unbind(0), strict=True):
-            means[path] = torch.mm(thin_one.T, factor_one)
-        if settings.warm_start:
+    if settings.warm_start:
+        for i, (block, total) in enumerate(zip(blocks, totals, strict=True)):
             new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
-        for j, path in enumerate(block.paths):
-            if path not in owes:
-                continue
-            error = owes[path]
-            if missed is not None:
-                add = error.addmm_ if plain([error]) else error.addmm  # in place, since it is new
-                error = add(p[j].T, missed[i][j])
-            if not outcome.whole:
-                error = torch.where(outcome.fine(i)[j], error, errors[path].reshape(error.shape))
-            new_errors[path] = error
-    shapes = [leaves[path].shape for path in loose]
-    means.update(zip(loose, cut(divided(flat[size:]), shapes), strict=True))
+    missed = None if gone is None else cut(gone, right_sizes)
+    new_errors = owing(blocks, thin, owes, missed, errors, outcome)
     if lost is not None:
-        whole = outcome.whole and mine.known and bool(torch.isfinite(flat[size:]).all())
-        for path, error, came in zip(loose, cut(lost[size:], shapes), cut(flat[size:], shapes), strict=True):
-            if path not in errors:
-                continue
-            if whole:
-                new_errors[path] = error
-            else:
-                owing = error if mine.known else torch.where(mine.sends, error, errors[path] + error)
-                new_errors[path] = torch.where(outcome.live & torch.isfinite(came).all(), owing, errors[path])
+        new_errors.update(owing_of_loose(shapes, lost[size:], flat[size:], errors, mine, outcome))
     return Made(
         {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
         {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},
