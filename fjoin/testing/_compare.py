@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optree
@@ -21,31 +22,41 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def max_diff(a: Any, b: Any) -> float:
-    """The largest difference between two trees of the same structure; host values must be equal."""
+    """The largest difference between two trees of the same structure; host values must be equal.
+
+    A NaN is as far as can be from anything but a NaN, and an infinity from anything but itself.
+    """
     assert optree.tree_structure(a) == optree.tree_structure(b)
     worst = 0.0
     for x, y in zip(leaves(a), leaves(b), strict=True):
         if isinstance(x, Tensor):
             assert x.shape == y.shape and x.dtype == y.dtype, (x.shape, y.shape, x.dtype, y.dtype)
             if x.numel():
-                worst = max(worst, (x.double() - y.double()).abs().max().item())
+                same = (x == y) | (x.isnan() & y.isnan())
+                gap = (x.double() - y.double()).abs().nan_to_num(nan=math.inf)
+                worst = max(worst, torch.where(same, torch.zeros_like(gap), gap).max().item())
         else:
             assert x == y
     return worst
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two trees are equal to the bit, NaN counting as equal to itself."""
+    """Whether two trees are equal to the bit, dtypes included; NaN counts as equal to itself, and 0 as different from -0."""
     if optree.tree_structure(a) != optree.tree_structure(b):
         return False
     return all(
-        torch.equal(x.nan_to_num(nan=12345.0), y.nan_to_num(nan=12345.0)) and torch.equal(x.isnan(), y.isnan())
-        if isinstance(x, Tensor) and x.is_floating_point()
-        else torch.equal(x, y)
-        if isinstance(x, Tensor)
-        else x == y
+        _same_tensor(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else type(x) is type(y) and x == y
         for x, y in zip(leaves(a), leaves(b), strict=True)
     )
+
+
+def _same_tensor(x: Tensor, y: Tensor) -> bool:
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    if not x.is_floating_point():
+        return torch.equal(x, y)
+    nan = x.isnan()
+    return torch.equal(nan, y.isnan()) and torch.equal(x[~nan].view(torch.uint8), y[~nan].view(torch.uint8))
 
 
 def snapshot(tree: Any) -> Any:
