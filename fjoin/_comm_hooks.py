@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
 from .transforms._base import Transform
-from .transforms._check import whole_number
+from .transforms._check import flag, whole_number
 from .transforms._when import switch_after
 from .transforms.axes._primitive import AxisName, names
 from .transforms.sync._mean import mean, noop
@@ -127,7 +127,7 @@ def powerSGD_hook(
         axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
         warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
     )  # fmt: skip
-    return error_feedback(hook) if use_error_feedback else hook
+    return error_feedback(hook) if flag("use_error_feedback", use_error_feedback) else hook
 
 
 def batched_powerSGD_hook(
@@ -151,7 +151,7 @@ def batched_powerSGD_hook(
         axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
         warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
     )  # fmt: skip
-    return error_feedback(hook) if use_error_feedback else hook
+    return error_feedback(hook) if flag("use_error_feedback", use_error_feedback) else hook
 
 
 def noop_hook() -> Transform:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from ._apply import keep
 from ._axis import Once, Work
 from ._ddp_buckets import FromDDP, first_buckets
 from ._ddp_scale import ScaledLoss
@@ -81,6 +82,7 @@ class DDPRun:
         self._calls: list[Call] = []
         self._waves: Waves | None = None
         self._lane: tuple[Tensor, Work] | None = None
+        self._unit: float | None = None
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
         # Of a parameter that no rank uses nothing is stepped, so that what a hook sends of it is lost.
@@ -130,18 +132,22 @@ class DDPRun:
         if self._waves is not None:
             self._waves.clear()
         self._outs, self._futures, self._calls, self._waves, self._lane = [], [], [], None, None
+        self._unit = None
 
     def _share(self) -> float:
         """What this rank counts in the sum."""
         return self._weight if self._plan.by_weight else float(self._weight > 0)
 
     def _near_mean(self) -> float:
-        """A power of two near 1 / total, which costs no bit; the total is waited for."""
+        """A power of two near 1 / total, which costs no bit; the total is waited for, once in a pass."""
+        if self._unit is not None:
+            return self._unit
         assert self._lane is not None
         words, work = self._lane
         work.wait()
         total = float(words.item())
-        return 2.0 ** -math.floor(math.log2(total)) if 0 < total < math.inf else 1.0
+        self._unit = 2.0 ** -math.floor(math.log2(total)) if 0 < total < math.inf else 1.0
+        return self._unit
 
     def _launch(self, out: FromDDP) -> None:
         first = len(self._outs) == 1
@@ -274,9 +280,12 @@ class DDPRun:
             scale = torch.tensor(divisor, dtype=torch.float64)
         else:
             self._divide(divisor)
+        # Host counters go on in a step that changes nothing: they say what has been called.
+        found_inf = verdict.found_inf if verdict.changes else torch.ones(())
+        new_state = known(used, state, self.hook_state, self.leaves)
+        self.hook_state = new_state if found_inf is None else keep(found_inf, new_state, self.hook_state)
         if not verdict.changes:
             return
-        self.hook_state = known(used, state, self.hook_state, self.leaves)
         items = [
             (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
             for out in outs for path, grad in out.by_path().items() if used is None or path in used

@@ -25,8 +25,16 @@ from ._errors import NotVmappable
 from ._spec import Spec, spec_of_function
 from ._tree import State, Tree, fields
 from .axes._env import under_vmap
+from .axes._primitive import AxisName
 
 Scope: TypeAlias = Literal["element", "leaf", "message", "tree"]
+
+
+class Reduction(NamedTuple):
+    """A weighted mean, or a weighted sum, of all ranks' gradients."""
+
+    axis: AxisName
+    over: Literal["weight", "live", "world"] | None  # what it divides by; None: it sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +77,7 @@ class Transform(_Specified):
             flat buffer whose layout matters; "tree" only the whole tree.
         sums: For a transform that reduces and carries the lane: `state -> MeanState`, the sums that
             the last message brought. None if it does not carry the lane.
+        reduction: Of a transform that does nothing but reduce, over what; None for all others.
         vmappable: Whether `update` runs under the simulator's vmap engine.
         wired: Whether `update` sends floats in the form that `extra["wire"]`, a `Codec`, gives them; see `compress`.
         loses: For a transform that does not send all of a gradient: `params -> paths` of those of which it does not, and of
@@ -88,6 +97,7 @@ class Transform(_Specified):
     update: Callable[..., tuple[Tree, State]]
     scope: Scope = "tree"
     sums: Callable[[State], Any] | None = None
+    reduction: Reduction | None = None
     vmappable: bool = True
     wired: bool = False
     loses: Callable[[Tree], Collection[str]] | None = None

@@ -60,7 +60,8 @@ def _zip(states: list[State], join: Callable[[list[dict[str, Any]]], dict[str, A
     if isinstance(first, dict):
         if any(state for state in states) and all(state.keys() <= paths for state in states):
             return join(states)
-        return {key: _zip([state[key] for state in states], join, paths) for key in first}
+        # Some may lack a name, such as one of a lane that the first call adds.
+        return {key: _zip([state[key] for state in states if key in state], join, paths) for key in first}
     if isinstance(first, (tuple, list)):
         children = [_zip(list(column), join, paths) for column in zip(*states, strict=True)]
         return type(first)(*children) if hasattr(first, "_fields") else type(first)(children)

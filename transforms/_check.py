@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -50,3 +51,32 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def one_axis(name: str, axis: Any) -> str:
+    """The name of the axis, if it is one.
+
+    Raises:
+        ValueError: it is none, or several.
+
+    >>> one_axis("dgc", ("data",))
+    'data'
+    """
+    if isinstance(axis, str):
+        return axis
+    if isinstance(axis, tuple) and len(axis) == 1 and isinstance(axis[0], str):
+        return axis[0]
+    raise ValueError(f"{name} feeds back errors over one axis, got {axis!r}")
+
+
+def real(of: Mapping[str, Any], where: str) -> None:
+    """Raise TypeError where a leaf is complex, which has no codes.
+
+    >>> real({"w": torch.zeros(2)}, "power_sgd")
+    """
+    for path, leaf in of.items():
+        if leaf.is_complex():
+            raise TypeError(
+                f"{where}: the gradient at {path!r} is complex ({leaf.dtype}); let partition give it to a mean of its own, or make "
+                f"its parameter a real one by torch.view_as_real"
+            )

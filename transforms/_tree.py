@@ -72,7 +72,7 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
     """
 
     if isinstance(new, Tensor) and isinstance(old, Tensor):
-        return torch.where(fine.to(new.device), new, old.to(new.device))
+        return torch.where(on(new.device, fine), new, on(new.device, old))
     if type(new) is type(old) and hasattr(new, "choose"):
         return new.choose(fine, old)
     if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
@@ -120,6 +120,11 @@ def plain(*trees: Tree) -> bool:
         return False
     given: Tree = trees
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given)))
+
+
+def on(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on a device, without waiting for it: that is, where the tensor comes from the host. None: where it is."""
+    return x.to(device, dtype or x.dtype, non_blocking=x.device.type == "cpu")
 
 
 def on_host(x: Tensor) -> bool:

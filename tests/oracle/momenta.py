@@ -66,7 +66,8 @@ def one_bit_lamb(
         else:
             g = (m - b1 * before) / (1 - b1)
             fresh = b2 * fresh + (1 - b2) * g * g
-            r = ((v.sqrt() + eps) / (fresh.sqrt() + eps)).max().item()
+            settled, now = v / (1 - b2**warmup), fresh / (1 - b2**t)
+            r = ((settled.sqrt() + eps) / (now.sqrt() + eps)).max().item()
             change = min(max(min(max(r, change * 0.9), change * 1.1), 0.5), 4.0)
             c = change * average / (1 - b3**warmup)
         before = m

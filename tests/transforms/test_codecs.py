@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -219,7 +220,45 @@ def test_digits_come_back(base: int) -> None:
         assert width(n, base) == -(-n // in_a_byte(base)) and base ** in_a_byte(base) <= 256
 
 
+@pytest.mark.parametrize("clip", [1.0, 2.5])
+def test_terngrad_cuts_nothing_where_all_is_equal(clip: float) -> None:
+    codec, key = tx.terngrad(clip=clip), torch.tensor(1, dtype=torch.int32)
+    for n, size in ((1, 5.0), (8, 3.0), (8, 1e-30), (8, 1e30)):
+        x = torch.full((1, n), size)
+        noise = tx.Noise(torch.arange(n, dtype=torch.int32).view(1, n), key, key)
+        assert torch.equal(codec.decode(codec.encode(x, noise), n), x)
+
+
+def test_bfloat16_by_chance_where_small_numbers_are_flushed() -> None:
+    codec, key = tx.bfloat16(stochastic=True), torch.tensor(1, dtype=torch.int32)
+    x = torch.tensor([[1.0, 0.0, -0.0, 1e-3, 1e-40, math.inf, -math.inf, math.nan]])
+    noise = tx.Noise(torch.arange(8, dtype=torch.int32).view(1, 8), key, key)
+    torch.set_flush_denormal(True)
+    try:
+        back = codec.decode(codec.encode(x, noise), 8)
+    finally:
+        torch.set_flush_denormal(False)
+    assert back[0, :3].tolist() == [1.0, 0.0, 0.0] and abs(back[0, 3] - 1e-3) < 1e-5 and abs(back[0, 4]) < 1e-38
+    assert back[0, 5:7].tolist() == [math.inf, -math.inf] and back[0, 7].isnan()
+
+
+def test_codecs_of_ones_own_differ() -> None:
+    """So that ranks with different ones are told before the first message."""
+
+    def halves() -> tx.Codec:
+        plain = tx.float32()
+        return tx.Codec(lambda x: plain.encode(x / 2), lambda data, n: plain.decode(data, n) * 2, plain.width)
+
+    plain = tx.float32()
+    a, b = halves(), tx.Codec(plain.encode, plain.decode, plain.width)
+    assert a != b and repr(a) != repr(b) and hash(a) != hash(b)
+    assert tx.quantized_mean("data", a) != tx.quantized_mean("data", b)
+    assert tx.fingerprint(tx.quantized_mean("data", a)) != tx.fingerprint(tx.quantized_mean("data", b))
+    assert b == tx.Codec(plain.encode, plain.decode, plain.width)
+
+
 def test_what_is_refused() -> None:
+    raises_text(ValueError, lambda: tx.terngrad(clip=0.5), "clip must be at least 1")
     for k in (0, -1, 0.0, 1.5, True, "1"):
         raises_text(ValueError, lambda: tx.top_k(k), "k must be", repr(k))  # type: ignore[arg-type]  # noqa: B023
         raises_text(ValueError, lambda: tx.random_k(k), "k must be", repr(k))  # type: ignore[arg-type]  # noqa: B023

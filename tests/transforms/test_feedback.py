@@ -222,13 +222,13 @@ def test_one_memory_serves_one_mean() -> None:
 
 
 def test_what_ef21_is_not_for() -> None:
-    raises_text(
-        TypeError, lambda: tx.ef21(tx.accumulate(2, tx.quantized_mean("data", tx.int8()))), "accumulate hold ef21"
-    )
-    hook, x = tx.ef21(tx.hierarchical_mean("local", "node", tx.int8())), torch.ones(4)
-    raises_text(
-        TypeError, lambda: tx.simulate(lambda: hook.update(x, hook.init(x)), {"node": 2, "local": 2}), "error_feedback"
-    )
+    coded = tx.quantized_mean("data", tx.int8())
+    own = tx.Transform(coded.init, coded.update, sums=coded.sums, loses=coded.loses, wired=True)
+    for hook in (
+        tx.accumulate(2, coded), tx.skip_if_nonfinite(coded), tx.switch_after(1, tx.mean("data", over="world"), coded),
+        tx.every(2, coded), tx.hierarchical_mean("local", "node", tx.int8()), own,
+    ):  # fmt: skip
+        raises_text(TypeError, lambda hook=hook: tx.ef21(hook), "ef21 takes one mean", "hold ef21")
 
 
 @pytest.mark.parametrize("over", ["weight", "live", "world"])

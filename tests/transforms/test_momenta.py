@@ -96,6 +96,39 @@ def test_one_bit_lamb_as_written_out(warmup: int) -> None:
     assert max_diff(outs, one_bit_lamb(GRADS, PARAMS, warmup, (0.9, 0.999, 0.9), 1e-6, read)) < 1e-4
 
 
+def test_lambs_ratio_stays_where_gradients_do() -> None:
+    """The variance that stays and the one that goes on are of as many calls' gradients as they are of, not of nothing."""
+    hook, x = tx.one_bit_lamb("data", 20, codec=tx.float32()), torch.ones(8)
+
+    def one_rank() -> Any:
+        state, outs = hook.init(x), []
+        for _ in range(120):
+            out, state = hook.update(x, state, x)
+            outs.append(out)
+        return state.change[""], outs[10], outs[-1]
+
+    change, early, late = tx.simulate(one_rank, {"data": 2})[0]
+    assert abs(change.item() - 1) < 1e-3 and (early - late).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb], ids=["adam", "lamb"])
+def test_a_call_in_which_nobody_has_input_is_none(make: Any, over: Any) -> None:
+    hook, x = make("data", 2, over=over), torch.tensor([1.0, -2.0, 3.0])
+
+    def one_rank(pause: bool) -> Any:
+        state = hook.init(x)
+        for step in range(5):
+            _, state = hook.update(x, state, x)
+            if pause and step in (0, 3):  # in the warm-up, and behind it
+                out, idle = hook.update(x, state, x, weight=0.0, lane={"said": 1.0})
+                assert not out.any() and list(hook.sums(idle).lane) == ["said"]
+                assert same_bits([idle.momentum, idle.variance], [state.momentum, state.variance])
+        return state.momentum
+
+    assert all(same_bits(a, b) for a, b in [tx.simulate(one_rank, {"data": 2}, [True] * 2)])
+
+
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb], ids=["adam", "lamb"])
 def test_weights_count_in_momenta_too(make: Any) -> None:
     """Without a lossy code: three ranks with weights, one of 0 that holds NaN, are one rank with their mean."""
@@ -113,7 +146,23 @@ def test_weights_count_in_momenta_too(make: Any) -> None:
     assert max_diff(tx.simulate(one_rank, {"data": 3}, [0, 1, 2])[1], outs_of(hook, alone)[0]) < 1e-4
 
 
+def test_a_leaf_without_a_gradient_keeps_its_momentum() -> None:
+    hook, params = tx.dgc("data", k=0.5), {"a": torch.zeros(4), "b": torch.zeros(4)}
+
+    def one_rank() -> Any:
+        grads = {path: torch.ones(4) for path in params}
+        _, state = hook.update(grads, hook.init(params))
+        _, state = hook.update({"a": None, "b": grads["b"]}, state)
+        return hook.update(grads, state)[1].momentum
+
+    # 1 of the first call and 1 of the last, of what was not sent.
+    assert abs(tx.simulate(one_rank, {"data": 2})[0]["a"].max() - (0.9 + 1)) < 1e-6
+
+
 def test_what_is_refused() -> None:
+    for make in (tx.dgc, lambda axis: tx.one_bit_adam(axis, 1), lambda axis: tx.one_bit_lamb(axis, 1)):
+        raises_text(ValueError, lambda make=make: make(("node", "local")), "one axis", "('node', 'local')")
+    raises_text(TypeError, lambda: tx.dgc("data", nesterov="no"), "nesterov", "'no'")
     for k in (0.0, 1.5, 1):
         raises_text(ValueError, lambda: tx.dgc("data", k=k), "k must be", repr(k))  # noqa: B023
     raises_text(ValueError, lambda: tx.dgc("data", momentum=1.0), "momentum", "1.0")

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from .._tree import on
+
 Lane: TypeAlias = Mapping[str, Any]
 
 
@@ -71,7 +73,7 @@ def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device
 
 def _wide(value: Any, device: torch.device | None) -> Tensor:
     if isinstance(value, Tensor):
-        return value.to(device, torch.float64)
+        return on(device, value, torch.float64)
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 

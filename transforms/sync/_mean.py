@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Transform, init_empty
+from .._base import Reduction, Transform, init_empty
 from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree, plain
@@ -87,7 +87,14 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             return summed, new
         return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
 
-    return Transform(init_mean, update, scope="element", sums=lambda state: state, wired=True)
+    return Transform(
+        init_mean,
+        update,
+        scope="element",
+        sums=lambda state: state,
+        wired=True,
+        reduction=Reduction(axis, over),
+    )
 
 
 def carried_state(carried: Carried) -> MeanState:

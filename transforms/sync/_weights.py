@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from .._tree import on
+
 Over: TypeAlias = Literal["weight", "live", "world"]
 
 
@@ -52,7 +54,7 @@ def known_share(weight: Any, over: Over) -> float | None:
 def silenced(x: Tensor, factor: Tensor, known: float | None) -> Tensor:
     """`x`, or zeros where this rank counts nothing, whatever it holds: 0 * nan would be nan."""
     if known is None:
-        return torch.where(factor.to(x.device) > 0, x, torch.zeros_like(x))
+        return torch.where(on(x.device, factor) > 0, x, torch.zeros_like(x))
     return x if known else torch.zeros_like(x)
 
 

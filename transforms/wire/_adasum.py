@@ -11,7 +11,7 @@ from torch import Tensor
 from .._base import Transform
 from .._bucketwise import Carried
 from .._spec import factory
-from .._tree import Tree
+from .._tree import Tree, on
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
 from ..sync._mean import MeanState, carried_state, init_mean
@@ -83,7 +83,7 @@ def _over_ranks(own: Tree, axis: str) -> Tree:
         step *= 2
     if rest:
         back = ppermute(own, axis, [(r, power + r) for r in range(rest)])
-        own = optree.tree_map(lambda a, b: torch.where((me >= power).to(a.device), b, a), own, back)
+        own = optree.tree_map(lambda a, b: torch.where(on(a.device, me >= power), b, a), own, back)
     return own
 
 
@@ -95,7 +95,7 @@ def _both(own: Tree, other: Tree, here: Tensor) -> Tree:
         size = not_zero(torch.maximum(_largest(a), _largest(b)))
         dot, aa, bb = (torch.sum(p / size * (q / size)) for p, q in ((a, b), (a, a), (b, b)))
         summed = (1 - dot / (2 * not_zero(aa))) * a + (1 - dot / (2 * not_zero(bb))) * b
-        return torch.where(here.to(a.device), summed, a)
+        return torch.where(on(a.device, here), summed, a)
 
     return optree.tree_map(add, own, other)
 

@@ -52,6 +52,14 @@ class Codec(_Specified):
     def with_spec(self, spec: Spec) -> Codec:
         return replace(self, spec=spec)
 
+    @property
+    def _spec(self) -> Spec:
+        if self.spec.name:
+            return self.spec
+        functions = {"encode": self.encode, "decode": self.decode, "width": self.width}
+        rest = {"elementwise": self.elementwise, "noisy": self.noisy, "key": self.key}
+        return Spec("custom", tuple({**functions, **rest}.items()))
+
     def keyed(self, seed: int, step: int) -> Codec:
         """The same codec with what its dice are keyed by: both the same on all ranks."""
         return keyed(self, seed, step)
@@ -156,7 +164,10 @@ def bfloat16(stochastic: bool = False) -> Codec:
         return _plain(torch.bfloat16)
 
     def encode(x: Tensor, noise: Noise) -> Tensor:
-        return as_bytes(by_chance(x, noise.uniform(), 7, 2.0**-126).to(torch.bfloat16))
+        # Up where 16 random bits and the 16 that go make a carry: in integers, since no step is too small for them.
+        dice = (noise.uniform() * 2.0**16).to(torch.int32)
+        up = (x.contiguous().view(torch.int32) + dice).bitwise_and_(-(2**16)).view(torch.float32)
+        return as_bytes(torch.where(torch.isfinite(x), up, x).to(torch.bfloat16))
 
     return replace(_plain(torch.bfloat16), encode=encode, noisy=True)
 

@@ -141,13 +141,23 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform with wired=True that "
             f"takes extra['wire']"
         )
+
+    def once(extra: dict[str, Any]) -> None:
+        if (outer := extra.get("wire")) is not None:
+            raise TypeError(
+                f"what {hook!r} sends is to be encoded by {codec!r} and by {outer!r}; leave one of them out"
+            )
+
     scope = widest([hook], least="element" if codec.elementwise else "message")
     if not codec.noisy:
 
         def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+            once(extra)
             return hook.update(grads, state, params, **{**extra, "wire": codec})
 
-        return Transform(hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves)
+        return Transform(
+            hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves, reduction=hook.reduction
+        )
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
@@ -155,10 +165,14 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     def noisy(
         grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, CompressState]:
+        once(extra)
         wire = replace(codec, key=(seed, state.step))
         out, inner = hook.update(
             grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "wire": wire}
         )
         return out, CompressState(inner, state.step + 1)
 
-    return Transform(init, noisy, scope=scope, sums=sums_of_inner(hook), wired=True, loses=named_leaves, named=True)
+    return Transform(
+        init, noisy, scope=scope, sums=sums_of_inner(hook), wired=True, loses=named_leaves, named=True,
+        reduction=hook.reduction,
+    )  # fmt: skip

@@ -12,9 +12,9 @@ from torch import Tensor
 from .._base import Transform, keeps_all
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import positive, whole_number
+from .._check import flag, one_axis, positive, whole_number
 from .._spec import factory
-from .._tree import Tree, all_finite, global_norm, named_leaves, wide_zeros
+from .._tree import Tree, all_finite, global_norm, named_leaves, on, wide_zeros
 from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane
@@ -93,6 +93,8 @@ def dgc(
         raise ValueError(f"dgc: momentum must be in [0, 1), got {momentum!r}")
     if clip is not None:
         positive("dgc: clip, if not None,", clip)
+    one_axis("dgc", axis)
+    flag("nesterov", nesterov)
     whole_number("dgc: warmup", warmup, 0)
     check_without_input(without_input)
     if values is not None:
@@ -114,11 +116,12 @@ def dgc(
         if clip is not None:
             factor = clip / global_norm(of).clamp(min=clip)
             of = {path: g * factor.to(g) for path, g in of.items()}
+        live = on(next(iter(of.values())).device if of else None, live)
         new, sends = {}, {}
         for path, g in of.items():
             old = state.momentum[path]
             u = momentum * old + g.to(old)
-            new[path] = torch.where(live.to(u.device) > 0, u, old)
+            new[path] = torch.where(live > 0, u, old)
             sends[path] = g.to(u) + momentum * u if nesterov else u
         memory = Memory(state.error, without_input == "flush", per_rank=True)
         codec = codecs[bisect.bisect(starts, state.step) - 1]
@@ -129,10 +132,12 @@ def dgc(
         fine = all_finite(out)
         for path, u in new.items():
             if path in memory.coded:
-                u = torch.where((memory.coded[path] != 0) & (live.to(u.device) > 0), torch.zeros_like(u), u)
+                u = torch.where((memory.coded[path] != 0) & (live > 0), torch.zeros_like(u), u)
             new[path] = torch.where(fine, u, state.momentum[path])
         back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
-        return replace_leaves(grads, back), DGCState(reduced, state.step + 1, new, {**state.error, **memory.new})
+        return replace_leaves(grads, back), DGCState(
+            reduced, state.step + 1, {**state.momentum, **new}, {**state.error, **memory.new}
+        )  # fmt: skip
 
     return Transform(
         init,

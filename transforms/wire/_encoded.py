@@ -9,7 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import Tree, named_leaves, on_host
+from .._check import real
+from .._tree import Tree, named_leaves, on, on_host
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
@@ -42,15 +43,16 @@ def encoded_mean(
     factor = share(check_weight(weight), over or "weight")
     check_lane(lane)
     of = named_leaves(grads)
+    real(of, "what is encoded")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device = next(iter(of.values())).device if of else None
-    factor, known = factor.to(device, non_blocking=True), known_share(weight, over or "weight")
+    factor, known = on(device, factor), known_share(weight, over or "weight")
     flat, words = silenced(ravel(of.values(), device), factor, known), encode_lane(lane or {}, torch.float64, 1, device)
     places = places_of(of, device) if wire.noisy else None
     if memory is None:
         reduced = reduce(wire, flat, factor, words, axis, places=places)
     else:
-        errors = [memory.error[path] for path in of]
+        errors = memory.owed(of)
         owed = Owed(flat, ravel(errors, device), factor, known, memory.flush)
         reduced = reduce(wire, owed.given, factor, words, axis, times=owed.times, places=places)
         memory.keep(of, split(owed.left(reduced), errors))

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Reduction, Transform
 from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree
@@ -79,15 +79,18 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
         parts = [one["total"] / not_zero(total) for one in each]
 
         def mean(rows: Tensor) -> Tensor:
-            out = rows[0] * parts[0].to(rows)
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            out = rows[0].to(wide) * parts[0].to(rows.device, wide)
             for row, part in zip(rows[1:], parts[1:], strict=True):
-                out = out + row * part.to(rows)
-            return out
+                out = out + row.to(wide) * part.to(rows.device, wide)
+            return out.to(rows.dtype)
 
         del sums["total"]
         return optree.tree_map(mean, all_grads), MeanState(total, sums) if carried is None else carried_state(carried)
 
-    return Transform(init_mean, update, scope="element", sums=lambda state: state, wired=True)
+    return Transform(
+        init_mean, update, scope="element", sums=lambda state: state, wired=True, reduction=Reduction(axis, over)
+    )
 
 
 @factory

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .._base import Transform
 from .._bucketwise import Carried
+from .._check import real
 from .._spec import factory
-from .._tree import Tree, named_leaves
+from .._tree import Tree, named_leaves, on
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean
@@ -60,7 +61,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         raise ValueError(
             f"{wire!r} throws dice, which are keyed by steps; write compress({wire!r}, hierarchical_mean(...))"
         )
-    given = wire
+    own_wire = wire
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
@@ -69,6 +70,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         del state, params, extra
         check_lane(lane)
         of = {path: torch.as_tensor(leaf) for path, leaf in named_leaves(grads).items()}
+        real(of, "hierarchical_mean")
         inside, nodes, factor = axis_size(local), axis_size(node), share(check_weight(weight), over)
         dtype = lane_dtype(leaf.dtype for leaf in of.values())
         flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [torch.zeros(0, dtype=dtype)]
@@ -80,7 +82,9 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         size = -(-own.numel() // inside)
         rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
         part = psum_scatter(rows, local)
-        codec = wire or given
+        if wire is not None and own_wire is not None:
+            raise TypeError(f"hierarchical_mean is to encode by {own_wire!r} and by {wire!r}; leave one of them out")
+        codec = wire or own_wire
         if codec is None or nodes == 1:
             part = psum(part, node)
             sums = decode_lane(part[size:], named, inside * nodes)
@@ -120,7 +124,7 @@ def _across(
         here: The node's total, 0-d float64.
     """
     mean, inside, size = (part / not_zero(here).to(part)).float(), axis_size(local), len(part)
-    at = axis_index(local).to(part.device, non_blocking=True).view(1)
+    at = on(part.device, axis_index(local)).view(1)
 
     def mine(whole: Tensor) -> Tensor:
         return cut(whole, inside, size).index_select(0, at)[0]
@@ -130,7 +134,7 @@ def _across(
         return coded_mean(codec, mean, here, said, node, places=places)
     if memory.per_rank:
         raise TypeError("between nodes a rank keeps what its node has lost, which ef21 cannot use; use error_feedback")
-    errors = [memory.error[path] for path in of]
+    errors = memory.owed(of)
     owed = Owed(mean, mine(ravel(errors, part.device)), here, None, memory.flush)
     reduced = coded_mean(codec, owed.given, here, said, node, owed.times, places)
     rows = torch.arange(inside, device=part.device).unsqueeze(1) == at

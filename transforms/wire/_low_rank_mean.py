@@ -9,10 +9,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Scope, Transform
+from .._base import Reduction, Scope, Transform
 from .._bucketwise import Carried, part_of
-from .._check import flag, positive, whole_number
-from .._tree import Tree, named_leaves
+from .._check import flag, positive, real, whole_number
+from .._tree import Tree, named_leaves, on
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
@@ -103,6 +103,7 @@ def reducing(
             counted = share(check_weight(weight), over) if carried is None else carried.get().counted
             return out, state._replace(reduced=reduced, counted=counted, step=step)
         leaves = named_leaves(grads)
+        real(leaves, "power_sgd")
         if wire is not None:
             refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
         known = {path: memory.error[path] for path in leaves if path in memory.error} if memory is not None else {}
@@ -115,7 +116,14 @@ def reducing(
         return out, PowerSGDState(made.reduced, made.counted, q, step)
 
     return Transform(
-        init, update, scope=scope, sums=lambda state: state.reduced, wired=True, loses=loses, named=scope == "leaf"
+        init,
+        update,
+        scope=scope,
+        sums=lambda state: state.reduced,
+        wired=True,
+        loses=loses,
+        named=scope == "leaf",
+        reduction=Reduction(axis, over),
     )
 
 
@@ -125,7 +133,7 @@ def low_rank_mean(
     """The mean of leaves, of which those in `q` travel as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = next(iter(leaves.values())).device if leaves else None
-    factor = share(check_weight(given.weight), over).to(device, non_blocking=True)
+    factor = on(device, share(check_weight(given.weight), over))
     mine = Share(factor, known_share(given.weight, over), given.flush)
     named = {} if given.carried is not None else {"total": factor, **(given.lane or {})}
     check_lane(given.lane)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 
 class Memory:
     """The errors of one call: `error` is read, and `keep` called, by the reduction that encodes.
+
+    It remembers those of the paths in `error`. Of others, such as of a mean that is encoded only by a codec around the whole,
+    nothing is owed, and nothing kept.
 
     Attributes:
         error: By path what this rank still owes.
@@ -23,9 +27,19 @@ class Memory:
         self.new: dict[str, Tensor] = {}
         self.coded: dict[str, Tensor] = {}
 
+    def owed(self, of: Mapping[str, Tensor]) -> list[Tensor]:
+        """What is owed of leaves, in their order."""
+        zeros = (
+            (path, torch.zeros_like(leaf, dtype=torch.float32)) for path, leaf in of.items() if path not in self.error
+        )
+        errors = {**self.error, **dict(zeros)}
+        return [errors[path] for path in of]
+
     def keep(self, paths: Iterable[str], left: Iterable[Tensor]) -> None:
         """Raises ValueError where something has been kept of a path already."""
         for path, value in zip(paths, left, strict=True):
+            if path not in self.error:
+                continue
             if path in self.new:
                 raise ValueError(
                     f"the gradient at {path!r} is encoded twice inside one error feedback, which has one memory; write "

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Transform, sums_of_inner
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import whole_number
-from .._tree import State, Tree, all_finite, named_leaves, wide_zeros
+from .._check import one_axis, whole_number
+from .._tree import State, Tree, all_finite, named_leaves
 from .._when import switch_after
 from ..axes._primitive import AxisName
-from ..sync._mean import mean
+from ..sync._mean import MeanState, mean
 from ..sync._weights import Over, check_weight, known_share, not_zero, silenced
 from ._codec import Codec
 from ._compress import quantized_mean
 from ._feedback import WithoutInput, error_feedback
 from ._signs import sign
 
+_LIVE = "ranks with input"
+
 
 def momenta(
     axis: AxisName, warmup: int, b1: float, b2: float, codec: Codec | None, over: Over, without_input: WithoutInput
 ) -> Transform:
     """What sends gradients at first, and momenta later."""
+    one_axis("one_bit", axis)
     whole_number("warmup", warmup, 1)  # there is no variance before
     check_decay("b1", b1)
     check_decay("b2", b2)
     encoded = quantized_mean(axis, sign() if codec is None else codec, over)
     return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
+
+
+def sums_of(inner: Transform) -> Callable[[State], MeanState] | None:
+    """The `sums` of a transform around `inner`, without what `moments` has put into the lane."""
+    sums = sums_of_inner(inner)
+    assert sums is not None
+
+    def given(state: State) -> MeanState:
+        found = sums(state)
+        return MeanState(found.total, {name: value for name, value in found.lane.items() if name != _LIVE})
+
+    return given
 
 
 def check_decay(name: str, value: Any) -> None:
@@ -78,11 +94,13 @@ def moments(
     first = state.step < warmup
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
     if over == "world":  # a rank without input has a gradient of 0, and everybody's momentum
-        extra = {**extra, "weight": 1.0}
+        told = {**(extra.get("lane") or {}), _LIVE: (live > 0).to(torch.float64)} if carried is None else None
+        extra = {**extra, "weight": 1.0, "lane": told}
     out, new = inner.update(replace_leaves(grads, sends), state.inner, carried=part_of(carried, "inner"), **extra)
     came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
     assert inner.sums is not None
-    counted = inner.sums(new).total != 0
+    sums = inner.sums(new)
+    counted = sums.lane.get(_LIVE, sums.total) != 0
     m, v = came, {path: state.variance[path] for path in came}
     if first:
         m = {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()}
@@ -99,4 +117,7 @@ def so_far(decay: float, calls: Tensor) -> Tensor:
 
 def each(params: Tree, value: float) -> dict[str, Tensor]:
     """By path the value, 0-d, in at least float32."""
-    return {path: zeros.new_full((), value) for path, zeros in wide_zeros(params).items()}
+    return {
+        path: torch.full((), value, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        for path, p in named_leaves(params).items()
+    }

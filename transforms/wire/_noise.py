@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._tree import on
+
 Key = tuple[int, int]  # seed, step
 
 _GOLDEN = -1640531527  # 2**32 / the golden ratio, as an int32
@@ -60,7 +62,7 @@ def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) 
     seed, step = key
     out = torch.full((), _signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
     for part in (step, *folded):
-        part = part.to(device, torch.int32, non_blocking=True) if isinstance(part, Tensor) else _signed(part)
+        part = on(device, part, torch.int32) if isinstance(part, Tensor) else _signed(part)
         out = mixed_(out * _GOLDEN + part + 1)
     return out
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform, keeps_all, sums_of_inner
+from .._base import Transform, keeps_all
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
 from .._check import positive
@@ -19,7 +19,7 @@ from ..axes._primitive import AxisName
 from ..sync._weights import Over, not_zero
 from ._codec import Codec
 from ._feedback import WithoutInput
-from ._momenta import check_decay, each, momenta, moments, so_far
+from ._momenta import check_decay, each, momenta, moments, so_far, sums_of
 
 
 class OneBitLambState(NamedTuple):
@@ -54,7 +54,8 @@ def one_bit_lamb(
         at first  c = clip(|x| / |u|, ratios),  a <- b3 a + (1 - b3) c,            the result: c u
         then      r = clip(max of (sqrt v + eps) / (sqrt f + eps), changes, last r (1 +- threshold)),  the result: r a u
 
-    with u the direction of `one_bit_adam` and f the variance of (m - b1 m_before) / (1 - b1), which goes on.
+    with u the direction of `one_bit_adam` and f the variance of (m - b1 m_before) / (1 - b1), which goes on; v and f each over
+    their share of what they average, 1 - b2**calls.
 
     Args:
         axis: One axis.
@@ -74,7 +75,7 @@ def one_bit_lamb(
     Raises:
         ValueError: an argument out of range; at `update`: no parameters are given.
 
-    Source: Li et al., 1-bit LAMB, arXiv:2104.06069, algorithm 1, with LAMB's bias corrections.
+    Source: Li et al., 1-bit LAMB, arXiv:2104.06069, algorithm 1, with LAMB's bias corrections, of f too.
 
     >>> from fjoin import transforms as tx
     >>> hook = one_bit_lamb("data", warmup=1)
@@ -112,7 +113,9 @@ def one_bit_lamb(
             else:
                 g = (m - b1 * state.momentum[path]) / (1 - b1)
                 fresh[path] = b2 * fresh[path] + (1 - b2) * g * g
-                gone = (got.variance[path].sqrt() + eps) / (fresh[path].sqrt() + eps)
+                v = got.variance[path] / not_zero(so_far(b2, got.settled[path])).to(m)
+                f = fresh[path] / not_zero(so_far(b2, got.taken[path])).to(m)  # each as if it had begun settled
+                gone = (v.sqrt() + eps) / (f.sqrt() + eps)
                 r = gone.amax() if gone.numel() else torch.ones_like(change[path])
                 r = torch.maximum(torch.minimum(r, change[path] * (1 + threshold)), change[path] * (1 - threshold))
                 change[path] = r.clamp(*changes)
@@ -125,9 +128,7 @@ def one_bit_lamb(
         )  # fmt: skip
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
-    return Transform(
-        init, update, scope=inner.scope, sums=sums_of_inner(inner), loses=keeps_all, named=True, phases=phases
-    )
+    return Transform(init, update, scope=inner.scope, sums=sums_of(inner), loses=keeps_all, named=True, phases=phases)
 
 
 def _ratio(param: Tensor, direction: Tensor) -> Tensor:

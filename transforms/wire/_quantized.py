@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import Tree
+from .._tree import Tree, on
 from ..axes._collectives import (
     all_gather,
     all_to_all,
@@ -112,7 +112,7 @@ def _ppermute(codec: Codec, x: Tree, axis: str, perm: Sequence[tuple[int, int]])
         out = _move(codec, flat, axis, lambda codes: ppermute(codes, axis, perm))
         targets = torch.tensor([int(target) for _, target in perm], dtype=torch.int64)
         # No message means zeros, which bytes of zeros need not be.
-        return torch.where((axis_index(axis) == targets).any().to(out.device), out, torch.zeros_like(out))
+        return torch.where(on(out.device, (axis_index(axis) == targets).any()), out, torch.zeros_like(out))
 
     return _on_floats(x, axis, lambda floats: packed(floats, 0, run), lambda rest: ppermute(rest, axis, perm))
 

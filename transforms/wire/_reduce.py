@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._tree import on
 from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import AxisName, names
 from ..sync._weights import not_zero
@@ -71,7 +72,7 @@ def _over_one(
         reduced = _gathered(codec, dice, flat, factor, words, axis, times)
         return reduced._replace(mean=settle(reduced.mean))
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    head, here = len(own), axis_index(axis).to(flat.device, non_blocking=True)
+    head, here = len(own), on(flat.device, axis_index(axis))
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
     chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
     places = cut(dice.places, ranks, size) if codec.noisy else dice.places
@@ -109,7 +110,7 @@ def _gathered(
     summed = said[:, len(own) :].sum(0)
     if times is None:
         return Reduced(mean, total, summed)
-    coded = rows.index_select(0, axis_index(axis).to(flat.device, non_blocking=True).view(1))[0]
+    coded = rows.index_select(0, on(flat.device, axis_index(axis)).view(1))[0]
     return Reduced(mean, total, summed, _lost(flat, coded, times), coded)
 
 

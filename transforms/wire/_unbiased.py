@@ -53,11 +53,11 @@ def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
 
     Args:
         block: Elements that share a scale; None: all that one rank sends another of a bucket.
-        clip: Values beyond so many standard deviations of their block are cut first, which makes the rest more exact and
-            them too small; the paper takes 2.5. None: none are.
+        clip: Values beyond so many times the root mean square of their block are cut first, which makes the rest more exact
+            and them too small; at least 1. The paper takes 2.5 standard deviations, which are 0 where all are equal. None: none are.
 
     Raises:
-        ValueError: `block` is no whole number above 0, `clip` not above 0.
+        ValueError: `block` is no whole number above 0, `clip` below 1.
 
     Source: Wen et al., TernGrad, arXiv:1705.07878, sections 3.1 and 3.2.
 
@@ -66,12 +66,13 @@ def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
     """
     check_block(block, may_be_none=True)
     if clip is not None:
-        positive("clip, if not None,", clip)
+        if positive("clip, if not None,", clip) < 1:
+            raise ValueError(f"clip must be at least 1, got {clip!r}: below it all values are cut")
 
     def limit(cut: Tensor) -> Tensor:
         assert clip is not None
-        spread = (cut - cut.mean(dim=2, keepdim=True)).square().mean(dim=2, keepdim=True).sqrt()
-        most = clip * spread
+        largest = largest_of(cut).unsqueeze(2)  # whose squares neither overflow nor vanish
+        most = clip * (cut / not_zero(largest)).square().mean(dim=2, keepdim=True).sqrt() * largest
         return torch.maximum(torch.minimum(cut, most), -most)
 
     return whole(block, 1, True, limit=limit if clip is not None else None)

@@ -1,0 +1,91 @@
+"""States of hooks in DistributedDataParallel: what counts calls goes on, and new names find their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+INPUTS = [1.0, float("nan"), 1.0, 1.0, 1.0]
+
+
+def _negated_later() -> tx.Pipeline:
+    later = tx.chain(tx.mean("data"), tx.stateless(torch.neg))
+    return tx.skip_if_nonfinite(tx.fuse(tx.switch_after(2, tx.mean("data"), later), tx.sgd(1.0)))
+
+
+def _loss(params: Any, x: Tensor) -> Tensor:
+    return (params["weight"] * x).sum()
+
+
+def _three_ways() -> list[list[float]]:
+    mesh, first = fjoin.mesh({"data": -1}), {"weight": torch.zeros(1, 1)}
+    pure, stepped, module = [], [], []
+    pipeline, params = _negated_later(), first
+    state = pipeline.init(params)
+    step = fjoin.train_step(_loss, _negated_later(), mesh=mesh)
+    train_state = step.init(first)
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    ddp = DistributedDataParallel(layer)
+    fjoin.ddp.register(ddp, _negated_later())
+    for x in map(torch.tensor, INPUTS):
+        with fjoin.bind(mesh):
+            params, state = pipeline.step(params, torch.func.grad(_loss)(params, x), state)
+        train_state, _ = step(train_state, x)
+        ddp.zero_grad()
+        ddp(x.view(1, 1)).sum().backward()
+        for seen, weight in ((pure, params["weight"]), (stepped, train_state.params["weight"]), (module, layer.weight)):
+            seen.append(weight.item())
+    return [pure, stepped, module]
+
+
+def test_a_step_that_is_left_out_has_been_called(pool: Any) -> None:
+    for ways in pool.run(2, _three_ways):
+        assert ways == [[-1.0, -1.0, 0.0, 1.0, 2.0]] * 3
+
+
+class _Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.spare = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def _differences(options: dict[str, bool], later: bool) -> Any:
+    hook = tx.ef21(tx.quantized_mean("data", tx.float32()))
+    ddp = DistributedDataParallel(_Spare(), **options)
+    fjoin.ddp.register(ddp, tx.switch_after(1, tx.mean("data"), hook) if later else hook)
+    grads = []
+    for step in range(4):
+        ddp.zero_grad()
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + torch.distributed.get_rank()))
+        ddp(x).square().sum().backward()
+        grads.append({path: p.grad.clone() for path, p in ddp.module.named_parameters() if p.grad is not None})
+    return grads
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_ef21_with_parameters_that_nobody_uses(pool: Any, option: str, later: bool) -> None:
+    got = pool.run(2, _differences, {option: True}, later)
+    for step in range(4):
+        want: dict[str, Tensor] = {}
+        for rank in range(2):
+            module = _Spare()
+            module(
+                torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            ).square().sum().backward()
+            want = {k: want.get(k, 0) + p.grad / 2 for k, p in module.used.named_parameters()}
+        for ours in got:
+            assert max_diff({k: ours[step][f"used.{k}"] for k in want}, want) < 1e-5
