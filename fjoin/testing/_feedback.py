@@ -10,10 +10,10 @@ import torch
 
 from .. import transforms as tx
 from ._compare import params_like
-from ._ranks import RANKS, axes_for, grads_of, rank_in
+from ._ranks import axes_for, grads_of, rank_in, ranks_of
 
-# Which ranks have input, step by step: none has in the third.
-INPUTS = [(1.0, 1.0, 1.0), (0.0, 1.0, 1.0), (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 1.0, 0.0)]
+# Which of up to four ranks have input, step by step: none has in the third.
+INPUTS = [(1.0, 1.0, 1.0, 1.0), (0.0, 1.0, 1.0, 1.0), (0.0,) * 4, (1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 0.0, 0.0)]
 
 
 def pays_what_it_owes(make: Callable[[], tx.Transform]) -> None:
@@ -21,7 +21,11 @@ def pays_what_it_owes(make: Callable[[], tx.Transform]) -> None:
     for without_input in ("freeze", "flush"):
         outs, errors = _run(make, without_input)
         for path, p in params_like().items():
-            went = sum(w * grads_of(10 * i + r)[path] for i, ws in enumerate(INPUTS) for r, w in enumerate(ws))
+            went = sum(
+                w * grads_of(10 * i + r)[path]
+                for i, ws in enumerate(INPUTS)
+                for r, w in enumerate(ws[: ranks_of(make)])
+            )
             came = sum(total * out[path] for out, total in outs)
             owed = sum(error[path] for error in errors if path in error)
             gap = torch.as_tensor(came + owed - went)
@@ -55,7 +59,7 @@ def _run(
             outs.append((out, hook.sums(state).total.item()))
         return outs, state.error
 
-    results = tx.simulate(one_rank, axes_for(make, RANKS))
+    results = tx.simulate(one_rank, axes_for(make))
     return results[0][0], [error for _, error in results]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +12,20 @@ from .. import transforms as tx
 from ..transforms._plan import axes_of
 from ._compare import params_like
 
-RANKS = 3
 
-
-def axes_for(make: Callable[[], tx.Transform], ranks: int) -> dict[str, int]:
-    """The axes that a transform names, all ranks along the first; "data" where it names none."""
+def axes_for(make: Callable[[], tx.Transform], alone: bool = False) -> dict[str, int]:
+    """The axes that a transform names, "data" where it names none: three ranks on one, two on each of two; `alone`: one rank."""
     found = sorted(axes_of(make(), ())) or ["data"]
-    return {name: ranks if i == 0 else 1 for i, name in enumerate(found)}
+    sizes = [1] if alone else [3] if len(found) == 1 else [2, 2]
+    return {name: sizes[i] if i < len(sizes) else 1 for i, name in enumerate(found)}
+
+
+def ranks_of(make: Callable[[], tx.Transform]) -> int:
+    return math.prod(axes_for(make).values())
 
 
 def rank_in(make: Callable[[], tx.Transform]) -> int:
-    return int(tx.axis_index(tuple(axes_for(make, 1))))
+    return int(tx.axis_index(tuple(axes_for(make))))
 
 
 def grads_of(seed: int) -> dict[str, Tensor]:
@@ -29,12 +33,12 @@ def grads_of(seed: int) -> dict[str, Tensor]:
 
 
 def on_ranks(
-    make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3, engine: Any = "lockstep", seed: int = 0
+    make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3, engine: Any = "lockstep"
 ) -> list[Any]:
     """The gradients that come out on each rank in each step, and the last state."""
 
     # Drawn outside: inside vmap a draw would be one per rank, even from a seeded generator.
-    given = [[grads_of(seed + 10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
+    given = [[grads_of(10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
     params = params_like()
 
     def one_rank(mine: list[Any], weight: Any) -> Any:
@@ -46,4 +50,4 @@ def on_ranks(
             outs.append(out)
         return outs, state
 
-    return tx.simulate(one_rank, axes_for(make, len(weights)), given, weights, engine=engine)
+    return tx.simulate(one_rank, axes_for(make, alone=len(weights) == 1), given, weights, engine=engine)

@@ -15,26 +15,33 @@ import torch
 from .. import transforms as tx
 from ..transforms._bucketwise import Carried, merge, restrict
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
-from ._ranks import RANKS, axes_for, grads_of, on_ranks, rank_in
+from ._ranks import axes_for, grads_of, on_ranks, rank_in, ranks_of
 
 
 def is_pure(make: Callable[[], tx.Transform]) -> None:
     """The same call gives the same answer twice, and its arguments stay as they were."""
 
     def one_rank() -> None:
-        part, params = make(), params_like()
+        part, params, me = make(), params_like(), rank_in(make)
         state = part.init(params)
-        for step in range(3):
-            grads = grads_of(step)
+        for step in range(4):
+            grads, weight = grads_of(10 * step + me), weight_of(step, me)
             given = (grads, state, params)
             before = snapshot(given)
-            first = part.update(grads, state, params, weight=2.0)
-            second = part.update(grads, state, params, weight=2.0)
+            first = part.update(grads, state, params, weight=weight)
+            second = part.update(grads, state, params, weight=weight)
             assert_untouched(given, before)
             assert same_bits(first, second), "the second call gave another answer: there is hidden state"
             state = first[1]
 
-    tx.simulate(one_rank, axes_for(make, 1))
+    for alone in (True, False):
+        tx.simulate(one_rank, axes_for(make, alone))
+
+
+def weight_of(step: int, rank: int) -> Any:
+    """Numbers, tensors and None; each rank is without input now and then."""
+    weights = (2.0, torch.tensor(3.0, dtype=torch.float64), 0.0, None, torch.tensor(0.0, dtype=torch.float64))
+    return weights[(step + 2 * rank) % len(weights)]
 
 
 def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
@@ -59,7 +66,7 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
                 )
                 assert max_diff(one, {path: out[path]}) == 0, f"{path} alone gave another answer"
 
-    tx.simulate(one_rank, axes_for(make, RANKS))
+    tx.simulate(one_rank, axes_for(make))
 
 
 BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
@@ -102,7 +109,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                 for order in (states, states[::-1]):
                     assert same_bits(merge(order, params), whole), "the buckets' states are not the state of the whole"
 
-    tx.simulate(one_rank, axes_for(make, RANKS))
+    tx.simulate(one_rank, axes_for(make))
 
 
 def _same(value: Any) -> Any:
@@ -136,62 +143,50 @@ def chains(make: Callable[[], tx.Transform]) -> None:
         else:
             assert max_diff(a, other.update(b, (), params)[0]) == 0
 
-    tx.simulate(one_rank, axes_for(make, RANKS))
+    tx.simulate(one_rank, axes_for(make))
 
 
 def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
-    """What a rank of weight 0 holds, NaN included, changes nothing on the others."""
+    """What a rank of weight 0 holds, NaN included, changes nothing on the others; of a reduction in later steps neither."""
 
     def run(poison: bool) -> Any:
         def one_rank() -> Any:
-            part, params = make(), params_like()
-            idle = rank_in(make) == 1
-            grads = grads_of(rank_in(make))
-            if idle and poison:
-                grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
-            out, _ = part.update(grads, part.init(params), params, weight=0.0 if idle else 2.0)
-            return out
+            part, params, me = make(), params_like(), rank_in(make)
+            state, heard = part.init(params), []
+            for step in range(4 if part.sums else 1):
+                grads, idle = grads_of(10 * step + me), me == 1 and step % 2 == 0
+                if idle and poison:
+                    grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
+                out, state = part.update(grads, state, params, weight=0.0 if idle else 2.0)
+                if not idle:
+                    heard.append(out)
+            return heard
 
-        return tx.simulate(one_rank, axes_for(make, RANKS))
+        return tx.simulate(one_rank, axes_for(make))
 
-    clean, poisoned = run(False), run(True)
-    for rank in (0, 2):
-        assert same_bits(clean[rank], poisoned[rank]), "a rank of weight 0 was heard"
+    for clean, poisoned in zip(run(False), run(True), strict=True):
+        assert same_bits(clean, poisoned), "a rank of weight 0 was heard"
 
 
 def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
-    """On an axis of one rank, a mean or a sum gives back the gradients times weight over divisor; another reduction, their signs."""
-    (alone,) = on_ranks(make, [2.0], steps=1)
+    """On an axis of one rank a mean gives back the gradients, and a sum them times the weight."""
     part = make()
     if not part.sums:
         return
-    out, state = alone
-    if out[0] is None:
+    (((out,), state),) = on_ranks(make, [2.0], steps=1)
+    if out is None:
         return
-    total, grads = part.sums(state).total.item(), grads_of(0)
-    assert total in (1.0, 2.0)
-    if not part.wired:
-        assert all((out[0][path] * g > 0).all() for path, g in grads.items()), "it points another way"
-        return
-    # Every path is either summed, 2 g, or averaged, or then changed by a stage that has its own tests.
-    for path in grads:
-        ratio = [v for v in (out[0][path] / grads[path]).reshape(-1).tolist()]
-        assert len({round(v, 6) for v in ratio}) <= 1 or _clips(part), path
-        assert all(0 < v <= 2.0 + 1e-12 for v in ratio), path
-
-
-def _clips(part: tx.Transform) -> bool:
-    return any(child.spec.name == "clip_by_value" or _clips(child) for child in part.spec.children)
+    assert part.sums(state).total.item() in (1.0, 2.0), "it has counted another weight"
+    if part.reduction is not None:
+        times = 2.0 if part.reduction.over is None else 1.0
+        assert max_diff(out, {path: times * g for path, g in grads_of(0).items()}) < 1e-6, "it gave something else"
 
 
 def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
-    """A reduction gives the same when the ranks change places; not adasum, which pairs them, nor one that throws dice."""
-    if (
-        not make().sums
-        or make().spec.contains("adasum")
-        or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.noisy)
-    ):
+    """A mean or a sum gives the same when the ranks change places, unless it throws dice."""
+    if make().reduction is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.noisy):
         return
+    order = list(range(ranks_of(make)))
 
     def run(order: list[int]) -> Any:
         def one_rank(who: int) -> Any:
@@ -199,13 +194,11 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
             out, _ = part.update(grads_of(who), part.init(params), params, weight=1.0 + who)
             return out
 
-        ranks = tx.simulate(one_rank, axes_for(make, RANKS), order)
-        if ranks[0] is None:
-            return {}
-        # What is not the same on all ranks was not reduced, and stays with its rank.
-        return {path: ranks[0][path] for path in ranks[0] if all(same_bits(ranks[0][path], r[path]) for r in ranks)}
+        ranks = tx.simulate(one_rank, axes_for(make), order)
+        assert all(same_bits(ranks[0], other) for other in ranks), "ranks got different results"
+        return ranks[0]
 
-    assert max_diff(run([0, 1, 2]), run([2, 0, 1])) < _room(make())
+    assert max_diff(run(order), run(order[-1:] + order[:-1])) < _room(make())
 
 
 def _room(part: tx.Transform) -> float:
@@ -235,21 +228,26 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
             fine = out is not None and all(torch.isfinite(leaf).all() for leaf in out.values())
             assert fine or step in (1, 4), f"step {step} is not finite, as steps before it"
 
-    tx.simulate(one_rank, axes_for(make, RANKS))
+    tx.simulate(one_rank, axes_for(make))
 
 
 def resumes(make: Callable[[], tx.Transform]) -> None:
     """Saved to a file and loaded again, the state goes on to the bit."""
 
     def one_rank() -> None:
-        part, params = make(), params_like()
-        _, state = part.update(grads_of(0), part.init(params), params, weight=2.0)
-        loaded = saved_and_loaded(state, like=part.init(params))
-        a = part.update(grads_of(1), state, params, weight=1.0)
-        b = part.update(grads_of(1), loaded, params, weight=1.0)
-        assert same_bits(a, b)
+        part, params, me = make(), params_like(), rank_in(make)
+        state = part.init(params)
+        for step in range(4):
+            grads, weight = grads_of(10 * step + me), weight_of(step, me)
+            loaded = saved_and_loaded(state, like=part.init(params))
+            a = part.update(grads, state, params, weight=weight)
+            assert same_bits(a, part.update(grads, loaded, params, weight=weight)), (
+                f"it went another way in step {step}"
+            )
+            state = a[1]
 
-    tx.simulate(one_rank, axes_for(make, 1))
+    for alone in (True, False):
+        tx.simulate(one_rank, axes_for(make, alone))
 
 
 def saved_and_loaded(state: Any, like: Any) -> Any:
@@ -262,7 +260,7 @@ def saved_and_loaded(state: Any, like: Any) -> Any:
 
 def maps(make: Callable[[], tx.Transform]) -> None:
     """The vmap engine gives what lockstep gives, or refuses by name."""
-    weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 3.0)]
+    weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 3.0, 2.0)[: ranks_of(make)]]
     if not make().vmappable:
         try:
             on_ranks(make, weights, engine="vmap")
@@ -273,18 +271,26 @@ def maps(make: Callable[[], tx.Transform]) -> None:
     a, b = on_ranks(make, weights), on_ranks(make, weights, engine="vmap")
     for (x, _), (y, _) in zip(a, b, strict=True):
         assert [v is None for v in x] == [v is None for v in y]
-        room = max(_room(make()), 1e-12)
-        assert max_diff([v for v in x if v is not None], [v for v in y if v is not None]) < room
+        # Sums of another order may move a value over the edge of a code, here and there.
+        near = [_near(p, q) for p, q in zip(x, y, strict=True) if p is not None]
+        assert max_diff([v for v in x if v is not None], [v for v in y if v is not None]) < max(_room(make()), 1e-12)
+        assert sum(near) >= 0.9 * len(near), "it gives something else"
+
+
+def _near(a: Any, b: Any) -> bool:
+    return max_diff(a, b) < 1e-6
 
 
 def is_data(make: Callable[[], Any]) -> None:
     """repr, equality and JSON all say the same thing."""
     part = make()
     assert part == make() and hash(part) == hash(make())
+    assert tx.fingerprint(part) == tx.fingerprint(make())
     assert part.spec.name in repr(part)
+    if not part.spec.name:  # written by hand: known by its functions, which JSON cannot hold
+        return
     functions = {f"{f.__module__}.{f.__qualname__}": f for f in _functions(part)}
     assert tx.from_json(tx.to_json(part), functions) == part
-    assert tx.fingerprint(part) == tx.fingerprint(make())
 
 
 def _functions(part: Any) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fjoin
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 
@@ -76,7 +77,7 @@ def _rank_first() -> tx.Transform:
         first = tx.pbroadcast(grads, "data", 0)
         return {k: out[k] + first[k] for k in out}, state
 
-    return tx.Transform(inner.init, update, sums=inner.sums)
+    return tx.Transform(inner.init, update, sums=inner.sums, reduction=inner.reduction)
 
 
 def _wrong_total() -> tx.Transform:
@@ -91,7 +92,44 @@ def _another_way() -> tx.Transform:
         out, state = inner.update(grads, state, params, **extra)
         return {k: -g for k, g in out.items()}, state
 
-    return tx.Transform(inner.init, update, sums=inner.sums)
+    return tx.Transform(inner.init, update, sums=inner.sums, reduction=inner.reduction)
+
+
+def _writes_where_others_are() -> tx.Transform:
+    right = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        out, new = right.update(grads, state, params, **extra)
+        if tx.axis_size("data") > 1:
+            for error in state.error.values():
+                error.mul_(0)
+        return out, new
+
+    return tx.Transform(right.init, update, scope="message", sums=right.sums, loses=right.loses)
+
+
+def _hears_later() -> tx.Transform:
+    """A momentum of this rank's gradients, also of those that count nothing."""
+    inner = tx.mean("data")
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        new = {k: 0.9 * state[1][k] + g for k, g in grads.items()}
+        out, reduced = inner.update(new, state[0], params, **extra)
+        return out, (reduced, new)
+
+    return tx.Transform(
+        lambda params: (inner.init(params), {k: 0 * p for k, p in params.items()}), update, sums=lambda s: s[0]
+    )
+
+
+def _forgets_on_disk() -> tx.Transform:
+    """What it remembers where there are others is not what a file holds."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        more = 1 if state is not _MARK and tx.axis_size("data") > 1 else 0
+        return {k: g + more for k, g in grads.items()}, _MARK
+
+    return tx.Transform(lambda params: torch.zeros(()), update)
 
 
 def _momentum() -> tx.Transform:
@@ -122,15 +160,15 @@ def _never_equal() -> tx.Transform:
 
 
 BROKEN_TRANSFORMS = {
-    "is_pure": [_remembers, _plain(_writes)],
+    "is_pure": [_remembers, _plain(_writes), _writes_where_others_are],
     "keeps_its_scope": [_plain(_normalises, scope="element"), _plain(_normalises, scope="leaf")],
     "goes_bucket_by_bucket": [_plain(_normalises, scope="leaf"), _norm_in_state, _not_told],
     "chains": [_broken_chain],
-    "ignores_weight_zero": [_plain(_hears_all)],
+    "ignores_weight_zero": [_plain(_hears_all), _hears_later],
     "is_itself_alone": [_wrong_total, _another_way],
     "forgets_the_order_of_ranks": [_rank_first],
     "forgets_what_is_not_finite": [_momentum],
-    "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity)],
+    "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
     "maps": [_plain(_looks_at_values)],
     "is_data": [_never_equal],
 }
@@ -229,7 +267,7 @@ def _decode(change: Callable[[Tensor], Tensor]) -> Any:
 BROKEN_CODECS = {
     "encodes_purely": _codec(encode=_encode_writes),
     "says_its_width": _codec(width=lambda n: 2 * n + 1),
-    "stays_near": _codec(decode=_decode(torch.neg)),
+    "stays_near": [_codec(decode=_decode(torch.neg)), _codec(decode=_decode(lambda x: 0 * x))],
     "keeps_zero": _codec(decode=_decode(lambda x: x + 1e-9)),
     "serves_large_and_small": _codec(encode=lambda x: tx.bfloat16().encode(x.half().float())),
     "tells_nonfinite": _codec(encode=lambda x: tx.bfloat16().encode(x.clamp(-1e9, 1e9))),
@@ -241,5 +279,39 @@ BROKEN_CODECS = {
 
 @pytest.mark.parametrize("law", CODEC_LAWS, ids=lambda law: law.__name__)
 def test_each_codec_law_can_fail(law: Any) -> None:
-    with pytest.raises(AssertionError):
-        law(BROKEN_CODECS[law.__name__])
+    broken = BROKEN_CODECS[law.__name__]
+    for make in broken if isinstance(broken, list) else [broken]:
+        with pytest.raises(AssertionError):
+            law(make)
+
+
+def _nan_at_once(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
+    param.mul_(float("nan"))
+
+
+def test_nan_is_no_right_answer() -> None:
+    for law in OPTIMIZER_LAWS:
+        if law.__name__ in ("in_place_agrees", "tree_step_agrees"):
+            with pytest.raises(AssertionError):
+                law(_optimizer(step_param_=_nan_at_once))
+
+
+def _times_ten(g: Tensor) -> Tensor:
+    return 10 * g
+
+
+def test_what_is_right_of_ones_own_passes() -> None:
+    """Stages behind a mean may do what they like, and what is written by hand need not be JSON."""
+
+    def codec() -> tx.Codec:
+        right = tx.bfloat16()
+        return tx.Codec(right.encode, right.decode, right.width, elementwise=True)
+
+    def transform() -> tx.Transform:
+        right = tx.mean("data")
+        return tx.Transform(right.init, right.update, scope="element", sums=right.sums, wired=True)
+
+    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(_times_ten)))
+    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))
+    fjoin.testing.check_transform(transform)
+    fjoin.testing.check_codec(codec)

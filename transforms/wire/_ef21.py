@@ -69,7 +69,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     [[3.0, 0.0, 0.0], [3.0, 0.0, 2.0], [3.0, 1.0, 2.0]]
     """
     check_lossy(hook, without_input, "ef21")
-    if hook.reduction is None or hook.sums is None:
+    if hook.reduction is None or hook.sums is None or not isinstance(hook.reduction.axis, str):
         raise TypeError(
             f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(quantized_mean(axis, codec)), ...) and let partition, "
             f"switch_after and the like hold ef21, not the other way round"
@@ -135,4 +135,6 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         inner = sums_of(state.inner)
         return inner._replace(lane={name: value for name, value in inner.lane.items() if name not in (_HELD, _MOVED)})
 
-    return Transform(init, update, scope=widest([hook], least="message"), sums=sums, loses=keeps_all)
+    return Transform(
+        init, update, scope=widest([hook], least="message"), sums=sums, loses=keeps_all, reduction=hook.reduction
+    )

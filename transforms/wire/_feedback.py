@@ -81,7 +81,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
     scope = widest([hook], least="message" if _encodes(hook.spec) else "element")
-    return Transform(init, update, scope=scope, sums=sums_of_inner(hook), loses=keeps_all)
+    return Transform(init, update, scope=scope, sums=sums_of_inner(hook), loses=keeps_all, reduction=hook.reduction)
 
 
 class LocoState(NamedTuple):
@@ -150,7 +150,14 @@ def loco(
         new = {path: torch.zeros_like(e) if last else torch.lerp(old[path], e, beta) for path, e in errors.new.items()}
         return out, LocoState(inner, state.step + 1, {**state.error, **stored(new)})
 
-    return Transform(init, update, scope=widest([hook], least="message"), sums=sums_of_inner(hook), loses=keeps_all)
+    return Transform(
+        init,
+        update,
+        scope=widest([hook], least="message"),
+        sums=sums_of_inner(hook),
+        loses=keeps_all,
+        reduction=hook.reduction,
+    )
 
 
 def _encodes(spec: Spec) -> bool:

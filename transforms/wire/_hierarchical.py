@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Reduction, Transform
 from .._bucketwise import Carried
 from .._check import real
 from .._spec import factory
@@ -108,6 +108,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     lossy = wire is not None
     return Transform(
         init_mean, update, scope=scope, sums=lambda state: state, wired=True, loses=named_leaves if lossy else None,
+        reduction=Reduction((local, node), over),
     )  # fmt: skip
 
 
