@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -130,3 +131,26 @@ def test_in_a_pipeline() -> None:
             lambda g: pipeline.step(params, g, pipeline.init(params)), {"data": 3}, grads, engine=engine
         ):  # type: ignore[arg-type]
             assert (new["w"] + 3 * torch.arange(6.0)).abs().max() < 0.1
+
+
+def _sends(f: Any) -> Any:
+    return lambda x, give, take: f(x, "data", input_split_sizes=give, output_split_sizes=take)
+
+
+SPLITS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], [(1, 1), (1, 1)], [(1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("codec", [tx.int4(), tx.sign(), tx.bfloat16()], ids=repr)
+def test_ranks_that_disagree_are_told_though_their_bytes_are_as_many(codec: tx.Codec) -> None:
+    """In the simulator, as for the plain collective."""
+    quantized = functools.partial(tx.quantized, codec=codec)
+    for f in (tx.all_to_all_single, quantized(tx.all_to_all_single)):
+        with pytest.raises(tx.CollectiveMismatch, match="rank 0 sends 1 rows to rank 1, which takes 2"):
+            tx.simulate(_sends(f), {"data": 2}, *SPLITS)
+    for name, xs in (("psum", [torch.ones(9), torch.ones(10)]), ("all_gather", [torch.ones(9), torch.ones(10)])):
+        for f in (getattr(tx, name), quantized(getattr(tx, name))):
+            with pytest.raises(tx.CollectiveMismatch):
+                tx.simulate(lambda x, f=f: f(x, "data"), {"data": 2}, xs)
+    hook = tx.quantized_mean("data", codec)
+    with pytest.raises(tx.CollectiveMismatch, match="9 floats.*10 floats"):
+        tx.simulate(lambda x: hook.update(x, hook.init(x)), {"data": 3}, [torch.ones(n) for n in (9, 10, 9)])

@@ -44,6 +44,7 @@ class SimulatedAxis:
         self.size = len(group.members)
         self.rank = group.members.index(me)
         self.world_rank = me
+        self._noted = ""
 
     @property
     def group(self) -> object:
@@ -53,13 +54,23 @@ class SimulatedAxis:
     def index(self) -> Tensor:
         return torch.tensor(self.rank)
 
+    def note(self, what: str) -> None:
+        """Let the next collective fail where ranks have noted different things: what it carries as bytes."""
+        self._noted = f" of {what}"
+
+    def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
+        """Raise CollectiveMismatch where one rank sends another more or fewer rows than that takes, or others."""
+        rows = torch.empty(sum(give), 0)
+        self._world.meet(self._me, self._group, f"all_to_all_single(rows of {width})", (rows, (give, take)), _cross)
+
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        noted, self._noted = self._noted, ""
         if op == "all_to_all_single":  # whose rows and sizes differ between ranks
             call = f"{op}({str(x.dtype).removeprefix('torch.')}[:, {str(list(x.shape[1:]))[1:]})"
             rows: Tensor = self._world.meet(self._me, self._group, call, (x.detach(), arg), _cross)
             return rows
         detail = "" if arg is None else f", {arg!r}"
-        call = f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail})"
+        call = f"{op}({str(x.dtype).removeprefix('torch.')}{list(x.shape)}{detail}){noted}"
         out: Tensor = self._world.meet(self._me, self._group, call, x.detach(), lambda xs: _combine(op, xs, arg))
         return out
 

@@ -99,6 +99,13 @@ def names(axis: AxisName) -> tuple[str, ...]:
     return axis if isinstance(axis, tuple) else (axis,)
 
 
+def note(axis: AxisName, what: str) -> None:
+    """Say what the next message over an axis carries as bytes: the simulator compares it between ranks."""
+    for one in _lookup_all(axis):
+        if hasattr(one, "note"):
+            one.note(what)
+
+
 def as_tensor(leaf: Any) -> Tensor:
     return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
 

@@ -26,7 +26,7 @@ def adasum(axis: str) -> Transform:
 
     In log2(ranks) rounds, in each of which a rank sends all its gradients to one other; where the ranks are no power of two, those
     above the last one give theirs away before and get the result after. A rank without input adds nothing; other weights do
-    not count. `explain` announces what the busiest rank sends.
+    not count. `explain` announces a message in every round, which the ranks that have none to send leave out.
 
     Args:
         axis: The axis.

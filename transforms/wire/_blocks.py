@@ -12,7 +12,7 @@ from ._scaled import blocks, check_block, in_blocks, scaled, times_scale, whole
 
 @factory
 def int8(block: int = 256, stochastic: bool = False) -> Codec:
-    """One byte: 255 steps between the largest absolute value of a block and its negative.
+    """One byte: 255 values, as far apart from each other, from a block's largest absolute value to its negative.
 
     The error is at most 1 / 254 of that value. Bytes per element: 1 + 4 / block.
 
@@ -36,7 +36,7 @@ def int8(block: int = 256, stochastic: bool = False) -> Codec:
 
 @factory
 def int4(block: int = 64, stochastic: bool = False) -> Codec:
-    """Half a byte: 15 steps. Bytes per element: 1/2 + 4 / block; an odd element has a byte of its own.
+    """Half a byte: 15 values. Bytes per element: 1/2 + 4 / block; an odd element has a byte of its own.
 
     Args:
         block: Elements that share a scale, at least 1.
@@ -67,7 +67,8 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: 
 
     Args:
         block: Elements that share a scale, at least 1.
-        dtype: torch.float8_e4m3fn, an error of at most 1 / 16 of each value, or torch.float8_e5m2, 1 / 8 and a wider range.
+        dtype: torch.float8_e4m3fn, an error of at most 1 / 16 of values down to 2**-14 of their block's largest, or torch.float8_e5m2,
+            1 / 8 of those down to 2**-29; smaller ones are off by as much as those.
         stochastic: Round up or down by chance, so that what is decoded is right on average; twice the error at most.
 
     Raises:

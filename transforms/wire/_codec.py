@@ -23,8 +23,8 @@ class Codec(_Specified):
 
     Args:
         encode: (rows, n) float32 -> (rows, width(n)) uint8; where `noisy`, of that and of a `Noise`.
-        decode: (rows, width(n)) uint8, n -> (rows, n) float32. What was not finite when it was encoded is not
-            finite.
+        decode: (rows, width(n)) uint8, n -> (rows, n) float32. A row in which something was not finite when it was encoded has
+            something that is not finite.
         width: n -> bytes in a row of n floats.
         elementwise: Whether each float's bytes depend on that float alone, so that it does not matter which floats
             stand in a row.

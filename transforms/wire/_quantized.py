@@ -29,7 +29,8 @@ from ..axes._collectives import (
     psum_scatter,
     split_ranks,
 )
-from ..axes._primitive import AxisName, as_tensor, names, packed
+from ..axes._env import lookup
+from ..axes._primitive import AxisName, as_tensor, names, note, packed
 from ..axes._ragged import all_to_all_single, check_splits
 from ._codec import Codec, refuse_derivative
 from ._dice import encode_rows
@@ -146,6 +147,8 @@ def _all_to_all_single(
     give, take = check_splits(x, axis, input_split_sizes, output_split_sizes)
 
     def run(rows: Tensor) -> Tensor:
+        if hasattr(one := lookup(axis), "check_rows"):
+            one.check_rows(rows.shape[1], give, take)
         # A row of bytes for each receiver, as long as what goes there.
         coded = [
             encode_rows(codec, piece.reshape(1, -1), axis_index(axis), i)[0] for i, piece in enumerate(rows.split(give))
@@ -194,6 +197,8 @@ def _on_floats(
     refuse_derivative(floating, "differentiate through the collective itself, or detach what is sent")
     # None is no leaf, so that what is left out keeps no place in a message, and paths stay what they are.
     others = plain(optree.tree_map(lambda leaf: None if leaf.is_floating_point() else leaf, x))
+    if floating:
+        note(axis, ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in floating))
     floats = coded(optree.tree_map(lambda leaf: leaf.to(torch.float32) if leaf.is_floating_point() else None, x))
     of_floats, of_others = iter(optree.tree_leaves(floats)), iter(optree.tree_leaves(others))
     out: list[Any] = [

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._tree import on
 from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
-from ..axes._primitive import AxisName, names
+from ..axes._primitive import AxisName, names, note
 from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, read
 from ._dice import Dice
@@ -55,6 +55,7 @@ def coded_mean(
             f"error feedback is over one axis, got {axis!r}; write chain(error_feedback(a), error_feedback(b)), one mean for each"
         )
     for i, name in reversed(list(enumerate(names(axis)))):
+        note(name, f"{flat.numel()} floats")
         dice = Dice(codec, flat, places, axis_index(names(axis)[: i + 1]), i)  # ranks that hold the same throw the same
         reduced = _over_one(codec, dice, flat, factor, words, name, times, settle)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
@@ -97,6 +98,7 @@ def gathered_mean(
     places: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
     """`coded_mean` in which every rank gets all ranks' codes and takes the mean itself: encoded once, ranks / 2 times the bytes."""
+    note(axis, f"{flat.numel()} floats")
     return _gathered(codec, Dice(codec, flat, places, axis_index(axis)), flat, factor, words, axis, times)
 
 
