@@ -29,6 +29,12 @@ def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transfor
         axis: The axis, or a tuple of axes, to average over.
         over: What to divide by, see `tx.mean`; with "weight" ranks count as `handle.weight(w)` says.
 
+    Returns:
+        A `Transform`, for `fjoin.ddp.register`, `tx.fuse`, `tx.chain` and so on; so do all hooks here.
+
+    Raises:
+        ValueError: `over` is none of the three.
+
     Same as: torch's allreduce_hook, DDPCommHookType.ALLREDUCE.
 
     >>> fjoin.ddp.allreduce_hook()
@@ -40,7 +46,7 @@ def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transfor
 def fp16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean in float16, beside a power of two that makes everything fit; sums are taken in float32.
 
-    Args: as `allreduce_hook`.
+    Args, Raises: as `allreduce_hook`.
 
     Same as: torch's fp16_compress_hook, DDPCommHookType.FP16_COMPRESS, which makes infinity of 1e5.
 
@@ -53,7 +59,7 @@ def fp16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Tran
 def bf16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean in bfloat16, on any backend; sums are taken in float32.
 
-    Args: as `allreduce_hook`.
+    Args, Raises: as `allreduce_hook`.
 
     Same as: torch's bf16_compress_hook, DDPCommHookType.BF16_COMPRESS, which needs NCCL.
 
@@ -66,7 +72,7 @@ def bf16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Tran
 def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
     """The mean in bytes, one scale for all that a rank sends another of a bucket.
 
-    Args: as `allreduce_hook`.
+    Args, Raises: as `allreduce_hook`.
 
     Same as: torch's quantization_pertensor_hook, DDPCommHookType.QUANTIZE_PER_TENSOR, which needs NCCL and sends ranks / 2 times
         the bytes. On two ranks the numbers are the same; on more each rank quantizes its part of the mean once more.
@@ -85,7 +91,7 @@ def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "da
         axis, over: as `allreduce_hook`.
 
     Raises:
-        ValueError: `bucket_size` is no whole number above 0.
+        ValueError: `bucket_size` is no whole number above 0, or `over` none of the three.
 
     Same as: torch's quantization_perchannel_hook, DDPCommHookType.QUANTIZE_PER_CHANNEL, as `quantization_pertensor_hook`.
 
@@ -121,13 +127,8 @@ def powerSGD_hook(
     >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
     switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
     """
-    whole_number("matrix_approximation_rank", matrix_approximation_rank, 1)
-    whole_number("start_powerSGD_iter", start_powerSGD_iter, 0)
-    hook = power_sgd(
-        axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
-        warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
-    )  # fmt: skip
-    return error_feedback(hook) if flag("use_error_feedback", use_error_feedback) else hook
+    return _low_rank(power_sgd, matrix_approximation_rank, start_powerSGD_iter, min_compression_rate, use_error_feedback,
+                     warm_start, orthogonalization_epsilon, random_seed, axis, over)  # fmt: skip
 
 
 def batched_powerSGD_hook(
@@ -145,13 +146,20 @@ def batched_powerSGD_hook(
     >>> fjoin.ddp.batched_powerSGD_hook(use_error_feedback=False, start_powerSGD_iter=0)
     batched_power_sgd('data', over='world')
     """
-    whole_number("matrix_approximation_rank", matrix_approximation_rank, 1)
-    whole_number("start_powerSGD_iter", start_powerSGD_iter, 0)
-    hook = batched_power_sgd(
-        axis, matrix_approximation_rank, start=start_powerSGD_iter, min_compression_rate=min_compression_rate,
-        warm_start=warm_start, epsilon=orthogonalization_epsilon, seed=random_seed, over=over,
-    )  # fmt: skip
-    return error_feedback(hook) if flag("use_error_feedback", use_error_feedback) else hook
+    return _low_rank(batched_power_sgd, matrix_approximation_rank, start_powerSGD_iter, min_compression_rate, use_error_feedback,
+                     warm_start, orthogonalization_epsilon, random_seed, axis, over)  # fmt: skip
+
+
+def _low_rank(
+    make: Callable[..., Transform], rank: int, start: int, rate: float, feeds_back: bool, warm: bool, epsilon: float, seed: int,
+    axis: AxisName, over: Over,
+) -> Transform:  # fmt: skip
+    whole_number("matrix_approximation_rank", rank, 1)
+    whole_number("start_powerSGD_iter", start, 0)
+    hook = make(
+        axis, rank, start=start, min_compression_rate=rate, warm_start=warm, epsilon=epsilon, seed=seed, over=over
+    )
+    return error_feedback(hook) if flag("use_error_feedback", feeds_back) else hook
 
 
 def noop_hook() -> Transform:

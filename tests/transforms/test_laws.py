@@ -158,7 +158,7 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
     ],
     "sign": [tx.sign, lambda: tx.sign(block=3), lambda: tx.sign(block=None)],
     "terngrad": [tx.terngrad, lambda: tx.terngrad(block=3), lambda: tx.terngrad(clip=2.5)],
-    "threshold": [lambda: tx.threshold(0.5, most=0.3), lambda: tx.threshold(0.0, most=1.0, codec=tx.float16())],
+    "threshold": [lambda: tx.threshold(0.5, most=0.3), lambda: tx.threshold(0.0, most=1.0, values=tx.float16())],
     "top_k": [lambda: tx.top_k(0.3), lambda: tx.top_k(0.01, tx.int8(block=3)), lambda: tx.top_k(1.0, tx.qsgd())],
     "uint8": [tx.uint8, lambda: tx.uint8(block=3), lambda: tx.uint8(block=512)],
 }

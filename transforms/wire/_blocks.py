@@ -20,6 +20,9 @@ def int8(block: int = 256, stochastic: bool = False) -> Codec:
         block: Elements that share a scale, at least 1.
         stochastic: Round up or down by chance, so that what is decoded is right on average; the error is at most 1 / 127.
 
+    Returns:
+        A `Codec`.
+
     Raises:
         ValueError: `block` is no whole number above 0.
 
@@ -41,6 +44,9 @@ def int4(block: int = 64, stochastic: bool = False) -> Codec:
     Args:
         block: Elements that share a scale, at least 1.
         stochastic: As for `int8`.
+
+    Returns:
+        A `Codec`.
 
     Raises:
         ValueError: `block` is no whole number above 0.
@@ -70,6 +76,9 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: 
         dtype: torch.float8_e4m3fn, an error of at most 1 / 16 of values down to 2**-14 of their block's largest, or torch.float8_e5m2,
             1 / 8 of those down to 2**-29; smaller ones are off by as much as those.
         stochastic: Round up or down by chance, so that what is decoded is right on average; twice the error at most.
+
+    Returns:
+        A `Codec`.
 
     Raises:
         ValueError: `block` is no whole number above 0; another dtype.
@@ -106,6 +115,9 @@ def uint8(block: int | None = None) -> Codec:
 
     Args:
         block: Elements that share a scale; None: all that one rank sends another of a bucket.
+
+    Returns:
+        A `Codec`.
 
     Raises:
         ValueError: `block` is no whole number above 0.

@@ -136,6 +136,11 @@ def _viewed(x: Tensor, dtype: torch.dtype, n: int) -> Tensor:
     return flat.view(dtype).view(x.shape[0], n)
 
 
+def poison(x: Tensor) -> Tensor:
+    """(rows, n) floats: NaN for each row in which something is not finite, else 0; (rows, 1)."""
+    return (x * 0).sum(dim=1, keepdim=True)
+
+
 def by_chance(x: Tensor, dice: Tensor, fraction: int, smallest: float) -> Tensor:
     """Round to so many bits of fraction, up or down by chance, so that the result is right on average.
 
@@ -154,6 +159,9 @@ def bfloat16(stochastic: bool = False) -> Codec:
 
     Args:
         stochastic: Round up or down by chance, so that what is decoded is right on average.
+
+    Returns:
+        A `Codec`.
 
     Same as: torch's bf16_compress_hook.
 
@@ -176,6 +184,9 @@ def bfloat16(stochastic: bool = False) -> Codec:
 def bfp16() -> Codec:
     """`bfloat16` under the name that torch's quantized collectives have for it.
 
+    Returns:
+        A `Codec`.
+
     Same as: BFP16 of torch's quantized collectives, for tensors of any shape.
 
     >>> bfp16().decode(bfp16().encode(torch.tensor([[1.0, 1.001]])), 2)
@@ -195,6 +206,9 @@ def _plain(dtype: torch.dtype) -> Codec:
 def float32() -> Codec:
     """Four bytes, all of a float32: what travels without a codec, and what float64 gradients lose half of.
 
+    Returns:
+        A `Codec`.
+
     >>> float32().decode(float32().encode(torch.tensor([[0.1]])), 1)
     tensor([[0.1000]])
     """
@@ -207,6 +221,9 @@ def float16() -> Codec:
 
     Nothing overflows that a float32 holds. The largest of a row is brought to between 32752 and 65504; so values have ten bits down to
     2**-29 of it, fewer down to 2**-40, and are 0 below.
+
+    Returns:
+        A `Codec`.
 
     Same as: torch's fp16_compress_hook, which makes infinity of 1e5.
 

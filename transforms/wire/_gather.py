@@ -18,7 +18,7 @@ from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean
 from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
-from ._codec import Codec, as_bytes, read
+from ._codec import Codec, as_bytes, poison, read
 from ._digits import pack, unpack, width
 from ._encoded import encoded_mean
 from ._memory import Memory
@@ -153,7 +153,7 @@ def _votes() -> Codec:
 
     def encode(x: Tensor) -> Tensor:
         digits = torch.sign(x).add(1.0).nan_to_num(0.0).to(torch.uint8)
-        return torch.cat([as_bytes((x * 0).sum(dim=1, keepdim=True)), pack(digits, 3)], dim=1)
+        return torch.cat([as_bytes(poison(x)), pack(digits, 3)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
         return unpack(data[:, 4:], n, 3).to(torch.float32) - 1.0 + read(data[:, :4], torch.float32)

@@ -21,6 +21,9 @@ def sign(block: int | None = 4096) -> Codec:
     Args:
         block: Elements that share a scale; None: all that one rank sends another of a bucket.
 
+    Returns:
+        A `Codec`.
+
     Raises:
         ValueError: `block` is no whole number above 0.
 
@@ -53,6 +56,9 @@ def one_bit(block: int | None = 4096) -> Codec:
 
     Args:
         block: Elements that share two means; None: all that one rank sends another of a bucket.
+
+    Returns:
+        A `Codec`.
 
     Raises:
         ValueError: `block` is no whole number above 0.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._check import flag
 from .._spec import factory
-from ._codec import Codec, as_bytes, check_codec, float32, read
+from ._codec import Codec, as_bytes, check_codec, float32, poison, read
 from ._noise import Noise, mixed_
 
 
@@ -28,6 +28,9 @@ def top_k(k: float, values: Codec | None = None) -> Codec:
         k: A share in (0, 1], rounded up, or a whole number of elements, at least 1: the type decides.
         values: The codec of the values; None: `float32`.
 
+    Returns:
+        A `Codec`.
+
     Raises:
         ValueError: `k` out of range, or, when something is encoded, above the elements of a row.
 
@@ -38,11 +41,11 @@ def top_k(k: float, values: Codec | None = None) -> Codec:
     >>> codec.decode(codec.encode(x), 4), codec.width(4)
     (tensor([[ 3.,  0.,  0., -4.]]), 12)
     """
-    return _largest(k, values)
+    return _chosen(k, values)
 
 
 @factory
-def threshold(value: float, most: float = 0.01, codec: Codec | None = None) -> Codec:
+def threshold(value: float, most: float = 0.01, values: Codec | None = None) -> Codec:
     """What is not below a threshold, but no more than a share of the elements.
 
     The bytes are those of `top_k(most)`, whatever is sent, so that they are known before; what the threshold holds back is the
@@ -51,7 +54,10 @@ def threshold(value: float, most: float = 0.01, codec: Codec | None = None) -> C
     Args:
         value: What is absolutely smaller is not sent; at least 0.
         most: How many are sent at most; as the `k` of `top_k`.
-        codec: The codec of the values; None: `float32`.
+        values: The codec of the values; None: `float32`.
+
+    Returns:
+        A `Codec`.
 
     Raises:
         ValueError: `value` is negative or NaN; `most` as the `k` of `top_k`.
@@ -66,10 +72,10 @@ def threshold(value: float, most: float = 0.01, codec: Codec | None = None) -> C
     """
     if not (isinstance(value, (int, float)) and value >= 0):
         raise ValueError(f"value must be a number, at least 0, got {value!r}")
-    return _largest(most, codec, float(value))
+    return _chosen(most, values, float(value))
 
 
-def _largest(k: float, values: Codec | None, least: float = 0.0) -> Codec:
+def _chosen(k: float, values: Codec | None, least: float = 0.0) -> Codec:
     _check_k(k)
     inner = _check_values(values)
 
@@ -108,6 +114,9 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
         values: The codec of the values; None: `float32`.
         scaled: Multiply by what makes it right on average, about n / k: for use without `error_feedback`.
 
+    Returns:
+        A `Codec`.
+
     Raises:
         ValueError: `k` out of range, or, when something is encoded, above the elements of a row.
 
@@ -136,14 +145,14 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
         at, of = drawn(key, x.shape[1])
         chosen = x.gather(1, at) * of if scaled else x.gather(1, at)
         # What is not finite and was not drawn must be told too.
-        chosen = chosen + (x * 0).sum(dim=1, keepdim=True)
+        chosen = chosen + poison(x)
         some = (noise._replace(places=noise.places.gather(1, at)),) if inner.noisy else ()
         return torch.cat([as_bytes(key.contiguous()), inner.encode(chosen, *some)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
         at, _ = drawn(read(data[:, :4], torch.int32), n)
         chosen = inner.decode(data[:, 4:], _count(k, n))
-        rest = (chosen * 0).sum(dim=1, keepdim=True).expand(-1, n)
+        rest = poison(chosen).expand(-1, n)
         return rest.scatter(1, at, chosen)
 
     return Codec(encode, decode, lambda n: 4 + inner.width(_count(k, n)), noisy=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .._check import positive, whole_number
 from .._spec import factory
 from ..sync._weights import not_zero
-from ._codec import Codec, as_bytes, read
+from ._codec import Codec, as_bytes, poison, read
 from ._noise import Noise
 from ._scaled import check_block, largest_of, slices, whole
 
@@ -22,6 +22,9 @@ def qsgd(levels: int = 7, block: int = 64) -> Codec:
     Args:
         levels: Steps from 0 to the norm, 1 to 127.
         block: Elements that share a norm, at least 1: the error grows with its square root.
+
+    Returns:
+        A `Codec`.
 
     Raises:
         ValueError: `block` or `levels` is no whole number, or out of range.
@@ -56,6 +59,9 @@ def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
         clip: Values beyond so many times the root mean square of their block are cut first, which makes the rest more exact
             and them too small; at least 1. The paper takes 2.5 standard deviations, which are 0 where all are equal. None: none are.
 
+    Returns:
+        A `Codec`.
+
     Raises:
         ValueError: `block` is no whole number above 0, `clip` below 1.
 
@@ -84,6 +90,9 @@ def natural() -> Codec:
 
     Powers below 2**-126 of the largest become 0. Bytes per element: 1.
 
+    Returns:
+        A `Codec`.
+
     Source: Horvath et al., Natural Compression, arXiv:1905.10988, with a scale for each row in place of the whole exponent.
 
     >>> natural().width(10)
@@ -100,7 +109,7 @@ def natural() -> Codec:
         exponents = torch.cat(found, dim=1)
         most = exponents.amax(dim=1, keepdim=True) if x.shape[1] else exponents.new_ones(x.shape[0], 1)
         most = most.clamp(min=1)
-        scale = (most.to(torch.int32) << 23).view(torch.float32) + 0 * _sum(x)
+        scale = (most.to(torch.int32) << 23).view(torch.float32) + 0 * poison(x)
         below = torch.where(exponents > 0, (most - exponents).clamp(max=127), torch.full_like(exponents, 127))
         return torch.cat([as_bytes(scale), below | torch.signbit(x).to(torch.uint8).mul_(128)], dim=1)
 
@@ -111,8 +120,3 @@ def natural() -> Codec:
         return power.view(torch.float32) * scale
 
     return Codec(encode, decode, lambda n: 4 + n, noisy=True)
-
-
-def _sum(x: Tensor) -> Tensor:
-    """(rows, 1): not finite where anything in the row is not."""
-    return (x * 0).sum(dim=1, keepdim=True)
