@@ -15,7 +15,7 @@ from .transforms._check import flag, whole_number
 from .transforms._when import switch_after
 from .transforms.axes._primitive import AxisName, names
 from .transforms.sync._mean import mean, noop
-from .transforms.sync._weights import Over
+from .transforms.sync._weights import Over, check_over
 from .transforms.wire._blocks import uint8
 from .transforms.wire._compress import cast, quantized_mean
 from .transforms.wire._feedback import error_feedback
@@ -230,10 +230,12 @@ def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", ov
 
     Raises:
         TypeError: no such type.
+        ValueError: `over` is none of the three.
 
     >>> fjoin.ddp.comm_hook("QUANTIZE_PER_CHANNEL", over="weight")
     compress(uint8(block=512), mean('data'))
     """
+    check_over(over)
     return _OF_TYPE[_name(comm_hook_type)](axis=axis, over=over)
 
 

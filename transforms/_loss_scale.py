@@ -14,7 +14,7 @@ from ._base import Pipeline, Skips
 from ._check import whole_number
 from ._skip import guarded, no_calls
 from ._spec import factory
-from ._tree import State, Tree, named_leaves
+from ._tree import State, Tree, named_leaves, on
 
 
 class LossScaleState(NamedTuple):
@@ -88,7 +88,7 @@ def dynamic_loss_scale(
         return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), no_calls(), no_calls())
 
     def settle(state: LossScaleState, fine: Tensor) -> LossScaleState:
-        scale, streak, skipped = (t.to(fine.device) for t in (state.scale, state.streak + 1, state.skipped))
+        scale, streak, skipped = (on(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped))
         due = streak == growth_interval
         grown, shrunk = ((scale.double() * factor).float() for factor in (growth_factor, backoff_factor))
         kept = torch.where(due & torch.isfinite(grown), grown, scale)
@@ -106,7 +106,7 @@ def dynamic_loss_scale(
 
 def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
     factor = 1 / state.scale.to(torch.float64)
-    return optree.tree_map(lambda g: overflow_as_nan((g * factor.to(g.device)).to(g.dtype)), grads)
+    return optree.tree_map(lambda g: overflow_as_nan((g * on(g.device, factor)).to(g.dtype)), grads)
 
 
 def overflow_as_nan(grad: Tensor) -> Tensor:

@@ -187,4 +187,6 @@ def test_what_is_refused(pool: Any) -> None:
     raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(-1), "-1")
     raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(1, subgroup="lokal"), "'lokal'", "('node', 'local')")
     raises_text(ValueError, lambda: fjoin.ddp.quantization_perchannel_hook(bucket_size=0), "bucket_size", "0")
+    raises_text(TypeError, lambda: fjoin.ddp.powerSGD_hook(use_error_feedback="no"), "use_error_feedback", "'no'")  # type: ignore[arg-type]
+    raises_text(ValueError, lambda: fjoin.ddp.comm_hook("NOOP", over="xx"), "over", "'xx'")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: fjoin.ddp.powerSGD_hook("data"), "matrix_approximation_rank", "'data'")  # type: ignore[arg-type]

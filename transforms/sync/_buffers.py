@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Transform, init_empty
 from .._spec import factory
-from .._tree import State, Tree, map_with_path, named_leaves
+from .._tree import State, Tree, map_with_path, named_leaves, on
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
 from ..axes._primitive import AxisName
@@ -86,7 +86,7 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
         held, here, ranks = named_leaves(buffers), axis_index(axis), axis_size(axis)
-        first = pmin(torch.where(check_weight(weight).to(here.device) > 0, here, ranks), axis)
+        first = pmin(torch.where(on(here.device, check_weight(weight)) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
         }

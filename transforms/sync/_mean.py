@@ -74,7 +74,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         grads = optree.tree_map(torch.as_tensor, grads)
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(wire, grads, axis, weight, over, None if carried else lane, memory)
-            return out, MeanState(total, sums) if carried is None else carried_state(carried)
+            return out, mean_state(total, sums, carried)
         summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype)
         if over is None:
             return summed, new
@@ -95,6 +95,11 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         wired=True,
         reduction=Reduction(axis, over),
     )
+
+
+def mean_state(total: Tensor, lane: dict[str, Tensor], carried: Carried | None) -> MeanState:
+    """The state after a call: of what its own message brought, or what the first bucket's did."""
+    return MeanState(total, lane) if carried is None else carried_state(carried)
 
 
 def carried_state(carried: Carried) -> MeanState:

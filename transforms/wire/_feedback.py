@@ -34,9 +34,9 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     On three ranks and more the mean is encoded on its way back too; what is lost there is kept by the rank that summed.
     So nothing is lost for ever: over all steps, the sum of what the hook gave times the total weights, plus the ranks' errors,
     is the sum of all weighted gradients, rounded to float32 where something is encoded. A step in which no rank has input, or
-    that is not finite, pays nothing. The errors stay bounded only where a code loses less than it is given, as casts, `int8`,
-    `sign`, `top_k`, `random_k` and `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on
-    average and do not.
+    that is not finite, pays nothing (`power_sgd` judges each matrix by itself, `hierarchical_mean` each rank's part). The
+    errors stay bounded only where a code loses less than it is given, as casts, `int8`, `sign`, `top_k`, `random_k` and
+    `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on average and do not.
 
     Args:
         hook: One in which something is encoded over one axis, or projected: `quantized_mean`, `compress`, `cast`,
@@ -126,7 +126,7 @@ def loco(
     torch.Size([104])
     """
     check_lossy(hook, without_input, "loco")
-    if not (isinstance(beta, (int, float)) and 0 < beta <= 1):
+    if not (isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 < beta <= 1):
         raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
     whole_number("loco: reset", reset, 1)
     codec = check_codec("loco: memory", int8() if memory is None else memory, dice=False)

@@ -16,7 +16,7 @@ from .._tree import Tree
 from ..axes._collectives import all_gather, axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
-from ..sync._mean import MeanState, carried_state, init_mean
+from ..sync._mean import MeanState, init_mean, mean_state
 from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
 from ._codec import Codec, as_bytes, poison, read
 from ._digits import pack, unpack, width
@@ -63,7 +63,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
         told = lane if carried is None else None
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(wire, grads, axis, weight, over, told, memory, gathered_mean)
-            return out, MeanState(total, sums) if carried is None else carried_state(carried)
+            return out, mean_state(total, sums, carried)
         check_lane(told)
         ranks, factor = axis_size(axis), share(check_weight(weight), over)
         leaves = optree.tree_leaves(grads)
@@ -86,7 +86,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
             return out.to(rows.dtype)
 
         del sums["total"]
-        return optree.tree_map(mean, all_grads), MeanState(total, sums) if carried is None else carried_state(carried)
+        return optree.tree_map(mean, all_grads), mean_state(total, sums, carried)
 
     return Transform(
         init_mean, update, scope="element", sums=lambda state: state, wired=True, reduction=Reduction(axis, over)
@@ -138,7 +138,7 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
             out = optree.tree_map(lambda g: torch.sign(g) + 0 * g, out)
         if over == "world":
             total = torch.full_like(total, axis_size(axis))
-        return out, MeanState(total, sums) if carried is None else carried_state(carried)
+        return out, mean_state(total, sums, carried)
 
     return Transform(init_mean, update, scope="element", sums=lambda state: state)
 

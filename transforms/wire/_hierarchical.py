@@ -14,7 +14,7 @@ from .._spec import factory
 from .._tree import Tree, named_leaves, on
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
-from ..sync._mean import MeanState, carried_state, init_mean
+from ..sync._mean import MeanState, init_mean, mean_state
 from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
 from ._codec import Codec, check_codec, refuse_derivative
 from ._encoded import Owed, ravel, split, unravel
@@ -102,7 +102,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
             part, total = part * (total / (inside * nodes)).to(part), torch.full_like(total, inside * nodes)
         whole = all_gather(part, local).flatten()
         out = unravel(whole[: own.numel()], grads)
-        return out, carried_state(carried) if carried is not None else MeanState(total, sums)
+        return out, mean_state(total, sums, carried)
 
     scope: Any = "element" if wire is None or wire.elementwise else "message"
     lossy = wire is not None
