@@ -1,4 +1,4 @@
-"""What PowerSGD's thin factors cost on one core: how they lie in memory, and how they are made orthonormal.
+"""What PowerSGD's thin factors cost on one core: how they lie in memory, how they are made orthonormal, and all of a step.
 
 OMP_NUM_THREADS=1 python benchmarks/factors.py
 """
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import models
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
@@ -48,6 +49,37 @@ def off(u: Tensor) -> float:
     return (u.double() @ u.double().mT - torch.eye(RANK, dtype=torch.float64)).abs().max().item()
 
 
+def all_matrices() -> None:
+    """What PowerSGD with error feedback has to compute of the 10M transformer in a step, everything in place."""
+    grads = [torch.randn(p.shape) for p in models.model("10m").parameters() if p.dim() == 2 and p.numel() > 10_000]
+    errors, means = [torch.randn_like(g) for g in grads], [torch.empty_like(g) for g in grads]
+    left, right = [torch.randn(RANK, g.shape[0]) for g in grads], [torch.randn(RANK, g.shape[1]) for g in grads]
+    other = torch.randn(2 * 10**7)  # what else goes through the caches in a step
+
+    def to_p() -> None:
+        for e, g, q in zip(errors, grads, right, strict=True):
+            torch.mm(q, e.add_(g).T)
+
+    def to_q() -> None:
+        for e, p in zip(errors, left, strict=True):
+            e.addmm_(p.T, torch.mm(p, e), alpha=-1.0)
+
+    def to_means() -> None:
+        for out, p, q in zip(means, left, right, strict=True):
+            torch.mm(p.T, q, out=out)
+
+    figures = []
+    for run in (to_p, to_q, to_means):
+        times = []
+        for _ in range(15):
+            other.add_(1.0)
+            start = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - start))
+        figures.append(f"{run.__name__} {statistics.median(times):.1f}")
+    print(f"all {len(grads)} matrices of the 10M transformer, in ms: {', '.join(figures)}")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -64,6 +96,7 @@ def main() -> None:
         ("Cholesky in float64", cholesky),
     ):
         print(f"| {name} | {microseconds(lambda: make(p)):.0f} | {off(make(near)):.1e} |")  # noqa: B023
+    all_matrices()
 
 
 if __name__ == "__main__":
