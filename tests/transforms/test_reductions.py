@@ -42,6 +42,16 @@ def test_the_mean_of_what_is_gathered_is_the_mean(over: Any, n: int) -> None:
         assert same_bits(out, got[0][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_gathered_is_summed_in_float32(dtype: torch.dtype) -> None:
+    """Rounded once, at the end: seven ranks that hold the same have it as their mean."""
+    outs = on_ranks(tx.all_gather_mean("data"), 7, dtype=dtype)
+    exact = sum(grads_of(rank, dtype=dtype)["a"].double() for rank in range(7)) / 7
+    assert torch.equal(outs[0][0]["a"], exact.float().to(dtype))
+    hook, three = tx.all_gather_mean("data"), torch.full((4,), 3.0, dtype=dtype)
+    assert all((out == 3).all() for out in tx.simulate(lambda: hook.update(three, hook.init(three))[0], {"data": 7}))
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_gathered_codes_are_encoded_once(n: int) -> None:
     """The mean of what each rank's codes say, where a mean that is sent back is encoded again."""
