@@ -5,12 +5,11 @@ OMP_NUM_THREADS=1 python benchmarks/codecs.py
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing import seconds
 
 from fjoin import transforms as tx
 
@@ -36,14 +35,8 @@ CODECS: dict[str, Callable[[], tx.Codec]] = {
 
 
 def rate(run: Callable[[], Any]) -> float:
-    """The median of several blocks."""
-    blocks = []
-    for _ in range(9):
-        start = time.perf_counter()
-        for _ in range(5):
-            run()
-        blocks.append((time.perf_counter() - start) / 5)
-    return 4 * ELEMENTS / statistics.median(blocks) / 1e9
+    """GB of float32 a second."""
+    return 4 * ELEMENTS / seconds(run, 9, 5) / 1e9
 
 
 def main() -> None:

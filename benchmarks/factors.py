@@ -5,13 +5,12 @@ OMP_NUM_THREADS=1 python benchmarks/factors.py
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import models
 import torch
+from timing import seconds
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize_gram_schmidt
 
@@ -19,14 +18,7 @@ ROWS, COLUMNS, RANK, MATRICES = 640, 160, 4, 4
 
 
 def microseconds(run: Callable[[], Any]) -> float:
-    """The median of several blocks."""
-    blocks = []
-    for _ in range(15):
-        start = time.perf_counter()
-        for _ in range(50):
-            run()
-        blocks.append((time.perf_counter() - start) / 50)
-    return 1e6 * statistics.median(blocks)
+    return 1e6 * seconds(run, 15, 50)
 
 
 def gram_schmidt(p: Tensor) -> Tensor:
@@ -68,15 +60,10 @@ def all_matrices() -> None:
         for out, p, q in zip(means, left, right, strict=True):
             torch.mm(p.T, q, out=out)
 
-    figures = []
-    for run in (to_p, to_q, to_means):
-        times = []
-        for _ in range(15):
-            other.add_(1.0)
-            start = time.perf_counter()
-            run()
-            times.append(1e3 * (time.perf_counter() - start))
-        figures.append(f"{run.__name__} {statistics.median(times):.1f}")
+    figures = [
+        f"{run.__name__} {1e3 * seconds(run, 15, between=lambda: other.add_(1.0)):.1f}"
+        for run in (to_p, to_q, to_means)
+    ]
     print(f"all {len(grads)} matrices of the 10M transformer, in ms: {', '.join(figures)}")
 
 

@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ._apply import keep
-from ._axis import Once, Work
 from ._ddp_buckets import FromDDP, first_buckets
 from ._ddp_scale import ScaledLoss
+from ._ddp_sum import PlainSum
 from ._ddp_used import UsedParameters, known
 from ._guard import Guard
 from ._hook import Call
@@ -81,8 +81,7 @@ class DDPRun:
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._calls: list[Call] = []
         self._waves: Waves | None = None
-        self._lane: tuple[Tensor, Work] | None = None
-        self._unit: float | None = None
+        self._sum: PlainSum | None = None
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
         # Of a parameter that no rank uses nothing is stepped, so that what a hook sends of it is lost.
@@ -131,46 +130,21 @@ class DDPRun:
         """Drop a pass that has ended, or failed."""
         if self._waves is not None:
             self._waves.clear()
-        self._outs, self._futures, self._calls, self._waves, self._lane = [], [], [], None, None
-        self._unit = None
-
-    def _share(self) -> float:
-        """What this rank counts in the sum."""
-        return self._weight if self._plan.by_weight else float(self._weight > 0)
-
-    def _near_mean(self) -> float:
-        """A power of two near 1 / total, which costs no bit; the total is waited for, once in a pass."""
-        if self._unit is not None:
-            return self._unit
-        assert self._lane is not None
-        words, work = self._lane
-        work.wait()
-        total = float(words.item())
-        self._unit = 2.0 ** -math.floor(math.log2(total)) if 0 < total < math.inf else 1.0
-        return self._unit
+        self._outs, self._futures, self._calls, self._waves, self._sum = [], [], [], None, None
 
     def _launch(self, out: FromDDP) -> None:
-        first = len(self._outs) == 1
         if self.scaling is not None:
             unscale(out.grads, 1 / self.outer.scale.double())
             if self.scaling.missed:
                 out.grads.fill_(math.nan)  # so that all ranks leave the step out
         if self._plan.reduce is not None:
-            if first:
-                share = torch.full((1,), self._share(), dtype=torch.float64, device=out.grads.device)
-                self._lane = share, Once(self._mesh.reduce_(share, self._plan.axes))
-            if out.grads.dtype.itemsize < 4:  # sums of gradients times weights would not fit
-                out.unit = self._near_mean()
-            factor = self._share() * out.unit
-            if factor == 0.0:
-                out.grads.zero_()  # 0 times NaN is NaN
-            elif factor != 1.0:
-                out.grads.mul_(factor)
-            out.work = self._mesh.reduce_(out.grads, self._plan.axes)
+            if self._sum is None:
+                self._sum = PlainSum(self._mesh, self._plan, self._weight, out.grads.device)
+            self._sum.send(out)
             return
         if self._plan.early is None:
             return
-        if first:
+        if not self._calls:
             self._waves = Waves(self._mesh.axes) if out.grads.device.type == "cpu" and self.ranks > 1 else None
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
         count = len(stages(self._plan.early))
@@ -224,10 +198,8 @@ class DDPRun:
 
     def _summed(self) -> tuple[tuple[Any, ...], float, float]:
         """Of a plain reduction its state, the total of the weights, and what the sums are still to be divided by."""
-        assert self._lane is not None
-        words, work = self._lane
-        work.wait()
-        self.total = float(words.item())
+        assert self._sum is not None
+        self.total = self._sum.total
         wide, over = torch.tensor(self.total, dtype=torch.float64), self._plan.over
         divisor = 1.0 if over is None else float(self.ranks) if over == "world" else self.total
         state = self.hook_state[0]

@@ -128,10 +128,24 @@ class Transform(_Specified):
         return self.spec if self.spec.name else spec_of_function(self.update)
 
 
-def sums_of_inner(transform: Transform) -> Callable[[State], Any] | None:
-    """The `sums` of a transform whose state has in `inner` that of another, which does what is to be summed."""
+def sums_of_inner(transform: Transform, *own: str) -> Callable[[State], Any] | None:
+    """The `sums` of a transform whose state has in `inner` that of another, which does what is to be summed.
+
+    Args:
+        own: Names in the lane that it has put there itself, which are nobody else's business.
+    """
     sums = transform.sums
-    return None if sums is None else lambda state: sums(state.inner)
+
+    def of_inner(state: State) -> Any:
+        assert sums is not None
+        found = sums(state.inner)
+        return (
+            found._replace(lane={name: value for name, value in found.lane.items() if name not in own})
+            if own
+            else found
+        )
+
+    return None if sums is None else of_inner
 
 
 def keeps_all(params: Tree) -> Collection[str]:

@@ -122,6 +122,11 @@ def plain(*trees: Tree) -> bool:
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given)))
 
 
+def device_of(leaves: Iterable[Tensor]) -> torch.device | None:
+    """That of the first; None where there is none."""
+    return next((leaf.device for leaf in leaves), None)
+
+
 def on(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor on a device, without waiting for it: that is, where the tensor comes from the host. None: where it is."""
     return x.to(device, dtype or x.dtype, non_blocking=x.device.type == "cpu")

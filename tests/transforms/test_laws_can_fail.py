@@ -12,6 +12,7 @@ from torch import Tensor
 import fjoin
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
+from fjoin.transforms.axes._env import under_vmap
 
 
 def _plain(update: Any, **settings: Any) -> Callable[[], tx.Transform]:
@@ -147,6 +148,17 @@ def _known_by_identity(grads: Any, state: Any, params: Any = None, **extra: Any)
     return {k: g * (3 if state[0] is _MARK else 1) for k, g in grads.items()}, (_MARK,)
 
 
+def _other_under_vmap() -> tx.Transform:
+    """By less than a step of a code, but everywhere."""
+    right = tx.quantized_mean("data", tx.int8())
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        out, state = right.update(grads, state, params, **extra)
+        return {k: g + 0.01 * under_vmap() for k, g in out.items()}, state
+
+    return tx.Transform(right.init, update, scope="message", sums=right.sums, loses=right.loses)
+
+
 def _looks_at_values(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return {k: g * tx.axis_index("data").item() for k, g in grads.items()}, state
 
@@ -169,7 +181,7 @@ BROKEN_TRANSFORMS = {
     "forgets_the_order_of_ranks": [_rank_first],
     "forgets_what_is_not_finite": [_momentum],
     "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
-    "maps": [_plain(_looks_at_values)],
+    "maps": [_plain(_looks_at_values), _other_under_vmap],
     "is_data": [_never_equal],
 }
 

@@ -14,7 +14,7 @@ from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._check import flag, one_axis, positive, whole_number
 from .._spec import factory
-from .._tree import Tree, all_finite, global_norm, named_leaves, on, wide_zeros
+from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, on, wide_zeros
 from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane
@@ -116,7 +116,7 @@ def dgc(
         if clip is not None:
             factor = clip / global_norm(of).clamp(min=clip)
             of = {path: g * factor.to(g) for path, g in of.items()}
-        live = on(next(iter(of.values())).device if of else None, live)
+        live = on(device_of(of.values()), live)
         new, sends = {}, {}
         for path, g in of.items():
             old = state.momentum[path]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform, keeps_all
+from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._combine import widest
 from .._spec import factory
-from .._tree import State, Tree, all_finite, named_leaves, on
+from .._tree import State, Tree, all_finite, device_of, named_leaves, on
 from ..axes._collectives import axis_index, axis_size
 from ..sync._lane import Lane
 from ..sync._weights import check_weight, known_share, not_zero, share, silenced
@@ -90,7 +90,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         carried: Carried | None = None, **extra: Any,
     ) -> tuple[Tree, EF21State]:  # fmt: skip
         of = {path: torch.as_tensor(g) for path, g in named_leaves(grads).items()}
-        device = next(iter(of.values())).device if of else None
+        device = device_of(of.values())
         factor = on(device, share(check_weight(weight), over or "weight"))
         known, nothing = known_share(weight, over or "weight"), torch.zeros_like(factor)
         # The weight of a gradient that is held is carried on, and counts on.
@@ -131,10 +131,11 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             whole[path] = torch.where(fine, belief, whole[path])
         return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
 
-    def sums(state: EF21State) -> Any:
-        inner = sums_of(state.inner)
-        return inner._replace(lane={name: value for name, value in inner.lane.items() if name not in (_HELD, _MOVED)})
-
     return Transform(
-        init, update, scope=widest([hook], least="message"), sums=sums, loses=keeps_all, reduction=hook.reduction
+        init,
+        update,
+        scope=widest([hook], least="message"),
+        sums=sums_of_inner(hook, _HELD, _MOVED),
+        loses=keeps_all,
+        reduction=hook.reduction,
     )

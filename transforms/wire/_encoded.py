@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._check import real
-from .._tree import Tree, named_leaves, on, on_host
+from .._tree import Tree, device_of, named_leaves, on, on_host
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
@@ -45,7 +45,7 @@ def encoded_mean(
     of = named_leaves(grads)
     real(of, "what is encoded")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
-    device = next(iter(of.values())).device if of else None
+    device = device_of(of.values())
     factor, known = on(device, factor), known_share(weight, over or "weight")
     flat, words = silenced(ravel(of.values(), device), factor, known), encode_lane(lane or {}, torch.float64, 1, device)
     places = places_of(of, device) if wire.noisy else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._base import Reduction, Scope, Transform
 from .._bucketwise import Carried, part_of
 from .._check import flag, positive, real, whole_number
-from .._tree import Tree, named_leaves, on
+from .._tree import Tree, device_of, named_leaves, on
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
@@ -132,7 +132,7 @@ def low_rank_mean(
 ) -> Made:  # fmt: skip
     """The mean of leaves, of which those in `q` travel as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
-    device = next(iter(leaves.values())).device if leaves else None
+    device = device_of(leaves.values())
     factor = on(device, share(check_weight(given.weight), over))
     mine = Share(factor, known_share(given.weight, over), given.flush)
     named = {} if given.carried is not None else {"total": factor, **(given.lane or {})}

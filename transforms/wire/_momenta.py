@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base import Transform, sums_of_inner
+from .._base import Transform
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._check import one_axis, whole_number
 from .._tree import State, Tree, all_finite, named_leaves
 from .._when import switch_after
 from ..axes._primitive import AxisName
-from ..sync._mean import MeanState, mean
+from ..sync._mean import mean
 from ..sync._weights import Over, check_weight, known_share, not_zero, silenced
 from ._codec import Codec
 from ._compress import quantized_mean
 from ._feedback import WithoutInput, error_feedback
 from ._signs import sign
 
-_LIVE = "ranks with input"
+LIVE = "ranks with input"  # in the lane, where momenta of ranks without count too
 
 
 def momenta(
@@ -35,18 +34,6 @@ def momenta(
     check_decay("b2", b2)
     encoded = quantized_mean(axis, sign() if codec is None else codec, over)
     return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
-
-
-def sums_of(inner: Transform) -> Callable[[State], MeanState] | None:
-    """The `sums` of a transform around `inner`, without what `moments` has put into the lane."""
-    sums = sums_of_inner(inner)
-    assert sums is not None
-
-    def given(state: State) -> MeanState:
-        found = sums(state)
-        return MeanState(found.total, {name: value for name, value in found.lane.items() if name != _LIVE})
-
-    return given
 
 
 def check_decay(name: str, value: Any) -> None:
@@ -94,13 +81,13 @@ def moments(
     first = state.step < warmup
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
     if over == "world":  # a rank without input has a gradient of 0, and everybody's momentum
-        told = {**(extra.get("lane") or {}), _LIVE: (live > 0).to(torch.float64)} if carried is None else None
+        told = {**(extra.get("lane") or {}), LIVE: (live > 0).to(torch.float64)} if carried is None else None
         extra = {**extra, "weight": 1.0, "lane": told}
     out, new = inner.update(replace_leaves(grads, sends), state.inner, carried=part_of(carried, "inner"), **extra)
     came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
     assert inner.sums is not None
     sums = inner.sums(new)
-    counted = sums.lane.get(_LIVE, sums.total) != 0
+    counted = sums.lane.get(LIVE, sums.total) != 0
     m, v = came, {path: state.variance[path] for path in came}
     if first:
         m = {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base import Transform, keeps_all
+from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
 from .._check import positive
@@ -18,7 +18,7 @@ from ..axes._primitive import AxisName
 from ..sync._weights import Over
 from ._codec import Codec
 from ._feedback import WithoutInput
-from ._momenta import each, momenta, moments, sums_of
+from ._momenta import LIVE, each, momenta, moments
 
 
 class OneBitAdamState(NamedTuple):
@@ -91,4 +91,6 @@ def one_bit_adam(
         return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.remembered(state))
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
-    return Transform(init, update, scope=inner.scope, sums=sums_of(inner), loses=keeps_all, named=True, phases=phases)
+    return Transform(
+        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, phases=phases
+    )

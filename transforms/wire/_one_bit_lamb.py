@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform, keeps_all
+from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
 from .._check import positive
@@ -19,7 +19,7 @@ from ..axes._primitive import AxisName
 from ..sync._weights import Over, not_zero
 from ._codec import Codec
 from ._feedback import WithoutInput
-from ._momenta import check_decay, each, momenta, moments, so_far, sums_of
+from ._momenta import LIVE, check_decay, each, momenta, moments, so_far
 
 
 class OneBitLambState(NamedTuple):
@@ -128,7 +128,9 @@ def one_bit_lamb(
         )  # fmt: skip
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
-    return Transform(init, update, scope=inner.scope, sums=sums_of(inner), loses=keeps_all, named=True, phases=phases)
+    return Transform(
+        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, phases=phases
+    )
 
 
 def _ratio(param: Tensor, direction: Tensor) -> Tensor:
