@@ -195,14 +195,14 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
 
     of_parts = {part.loses for part in parts.values()} - {None}
     told = None if not of_parts else keeps_all if of_parts == {keeps_all} else loses
-    phases = [
-        ("each step", replace(_part(parts, pattern), sums=part.sums if i == carrier else None))
-        for i, (pattern, part) in enumerate(parts.items())
-    ]
-    return Transform(
-        init, update, scope=_per_path(list(parts.values())), sums=sums, loses=told, named=True,
-        phases=tuple(phases) if any(map(has_phases, parts.values())) else (),
-    )  # fmt: skip
+    phases: Any = ()
+    if any(map(has_phases, parts.values())):
+        phases = tuple(
+            ("each step", replace(_part(parts, pattern), sums=part.sums if i == carrier else None))
+            for i, (pattern, part) in enumerate(parts.items())
+        )
+    scope = _per_path(list(parts.values()))
+    return Transform(init, update, scope=scope, sums=sums, loses=told, named=True, phases=phases)
 
 
 def _part(parts: dict[Patterns, Transform], pattern: Patterns) -> Transform:

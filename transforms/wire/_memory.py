@@ -29,11 +29,10 @@ class Memory:
 
     def owed(self, of: Mapping[str, Tensor]) -> list[Tensor]:
         """What is owed of leaves, in their order."""
-        zeros = (
-            (path, torch.zeros_like(leaf, dtype=torch.float32)) for path, leaf in of.items() if path not in self.error
-        )
-        errors = {**self.error, **dict(zeros)}
-        return [errors[path] for path in of]
+        return [
+            self.error[path] if path in self.error else torch.zeros_like(leaf, dtype=torch.float32)
+            for path, leaf in of.items()
+        ]
 
     def keep(self, paths: Iterable[str], left: Iterable[Tensor]) -> None:
         """Raises ValueError where something has been kept of a path already."""
