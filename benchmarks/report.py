@@ -71,6 +71,7 @@ ROWS = [
             ("PowerSGD with error feedback / DDP with torch's powerSGD_hook", "ours power", "ddp power", 0.80),
             ("the same / that in batches of equal shapes", "ours power", "ddp power batched", None),
             ("PowerSGD with error feedback / DDP in float32", "ours power", "ddp", None),
+            ("the same / in buckets of 5 MiB", "ours power", "ours power 5", None),
             ("PowerSGD in bfloat16 / PowerSGD", "ours power bf16", "ours power", None),
         )
     ),

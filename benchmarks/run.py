@@ -50,7 +50,7 @@ STEPS = (
     "O sgd list",
     "O sgd flat",
 )
-POWERS = ("ddp power", "ddp power batched", "ours power", "ours power bf16")
+POWERS = ("ddp power", "ddp power batched", "ours power", "ours power 5", "ours power bf16")
 WIRES = ("ours bf16", "ours int8", "ours int8 fed back", "ours int4")
 GROUPS = {
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", "ddp our join", *PIECES)),

@@ -130,6 +130,11 @@ def pure(name: str, batch: Any, mesh: Any) -> Variant:
     return run, lambda: list(params.values())
 
 
+def power_sgd(cast: torch.dtype | None = None) -> tx.Transform:
+    hook = tx.power_sgd("data", 4)
+    return tx.error_feedback(hook if cast is None else tx.cast(cast, hook))
+
+
 def compute(name: str, batch: Any, mesh: Any) -> Variant:
     """C: forward and backward, without any message."""
     x, y = batch
@@ -249,8 +254,10 @@ MAKE: dict[str, Callable[..., Variant]] = {
     # In one bucket, since with several torch's hook hangs on gloo.
     "ddp power": lambda *a: ddp(*a, hook="power", bucket_cap_mb=10**4),
     "ddp power batched": lambda *a: ddp(*a, hook="power, batched", bucket_cap_mb=10**4),
-    "ours power": lambda *a: ours(*a, hook=tx.error_feedback(tx.power_sgd("data", 4))),
-    "ours power bf16": lambda *a: ours(*a, hook=tx.error_feedback(tx.cast(torch.bfloat16, tx.power_sgd("data", 4)))),
+    # Little of a bucket is sent, and each has two messages.
+    "ours power": lambda *a: ours(*a, hook=power_sgd(), bucket_bytes=20 * 2**20),
+    "ours power 5": lambda *a: ours(*a, hook=power_sgd()),
+    "ours power bf16": lambda *a: ours(*a, hook=power_sgd(torch.bfloat16), bucket_bytes=20 * 2**20),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),

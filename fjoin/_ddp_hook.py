@@ -24,7 +24,7 @@ from ._stages import run_stages
 from ._stepper import Stepper, divides
 from ._storage import apart, put
 from ._waves import Waves
-from .transforms._base import Pipeline, Transform
+from .transforms._base import Pipeline, Transform, lend
 from .transforms._bucketwise import merge, restrict
 from .transforms._combine import stages
 from .transforms._explain import explain_cut
@@ -161,8 +161,9 @@ class DDPRun:
 
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket."""
-        assert self._plan.early is not None
-        return self._plan.early.update(*args, lane_dtype=torch.float64, **extra)
+        early = self._plan.early
+        assert early is not None
+        return early.update(*args, lane_dtype=torch.float64, **lend(early), **extra)
 
     # -- after the last -----------------------------------------------------------------------------------
 

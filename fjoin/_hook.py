@@ -17,7 +17,7 @@ from ._stages import run_stages
 from ._storage import Storage, apart, put
 from ._waves import Waves, travel
 from ._wire import Outgoing
-from .transforms._base import Transform
+from .transforms._base import Transform, lend
 from .transforms._bucketwise import Carried, restrict
 from .transforms._combine import stages
 from .transforms._plan import Plan, takes_flat
@@ -145,7 +145,7 @@ class HookRun:
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket."""
         assert self._early is not None
-        return self._early.update(*args, lane_dtype=self._lane.dtype, **extra)
+        return self._early.update(*args, lane_dtype=self._lane.dtype, **lend(self._early), **extra)
 
     def launch(self, index: int, out: Outgoing) -> Work | None:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""

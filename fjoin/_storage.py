@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import optree
@@ -126,13 +126,7 @@ class Storage:
 
 def apart(state: Any, lent: Iterable[Tensor]) -> Any:
     """A state in memory of its own: what a pure function has kept of the tensors lent to it is copied."""
-    lie = memory_of(lent)
-    return optree.tree_map(lambda leaf: leaf.clone() if memory_of([leaf]) & lie else leaf, state)
-
-
-def memory_of(values: Iterable[Any]) -> set[int]:
-    """Where the memory of tensors begins; views of one tensor have one beginning."""
-    return {value.untyped_storage().data_ptr() for value in values if isinstance(value, Tensor)}
+    return optree.tree_map(_outside(lent), state)
 
 
 def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -141,16 +135,24 @@ def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: a value has another shape than its place.
     """
-    pairs = [(place, values[path]) for path, place in places.items() if values[path] is not place]
+    to, new, outside = [], [], _outside(places.values())
     for path, place in places.items():
-        if values[path].shape != place.shape:
+        value = values[path]
+        if value.shape != place.shape:
             raise ValueError(
-                f"for {path!r} the hook returned a tensor of shape {tuple(values[path].shape)}, expected {tuple(place.shape)}"
+                f"for {path!r} the hook returned a tensor of shape {tuple(value.shape)}, expected {tuple(place.shape)}"
             )
-    if pairs:
-        lie = memory_of(places.values())
-        new = [v.clone() if memory_of([v]) & lie else v for _, v in pairs]
-        torch._foreach_copy_([p for p, _ in pairs], new)
+        if value is not place:
+            to.append(place)
+            new.append(outside(value))
+    if to:
+        torch._foreach_copy_(to, new)
+
+
+def _outside(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
+    """A function that copies what shares memory with these; views of one tensor begin at one place."""
+    begin = {x.untyped_storage().data_ptr() for x in lent}
+    return lambda x: x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in begin else x
 
 
 def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:

@@ -1,9 +1,9 @@
 """Functions that run in turns, each until its next message is on its way.
 
 The hook of a bucket may send several messages, one after the other's result. Run in waves, all
-buckets' first messages travel while backward goes on; after it the first bucket, for whose result the
-others may ask, is run to its end; then come all others' second messages, and so on. One function runs
-at a time and the turns follow a fixed order, so that all ranks send the same messages in the same order.
+buckets' first messages travel while backward goes on; after it come all second messages, and so on. One
+function runs at a time and the turns follow a fixed order, so that all ranks send the same messages in the
+same order. One that asks for the first bucket's result gives up its turns until that is there.
 """
 
 from __future__ import annotations
@@ -126,9 +126,6 @@ class Waves:
 
     Args:
         axes: What the tasks' messages cross.
-
-    The first task runs to its end before the others go on after their first message: they ask for its
-    result.
     """
 
     def __init__(self, axes: dict[str, Any]) -> None:
@@ -148,8 +145,6 @@ class Waves:
 
     def wave(self) -> None:
         """Let every task that is not done go on by one message."""
-        while not self._tasks[0].done:
-            self._tasks[0].go_on()
         for task in self._tasks:
             if not task.done:
                 task.go_on()

@@ -93,7 +93,8 @@ class Outgoing:
 
     def by_path(self) -> dict[str, Tensor]:
         """Path -> view of its gradient."""
-        return dict(zip(self.bucket.paths, views(self.bucket, self.grads, self._shapes), strict=True))
+        found = self._views if self.grads is self._own else views(self.bucket, self.grads, self._shapes)
+        return dict(zip(self.bucket.paths, found, strict=True))
 
 
 def alone(leaf: Tensor) -> None:

@@ -83,6 +83,8 @@ class Transform(_Specified):
         loses: For a transform that does not send all of a gradient: `params -> paths` of those of which it does not, and of
             which it keeps the rest in `extra["memory"]`; see `error_feedback`. None: nothing is lost, or what its parts lose.
         named: Whether `update` looks at paths, so that no flat buffer may stand for leaves.
+        donates: Whether `update` takes `donated=True`, by which its caller, who needs the gradients no more, lets it write
+            what it returns into their memory; see `lend`.
         phases: For a transform that sends one thing in some steps and another in others: pairs of when, in words, and what: the
             transform that runs then, or for some leaves, or the `init` of a state in which it does then what it does; `explain` shows them.
         spec: The transform as data; `factory` fills it in.
@@ -102,6 +104,7 @@ class Transform(_Specified):
     wired: bool = False
     loses: Callable[[Tree], Collection[str]] | None = None
     named: bool = False
+    donates: bool = False
     phases: tuple[tuple[str, Transform | Callable[[Tree], State]], ...] = ()
     spec: Spec = Spec("")
 
@@ -146,6 +149,11 @@ def sums_of_inner(transform: Transform, *own: str) -> Callable[[State], Any] | N
         )
 
     return None if sums is None else of_inner
+
+
+def lend(to: Transform, donated: bool = True) -> dict[str, bool]:
+    """What a caller that needs the gradients no more hands to the `update` of another transform, if they are its own to give."""
+    return {"donated": True} if donated and to.donates else {}
 
 
 def keeps_all(params: Tree) -> Collection[str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, overload
 import optree
 
 from ._alternatives import has_phases
-from ._base import Optimizer, Scope, Transform, check_transform, keeps_all
+from ._base import Optimizer, Scope, Transform, check_transform, keeps_all, lend
 from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
@@ -171,14 +171,16 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         *,
         lane: Any = None,
         carried: Carried | None = None,
+        donated: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
         of = None if params is None else _labelled(parts, params)
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
-            out, new_state[i] = parts[pattern].update(
-                chosen, state[i], of and of[pattern],
-                lane=lane if i == carrier else None, carried=part_of(carried, i), **extra,
+            part = parts[pattern]
+            out, new_state[i] = part.update(
+                chosen, state[i], of and of[pattern], lane=lane if i == carrier else None, carried=part_of(carried, i),
+                **lend(part, donated), **extra,
             )  # fmt: skip
             new.update(_not_none(out, "partition"))
         return replace_leaves(grads, new), tuple(new_state)
@@ -202,7 +204,8 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
             for i, (pattern, part) in enumerate(parts.items())
         )
     scope = _per_path(list(parts.values()))
-    return Transform(init, update, scope=scope, sums=sums, loses=told, named=True, phases=phases)
+    donates = any(part.donates for part in parts.values())
+    return Transform(init, update, scope=scope, sums=sums, loses=told, named=True, donates=donates, phases=phases)
 
 
 def _part(parts: dict[Patterns, Transform], pattern: Patterns) -> Transform:

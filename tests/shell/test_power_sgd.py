@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -165,6 +166,33 @@ def test_two_messages_for_each_bucket_at_most(pool: Any, hook: str, bucket_bytes
         for sent in pool.run(ranks, counted, hook, bucket_bytes):
             for step in sent[1:]:
                 assert sorted(step) == announced
+
+
+def in_their_memory(module: bool) -> list[bool]:
+    """Whether the means of a step lie where its gradients lay, bucket by bucket."""
+    hook, seen = tx.error_feedback(made()), []
+
+    def update(grads: Any, *args: Any, **extra: Any) -> Any:
+        out, state = hook.update(grads, *args, **extra)
+        seen.append(all(out[path] is g for path, g in grads.items() if g.dim() == 2))
+        return out, state
+
+    spied = tx.fuse(dataclasses.replace(hook, update=update), tx.sgd(0.1))
+    if module:
+        ddp = DistributedDataParallel(make_model(dtype=torch.float32))
+        fjoin.ddp.register(ddp, spied)
+        ddp(make_batches(1, EVEN, torch.float32)[0][0][0]).sum().backward()
+    else:
+        step = fjoin.train_step(net_loss, spied, mesh=fjoin.mesh({"data": -1}), bucket_bytes=300)
+        step(step.init(net()), torch.ones(4, 8))
+        step.close()
+    return seen
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["step", "module"])
+def test_means_are_written_over_the_gradients(pool: Any, module: bool) -> None:
+    for seen in pool.run(2, in_their_memory, module):
+        assert seen and all(seen)
 
 
 # -- a module --------------------------------------------------------------------------------------

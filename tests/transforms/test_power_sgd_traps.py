@@ -104,3 +104,53 @@ def test_a_weight_in_a_tensor_is_a_weight(without_input: Any) -> None:
     host, device = (tx.simulate(one_rank, {"data": 3}, [wrap] * 3) for wrap in (float, torch.tensor))
     for a, b in zip(host, device, strict=True):
         assert max_diff(a, b) < 1e-6  # a weight in a tensor is float32 here
+
+
+DONATING: dict[str, tx.Transform] = {
+    "alone": made(2),
+    "fed back": tx.error_feedback(made(2)),
+    "cold, flush": tx.error_feedback(made(2, warm_start=False), "flush"),
+    "late": tx.error_feedback(made(2, start=2)),
+    "batched": tx.error_feedback(tx.batched_power_sgd("data", 2, min_compression_rate=1.0)),
+    "by path": tx.partition({("a", "conv"): tx.error_feedback(made(2)), "*": made(2)}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", DONATING)
+def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None:
+    """The same bits with and without, after a gradient that is not finite and on a rank without input too."""
+
+    def one_rank(donated: bool) -> Any:
+        hook, rank, outs = DONATING[kind], int(tx.axis_index("data")), []
+        state, taken = hook.init(draws(0, dtype)), True
+        for step in range(5):
+            grads = draws(10 * step + rank, dtype)
+            grads["b"] = grads["b"].T.contiguous().T  # which no view makes a matrix of rows
+            if step == 3 and rank == 1:
+                grads["conv"][0, 0, 0, 0] = float("nan")
+            held = dict(grads)
+            weight = 0.0 if step == 4 and rank == 1 else 1.0
+            out, state = hook.update(grads, state, weight=weight, **tx._base.lend(hook, donated))
+            taken &= all(out[path] is held[path] for path in ("a", "conv"))
+            outs.append({path: v.clone() for path, v in out.items()})
+        return outs, state, taken
+
+    for ranks in (2, 3):
+        want = tx.simulate(one_rank, {"data": ranks}, [False] * ranks)
+        got = tx.simulate(one_rank, {"data": ranks}, [True] * ranks)
+        for (outs, state, taken), (others, other_state, other_taken) in zip(got, want, strict=True):
+            assert same_bits((outs, state), (others, other_state))
+            assert taken == (kind not in ("batched", "late") and dtype is not torch.bfloat16) and not other_taken
+
+
+def test_only_what_needs_gradients_no_more_hands_them_on() -> None:
+    hook = tx.error_feedback(made(2))
+    assert hook.donates
+    for around in (
+        tx.chain(tx.clip_by_value(1.0), hook),
+        tx.accumulate(2, hook),
+        tx.cast(torch.bfloat16, made(2)),
+        tx.loco(made(2)),
+    ):
+        assert not around.donates

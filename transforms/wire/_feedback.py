@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._base import Transform, check_transform, keeps_all, sums_of_inner
+from .._base import Transform, check_transform, keeps_all, lend, sums_of_inner
 from .._bucketwise import Carried, part_of
 from .._check import whole_number
 from .._combine import widest
@@ -71,17 +71,27 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         return ErrorState(hook.init(params), zero_errors(hook, params))
 
     def update(
-        grads: Tree, state: ErrorState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
-    ) -> tuple[Tree, ErrorState]:
+        grads: Tree, state: ErrorState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
+        **extra: Any,
+    ) -> tuple[Tree, ErrorState]:  # fmt: skip
         memory = Memory(state.error, without_input == "flush")
         out, inner = hook.update(
-            grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "memory": memory}
-        )
+            grads, state.inner, params, carried=part_of(carried, "inner"),
+            **{**extra, **lend(hook, donated), "memory": memory},
+        )  # fmt: skip
         return out, ErrorState(inner, {**state.error, **memory.new})
 
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
     scope = widest([hook], least="message" if _encodes(hook.spec) else "element")
-    return Transform(init, update, scope=scope, sums=sums_of_inner(hook), loses=keeps_all, reduction=hook.reduction)
+    return Transform(
+        init,
+        update,
+        scope=scope,
+        sums=sums_of_inner(hook),
+        loses=keeps_all,
+        donates=hook.donates,
+        reduction=hook.reduction,
+    )
 
 
 class LocoState(NamedTuple):

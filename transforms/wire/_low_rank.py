@@ -170,14 +170,14 @@ def right(block: Block, p: Tensor, share: Share, old: Mapping[str, Tensor]) -> t
     return own, owes
 
 
-def products(blocks: list[Block], p: list[Tensor], q: list[Tensor]) -> dict[str, Tensor]:
-    """By path the matrices P Q, of blocks' P^T and Q."""
+def products(blocks: list[Block], p: list[Tensor], q: list[Tensor], places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By path the matrices P Q, of blocks' P^T and Q; where there is a place for one, it is written there."""
     made: dict[str, Tensor] = {}
     for block, thin, factor in zip(blocks, p, q, strict=True):
         if block.alone:
             factor = factor.clone()  # which begins anywhere
         for path, thin_one, factor_one in zip(block.paths, thin.unbind(0), factor.unbind(0), strict=True):
-            made[path] = torch.mm(thin_one.T, factor_one)
+            made[path] = torch.mm(thin_one.T, factor_one, out=places.get(path))
     return made
 
 

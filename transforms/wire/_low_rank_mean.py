@@ -12,7 +12,7 @@ from torch import Tensor
 from .._base import Reduction, Scope, Transform
 from .._bucketwise import Carried, part_of
 from .._check import flag, positive, real, whole_number
-from .._tree import Tree, device_of, named_leaves, on
+from .._tree import Tree, device_of, named_leaves, on, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
@@ -64,6 +64,7 @@ class Given(NamedTuple):
     wire: Codec | None
     errors: dict[str, Tensor]  # by path
     flush: bool
+    donated: bool  # whether the means may take the gradients' memory
 
 
 class Made(NamedTuple):
@@ -93,7 +94,8 @@ def reducing(
 
     def update(
         grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, **extra: Any,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
+        **extra: Any,
     ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
         grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
         if axis_size(axis) == 1:
@@ -107,7 +109,7 @@ def reducing(
         if wire is not None:
             refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
         known = {path: memory.error[path] for path in leaves if path in memory.error} if memory is not None else {}
-        given = Given(weight, lane, carried, wire, known, memory is not None and memory.flush)
+        given = Given(weight, lane, carried, wire, known, memory is not None and memory.flush, donated)
         made = reduce(leaves, state, given)
         if memory is not None:
             memory.keep(made.errors, made.errors.values())
@@ -123,6 +125,7 @@ def reducing(
         wired=True,
         loses=loses,
         named=scope == "leaf",
+        donates=True,
         reduction=Reduction(axis, over),
     )
 
@@ -176,7 +179,10 @@ def low_rank_mean(
     def divided(x: Tensor) -> Tensor:
         return x / divisor if outcome.whole else torch.where(outcome.live, x / divisor.to(x.dtype), torch.zeros_like(x))
 
-    means = products(blocks, thin, cut(divided(second), right_sizes))
+    of = {path: leaves[path] for path in q} if given.donated and plain(list(leaves.values())) else {}
+    places = {path: g.view(len(g), -1) for path, g in of.items() if g.dtype is dtype and g.is_contiguous()}
+    means = products(blocks, thin, cut(divided(second), right_sizes), places)
+    means.update((path, of[path]) for path in places)
     shapes = {path: leaves[path].shape for path in loose}
     means.update(zip(loose, cut(divided(flat[size:]), list(shapes.values())), strict=True))
     new_q: dict[str, Tensor] = {}
