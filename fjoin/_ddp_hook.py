@@ -45,7 +45,7 @@ class DDPRun:
     """
 
     # What a `Call` asks of the hook that it belongs to.
-    given, flat, fresh = 1.0, False, False
+    flat, fresh = False, False
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
         self._mesh, self.pipeline, self._hook, self._stages = mesh, pipeline, hook, stages(hook)

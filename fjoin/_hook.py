@@ -72,7 +72,6 @@ class HookRun:
     Attributes:
         flat: Whether it is given a bucket as one flat tensor.
         fresh: Whether what it returns is nobody else's, and can take the gradients' place as it is.
-        given: The weight that the gradients of this step have already.
     """
 
     unit: float = 1.0
@@ -88,7 +87,7 @@ class HookRun:
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         self.fresh = any(part.spec.name in ("mean", "sum_over") for part in last)
-        self.given = 1.0
+        self._given = 1.0  # the weight that the gradients of this step have already
         self._waves: Waves | None = None
         self._calls: list[Call] = []
         self._bound: dict[str, Any] = {}
@@ -132,7 +131,7 @@ class HookRun:
         axes = self._mesh.axes
         self._waves = Waves(axes) if self._in_waves else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where nothing is bound
-        self.given = lane["total"] if self._accumulates and lane["total"] else 1.0
+        self._given = lane["total"] if self._accumulates and lane["total"] else 1.0
         carried = self._carried(lane)
         for i, bucket_state in enumerate(state.buckets):
             if self.flat:
@@ -149,6 +148,8 @@ class HookRun:
 
     def launch(self, index: int, out: Outgoing) -> Work | None:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
+        if self._given != 1.0:
+            out.grads.div_(self._given)
         if self._early is None:
             return None
         call = self._calls[index]
@@ -218,7 +219,6 @@ class HookRun:
 class GivesCalls(Protocol):
     """What a `Call` asks of what it belongs to; see `HookRun`."""
 
-    given: float
     flat: bool
     fresh: bool
 
@@ -246,8 +246,6 @@ class Call:
     def __call__(self, pause: Callable[[], None] | None = None) -> None:
         out, self._pause, run = self.out, pause, self._run
         carried = None if self._first is None else Carried(self._state_of_first)
-        if run.given != 1.0:
-            out.grads.div_(run.given)
         grads = {FLAT: out.grads} if run.flat else out.by_path()
         new, state = run.update(grads, self._old, self._params, weight=self._weight, lane=self._lane, carried=carried)
         self.state = apart(state, [out.grads, *self._params.values()])

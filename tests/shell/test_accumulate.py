@@ -52,6 +52,29 @@ def test_accumulation_under_a_hook_that_runs_as_it_stands() -> None:
     assert max_diff(a[0]["params"], b[0]["params"]) < 1e-14 and a[0]["calls"] == b[0]["calls"] == 4
 
 
+WHOLE_TREE = {
+    "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
+    "clipped": lambda: tx.chain(tx.clip_by_global_norm(0.05), tx.mean("data")),
+    "noop": tx.noop,
+}
+
+
+@pytest.mark.parametrize("hook", WHOLE_TREE)
+def test_a_hook_on_the_whole_tree_is_given_the_mean_of_the_window(hook: str) -> None:
+    """As in one step on all of a window's batches together."""
+    batches = make_batches(3, [[3, 2, 4, 1], [5, 1, 2, 2]])
+    together = [[_together(b[:2]), _together(b[2:])] for b in batches]
+    start = parameters(make_model())
+
+    def moved(given: Any, window: int) -> Any:
+        pipeline = tx.fuse(WHOLE_TREE[hook](), tx.sgd(0.1))
+        results = tx.simulate(lambda b: train_one_rank(b, pipeline, accumulate=window), {"data": 2}, given)
+        return [{path: p - start[path] for path, p in r["params"].items()} for r in results]
+
+    want = moved(together, 1)
+    assert max_diff(moved(batches, 2), want) < 1e-13 and want[0]["0.weight"].abs().max() > 1e-3
+
+
 def test_within_a_window_nothing_is_reported() -> None:
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
     state, metrics = step(state, X)
