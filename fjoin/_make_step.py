@@ -44,8 +44,8 @@ def train_step(
             the price of a copy in each step.
         weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens. By default
             each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision.
-        bucket_bytes: Gradients are sent once this much is ready. More than the default of 5 MiB, such as 20 * 2**20, is faster where
-            a hook sends little of each bucket in several messages, as `power_sgd` does.
+        bucket_bytes: Gradients are sent once this much is ready. More than the default of 5 MiB, such as 20 * 2**20, can be faster
+            where a hook sends little of each bucket in several messages, as `power_sgd` does.
         accumulate: Micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window.
         overlap_step: Step each bucket as soon as its message is here, behind the messages that are

@@ -126,33 +126,37 @@ class Storage:
 
 def apart(state: Any, lent: Iterable[Tensor]) -> Any:
     """A state in memory of its own: what a pure function has kept of the tensors lent to it is copied."""
-    return optree.tree_map(_outside(lent), state)
+    return optree.tree_map(_apart_from(lent), state)
 
 
 def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Write values to their places, whatever memory they share.
 
     Raises:
+        TypeError: there is no tensor for a place.
         ValueError: a value has another shape than its place.
     """
-    to, new, outside = [], [], _outside(places.values())
+    to, new, own = [], [], _apart_from(places.values())
     for path, place in places.items():
-        value = values[path]
+        value = values.get(path) if isinstance(values, Mapping) else values
+        if not isinstance(value, Tensor):
+            what = "nothing" if value is None else f"a value of type {type(value).__name__}"
+            raise TypeError(f"for {path!r} the hook returned {what}, expected a tensor of shape {tuple(place.shape)}")
         if value.shape != place.shape:
             raise ValueError(
                 f"for {path!r} the hook returned a tensor of shape {tuple(value.shape)}, expected {tuple(place.shape)}"
             )
         if value is not place:
             to.append(place)
-            new.append(outside(value))
+            new.append(own(value))
     if to:
         torch._foreach_copy_(to, new)
 
 
-def _outside(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
-    """A function that copies what shares memory with these; views of one tensor begin at one place."""
-    begin = {x.untyped_storage().data_ptr() for x in lent}
-    return lambda x: x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in begin else x
+def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
+    """A function that copies a tensor that shares memory with these, and gives back what does not."""
+    starts = {x.untyped_storage().data_ptr() for x in lent}  # views of one tensor have one
+    return lambda x: x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in starts else x
 
 
 def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ._tree import State, Tree, fields
 from .axes._env import under_vmap
 from .axes._primitive import AxisName
 
+U = TypeVar("U", bound=Callable[..., Any])
 Scope: TypeAlias = Literal["element", "leaf", "message", "tree"]
 
 
@@ -83,8 +84,6 @@ class Transform(_Specified):
         loses: For a transform that does not send all of a gradient: `params -> paths` of those of which it does not, and of
             which it keeps the rest in `extra["memory"]`; see `error_feedback`. None: nothing is lost, or what its parts lose.
         named: Whether `update` looks at paths, so that no flat buffer may stand for leaves.
-        donates: Whether `update` takes `donated=True`, by which its caller, who needs the gradients no more, lets it write
-            what it returns into their memory; see `lend`.
         phases: For a transform that sends one thing in some steps and another in others: pairs of when, in words, and what: the
             transform that runs then, or for some leaves, or the `init` of a state in which it does then what it does; `explain` shows them.
         spec: The transform as data; `factory` fills it in.
@@ -104,7 +103,6 @@ class Transform(_Specified):
     wired: bool = False
     loses: Callable[[Tree], Collection[str]] | None = None
     named: bool = False
-    donates: bool = False
     phases: tuple[tuple[str, Transform | Callable[[Tree], State]], ...] = ()
     spec: Spec = Spec("")
 
@@ -151,9 +149,19 @@ def sums_of_inner(transform: Transform, *own: str) -> Callable[[State], Any] | N
     return None if sums is None else of_inner
 
 
+def takes_donated(update: U) -> U:
+    """Mark an `update` that may be told `donated=True`: its caller needs the gradients no more, no two of which share memory,
+    so that what is returned may be written there.
+
+    The function is marked, and not the `Transform`: another `update` put in its place has promised nothing.
+    """
+    update.takes_donated = True  # type: ignore[attr-defined]
+    return update
+
+
 def lend(to: Transform, donated: bool = True) -> dict[str, bool]:
-    """What a caller that needs the gradients no more hands to the `update` of another transform, if they are its own to give."""
-    return {"donated": True} if donated and to.donates else {}
+    """What to tell the `update` of a transform where the gradients that it is given are `donated`."""
+    return {"donated": True} if donated and hasattr(to.update, "takes_donated") else {}
 
 
 def keeps_all(params: Tree) -> Collection[str]:

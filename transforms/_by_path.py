@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, overload
 import optree
 
 from ._alternatives import has_phases
-from ._base import Optimizer, Scope, Transform, check_transform, keeps_all, lend
+from ._base import Optimizer, Scope, Transform, check_transform, keeps_all, lend, takes_donated
 from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
@@ -164,6 +164,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     def init(params: Tree) -> State:
         return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
 
+    @takes_donated
     def update(
         grads: Tree,
         state: State,
@@ -204,8 +205,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
             for i, (pattern, part) in enumerate(parts.items())
         )
     scope = _per_path(list(parts.values()))
-    donates = any(part.donates for part in parts.values())
-    return Transform(init, update, scope=scope, sums=sums, loses=told, named=True, donates=donates, phases=phases)
+    return Transform(init, update, scope=scope, sums=sums, loses=told, named=True, phases=phases)
 
 
 def _part(parts: dict[Patterns, Transform], pattern: Patterns) -> Transform:

@@ -7,7 +7,7 @@ from typing import Any
 
 import optree
 
-from ._base import Scope, Transform, check_transform, init_empty
+from ._base import Scope, Transform, check_transform, init_empty, lend, takes_donated
 from ._bucketwise import Carried, part_of
 from ._spec import Spec, factory
 from ._tree import State, Tree
@@ -61,9 +61,10 @@ def chain(*transforms: Transform) -> Transform:
     def init(params: Tree) -> State:
         return tuple(part.init(params) for part in parts)
 
+    @takes_donated
     def update(
         grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        carried: Carried | None = None, **extra: Any,
+        carried: Carried | None = None, donated: bool = False, **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
         if len(state) != len(parts):
             raise ValueError(
@@ -72,7 +73,10 @@ def chain(*transforms: Transform) -> Transform:
         new = list(state)
         for i, part in enumerate(parts):
             there = part_of(carried, i)
-            grads, new[i] = part.update(grads, state[i], params, weight=weight, lane=lane, carried=there, **extra)
+            lent = lend(part, donated and i == 0)  # what a stage gives, it may have kept
+            grads, new[i] = part.update(
+                grads, state[i], params, weight=weight, lane=lane, carried=there, **lent, **extra
+            )
             if grads is None:
                 break
             if part.sums:

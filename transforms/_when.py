@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._base import Transform, check_transform, lend, sums_of_inner
+from ._base import Transform, check_transform, lend, sums_of_inner, takes_donated
 from ._bucketwise import Carried, part_of
 from ._check import whole_number
 from ._combine import widest
@@ -72,15 +72,20 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     def init(params: Tree) -> State:
         return SwitchState(0, before.init(params), after.init(params))
 
+    @takes_donated
     def update(
         grads: Tree, state: SwitchState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
-        name, part = ("before", before) if state.step < step else ("after", after)
-        grads, new = part.update(
-            grads, getattr(state, name), params, carried=part_of(carried, name), **lend(part, donated), **extra
+        if state.step < step:
+            grads, new = before.update(
+                grads, state.before, params, carried=part_of(carried, "before"), **lend(before, donated), **extra
+            )
+            return grads, state._replace(step=state.step + 1, before=new)
+        grads, new = after.update(
+            grads, state.after, params, carried=part_of(carried, "after"), **lend(after, donated), **extra
         )
-        return grads, state._replace(step=state.step + 1, **{name: new})
+        return grads, state._replace(step=state.step + 1, after=new)
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)
@@ -88,10 +93,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
 
     both = before.sums and after.sums
     phases = phases_from([(0, before), (step, after)])
-    donates = before.donates or after.donates
-    return Transform(
-        init, update, scope=widest([before, after]), sums=sums if both else None, donates=donates, phases=phases
-    )
+    return Transform(init, update, scope=widest([before, after]), sums=sums if both else None, phases=phases)
 
 
 class EveryState(NamedTuple):

@@ -169,6 +169,18 @@ def test_hooks_that_return_something_else_are_refused() -> None:
         raises_text(ValueError, lambda step=step, state=state: step(state, None), *texts)
 
 
+@pytest.mark.parametrize("scope", ["leaf", "tree"])
+@pytest.mark.parametrize(
+    "given, text",
+    [({"w": 1.0}, "a value of type float"), ({"w": None}, "nothing"), ({}, "nothing"), (3, "a value of type int")],
+)
+def test_hooks_that_return_no_tensor_are_refused(scope: Any, given: Any, text: str) -> None:
+    hook = tx.Transform(lambda p: (), lambda g, s, params=None, **e: (given, s), scope=scope)
+    step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
+    state = step.init({"w": torch.zeros(2)})
+    raises_text(TypeError, lambda: step(state, None), "'w'", f"returned {text}, expected a tensor of shape (2,)")
+
+
 def states_alive() -> list[int]:
     """How many of a hook's old states live on after each step, without Python's search for cycles."""
     import gc

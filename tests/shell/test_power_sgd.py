@@ -17,6 +17,7 @@ from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms._base import takes_donated
 
 
 def made(rank: int = 1, **settings: Any) -> tx.Transform:
@@ -172,6 +173,7 @@ def in_their_memory(module: bool) -> list[bool]:
     """Whether the means of a step lie where its gradients lay, bucket by bucket."""
     hook, seen = tx.error_feedback(made()), []
 
+    @takes_donated
     def update(grads: Any, *args: Any, **extra: Any) -> Any:
         out, state = hook.update(grads, *args, **extra)
         seen.append(all(out[path] is g for path, g in grads.items() if g.dim() == 2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from helpers import max_diff, same_bits
 from power_problem import SHAPES, draws, exact32, made
 
 from fjoin import transforms as tx
+from fjoin.transforms._base import lend
 
 
 def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
@@ -131,7 +134,7 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
                 grads["conv"][0, 0, 0, 0] = float("nan")
             held = dict(grads)
             weight = 0.0 if step == 4 and rank == 1 else 1.0
-            out, state = hook.update(grads, state, weight=weight, **tx._base.lend(hook, donated))
+            out, state = hook.update(grads, state, weight=weight, **lend(hook, donated))
             taken &= all(out[path] is held[path] for path in ("a", "conv"))
             outs.append({path: v.clone() for path, v in out.items()})
         return outs, state, taken
@@ -144,13 +147,21 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
             assert taken == (kind not in ("batched", "late") and dtype is not torch.bfloat16) and not other_taken
 
 
-def test_only_what_needs_gradients_no_more_hands_them_on() -> None:
-    hook = tx.error_feedback(made(2))
-    assert hook.donates
-    for around in (
-        tx.chain(tx.clip_by_value(1.0), hook),
-        tx.accumulate(2, hook),
-        tx.cast(torch.bfloat16, made(2)),
-        tx.loco(made(2)),
-    ):
-        assert not around.donates
+AROUND: dict[str, Callable[[tx.Transform], tx.Transform]] = {
+    "first": lambda hook: tx.chain(hook, tx.clip_by_value(1.0)),
+    "second": lambda hook: tx.chain(tx.clip_by_value(1.0), hook),
+    "accumulated": lambda hook: tx.accumulate(1, hook),
+    "masked": lambda hook: tx.masked(hook, "*"),
+    "by one's own": lambda hook: dataclasses.replace(hook, update=lambda *args, **extra: hook.update(*args, **extra)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_only_what_needs_gradients_no_more_hands_them_on(around: str) -> None:
+    def one_rank() -> Any:
+        hook, grads = AROUND[around](tx.error_feedback(made(2))), draws(0)
+        out, _ = hook.update(grads, hook.init(grads), **lend(hook))
+        return max_diff(grads, draws(0))
+
+    for off in tx.simulate(one_rank, {"data": 2}):
+        assert (off > 0) == (around == "first")

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._base import Transform, check_transform, keeps_all, lend, sums_of_inner
+from .._base import Transform, check_transform, keeps_all, lend, sums_of_inner, takes_donated
 from .._bucketwise import Carried, part_of
 from .._check import whole_number
 from .._combine import widest
@@ -70,6 +70,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     def init(params: Tree) -> ErrorState:
         return ErrorState(hook.init(params), zero_errors(hook, params))
 
+    @takes_donated
     def update(
         grads: Tree, state: ErrorState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
         **extra: Any,
@@ -83,15 +84,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
     scope = widest([hook], least="message" if _encodes(hook.spec) else "element")
-    return Transform(
-        init,
-        update,
-        scope=scope,
-        sums=sums_of_inner(hook),
-        loses=keeps_all,
-        donates=hook.donates,
-        reduction=hook.reduction,
-    )
+    return Transform(init, update, scope=scope, sums=sums_of_inner(hook), loses=keeps_all, reduction=hook.reduction)
 
 
 class LocoState(NamedTuple):

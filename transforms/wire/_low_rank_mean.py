@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Reduction, Scope, Transform
+from .._base import Reduction, Scope, Transform, takes_donated
 from .._bucketwise import Carried, part_of
 from .._check import flag, positive, real, whole_number
 from .._tree import Tree, device_of, named_leaves, on, plain
@@ -92,6 +92,7 @@ def reducing(
         reduced = init_mean(params)
         return PowerSGDState(reduced, reduced.total.clone(), start(params) if settings.warm_start else {}, 0)
 
+    @takes_donated
     def update(
         grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
@@ -125,7 +126,6 @@ def reducing(
         wired=True,
         loses=loses,
         named=scope == "leaf",
-        donates=True,
         reduction=Reduction(axis, over),
     )
 
@@ -179,10 +179,12 @@ def low_rank_mean(
     def divided(x: Tensor) -> Tensor:
         return x / divisor if outcome.whole else torch.where(outcome.live, x / divisor.to(x.dtype), torch.zeros_like(x))
 
-    of = {path: leaves[path] for path in q} if given.donated and plain(list(leaves.values())) else {}
-    places = {path: g.view(len(g), -1) for path, g in of.items() if g.dtype is dtype and g.is_contiguous()}
+    places: dict[str, Tensor] = {}
+    if given.donated and plain(list(leaves.values())):
+        matrices = {path: leaves[path] for path in q}
+        places = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
     means = products(blocks, thin, cut(divided(second), right_sizes), places)
-    means.update((path, of[path]) for path in places)
+    means.update((path, leaves[path]) for path in places)  # the leaf itself, which nobody has to copy
     shapes = {path: leaves[path].shape for path in loose}
     means.update(zip(loose, cut(divided(flat[size:]), list(shapes.values())), strict=True))
     new_q: dict[str, Tensor] = {}
