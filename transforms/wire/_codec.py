@@ -125,15 +125,11 @@ def read(data: Tensor, dtype: torch.dtype) -> Tensor:
 def _viewed(x: Tensor, dtype: torch.dtype, n: int) -> Tensor:
     if not x.numel():
         return x.new_empty(x.shape[0], n, dtype=dtype)
-    flat = x.reshape(-1)
-    # A row of an odd place, or of a batch of which only a part is meant: torch refuses to view it.
-    if (
-        torch._C._are_functorch_transforms_active()
-        or flat.stride(0) != 1
-        or flat.storage_offset() * x.dtype.itemsize % dtype.itemsize
-    ):
-        flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(dtype).view(x.shape[0], n)
+    # Rows at odd places, or of a batch of which only a part is meant: torch refuses to view them.
+    odd = any(place * x.dtype.itemsize % dtype.itemsize for place in (x.storage_offset(), x.stride(0)))
+    if odd or x.stride(1) != 1 or torch._C._are_functorch_transforms_active():
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(dtype)
 
 
 def poison(x: Tensor) -> Tensor:

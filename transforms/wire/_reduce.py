@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._tree import on
+from .._tree import on, plain
 from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import AxisName, names, note
 from ..sync._weights import not_zero
@@ -132,9 +132,9 @@ def _mean(rows: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     divisor = torch.where(torch.isfinite(divisor), divisor, torch.full_like(divisor, math.nan))  # x / inf would be 0
     # Where nobody counts, what is flushed is not taken.
     factor = torch.where(total == 0, torch.zeros_like(total), said[:, -1] / divisor).to(torch.float32)
-    mean = rows[0] * factor[0]
+    mean, in_place = rows[0] * factor[0], plain([rows])
     for row, part in zip(rows[1:], factor[1:], strict=True):
-        mean = torch.addcmul(mean, row, part)
+        mean = mean.addcmul_(row, part) if in_place else mean.addcmul(row, part)
     return mean, total
 
 
