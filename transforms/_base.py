@@ -140,11 +140,7 @@ def sums_of_inner(transform: Transform, *own: str) -> Callable[[State], Any] | N
     def of_inner(state: State) -> Any:
         assert sums is not None
         found = sums(state.inner)
-        return (
-            found._replace(lane={name: value for name, value in found.lane.items() if name not in own})
-            if own
-            else found
-        )
+        return found._replace(lane={name: value for name, value in found.lane.items() if name not in own})
 
     return None if sums is None else of_inner
 

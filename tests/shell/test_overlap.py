@@ -105,6 +105,9 @@ def test_messages_travel_while_backward_goes_on(pool: Any, hook: str, messages: 
     for order, took in pool.run(2, a_step, hook):
         assert order.index("sum") < order.index("gradient of p0"), order
         assert [what for what in order if what in ("sum", "max")][: len(messages)] == messages, order
+        if "max" in messages:  # all of them leave before the first of them is waited for
+            first, last = (order.index("max"), len(order) - 1 - order[::-1].index("max"))
+            assert order[first:last].count("arrived") == 3, order  # the other buckets' sums
         assert took < limit_s, took
 
 

@@ -12,6 +12,7 @@ import torch
 from optimizer_table import OPTIMIZERS
 from torch import Tensor
 
+import fjoin
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 from fjoin.transforms._spec import _FACTORIES
@@ -233,3 +234,24 @@ def test_no_codec_asks_for_the_default_dtype(make: Any, kind: Any, default: torc
         assert torch.equal(codec.encode(x, *noise), want) and torch.equal(codec.decode(want, 100), back)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def _times_ten(g: Tensor) -> Tensor:
+    return 10 * g
+
+
+def test_what_is_right_of_ones_own_passes() -> None:
+    """Stages behind a mean may do what they like, and what is written by hand need not be JSON."""
+
+    def codec() -> tx.Codec:
+        right = tx.bfloat16()
+        return tx.Codec(right.encode, right.decode, right.width, elementwise=True)
+
+    def transform() -> tx.Transform:
+        right = tx.mean("data")
+        return tx.Transform(right.init, right.update, scope="element", sums=right.sums, wired=True)
+
+    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(_times_ten)))
+    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))
+    fjoin.testing.check_transform(transform)
+    fjoin.testing.check_codec(codec)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fjoin
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 from fjoin.transforms.axes._env import under_vmap
@@ -306,24 +305,3 @@ def test_nan_is_no_right_answer() -> None:
         if law.__name__ in ("in_place_agrees", "tree_step_agrees"):
             with pytest.raises(AssertionError):
                 law(_optimizer(step_param_=_nan_at_once))
-
-
-def _times_ten(g: Tensor) -> Tensor:
-    return 10 * g
-
-
-def test_what_is_right_of_ones_own_passes() -> None:
-    """Stages behind a mean may do what they like, and what is written by hand need not be JSON."""
-
-    def codec() -> tx.Codec:
-        right = tx.bfloat16()
-        return tx.Codec(right.encode, right.decode, right.width, elementwise=True)
-
-    def transform() -> tx.Transform:
-        right = tx.mean("data")
-        return tx.Transform(right.init, right.update, scope="element", sums=right.sums, wired=True)
-
-    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(_times_ten)))
-    fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))
-    fjoin.testing.check_transform(transform)
-    fjoin.testing.check_codec(codec)

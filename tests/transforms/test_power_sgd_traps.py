@@ -12,7 +12,7 @@ from helpers import max_diff, same_bits
 from power_problem import SHAPES, draws, exact32, made
 
 from fjoin import transforms as tx
-from fjoin.transforms._base import lend
+from fjoin.transforms._base import lend, takes_donated
 
 
 def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
@@ -147,21 +147,36 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
             assert taken == (kind not in ("batched", "late") and dtype is not torch.bfloat16) and not other_taken
 
 
-AROUND: dict[str, Callable[[tx.Transform], tx.Transform]] = {
-    "first": lambda hook: tx.chain(hook, tx.clip_by_value(1.0)),
-    "second": lambda hook: tx.chain(tx.clip_by_value(1.0), hook),
-    "accumulated": lambda hook: tx.accumulate(1, hook),
-    "masked": lambda hook: tx.masked(hook, "*"),
-    "by one's own": lambda hook: dataclasses.replace(hook, update=lambda *args, **extra: hook.update(*args, **extra)),
+AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
+    "fed back": (tx.error_feedback, True),
+    "late": (lambda hook: tx.switch_after(1, tx.mean("data"), hook), True),
+    "by path": (lambda hook: tx.partition({"*": hook}), True),
+    "first": (lambda hook: tx.chain(hook, tx.clip_by_value(1.0)), True),
+    "second": (lambda hook: tx.chain(tx.clip_by_value(1.0), hook), False),
+    "accumulated": (lambda hook: tx.accumulate(1, hook), False),
+    "masked": (lambda hook: tx.masked(hook, "*"), False),
+    "moving average": (tx.loco, False),
+    "cast": (lambda hook: tx.cast(torch.bfloat16, hook), False),
+    "by one's own": (lambda hook: dataclasses.replace(hook, update=lambda *a, **k: hook.update(*a, **k)), False),
 }
 
 
 @pytest.mark.parametrize("around", AROUND)
 def test_only_what_needs_gradients_no_more_hands_them_on(around: str) -> None:
-    def one_rank() -> Any:
-        hook, grads = AROUND[around](tx.error_feedback(made(2))), draws(0)
-        out, _ = hook.update(grads, hook.init(grads), **lend(hook))
-        return max_diff(grads, draws(0))
+    make, expected = AROUND[around]
+    inner, told = made(2), []
 
-    for off in tx.simulate(one_rank, {"data": 2}):
-        assert (off > 0) == (around == "first")
+    @takes_donated
+    def update(*args: Any, donated: bool = False, **extra: Any) -> Any:
+        told.append(donated)
+        return inner.update(*args, **extra)
+
+    hook = make(dataclasses.replace(inner, update=update))
+
+    def one_rank() -> None:
+        state = hook.init(draws(0))
+        for _ in range(2):
+            _, state = hook.update(draws(0), state, **lend(hook))
+
+    tx.simulate(one_rank, {"data": 2})
+    assert set(told) == {expected}

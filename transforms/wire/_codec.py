@@ -114,17 +114,13 @@ def _is_differentiated(leaf: Tensor) -> bool:
 
 def as_bytes(x: Tensor) -> Tensor:
     """(rows, n) of anything as (rows, bytes)."""
-    return _viewed(x, torch.uint8, x.shape[1] * x.dtype.itemsize)
+    return read(x, torch.uint8)
 
 
-def read(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows, bytes) as (rows, n) of what they are."""
-    return _viewed(data, dtype, data.shape[1] // dtype.itemsize)
-
-
-def _viewed(x: Tensor, dtype: torch.dtype, n: int) -> Tensor:
+def read(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(rows, n) as what their bytes are, read as another dtype; a view where torch can make one."""
     if not x.numel():
-        return x.new_empty(x.shape[0], n, dtype=dtype)
+        return x.new_empty(x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize, dtype=dtype)
     # Rows at odd places, or of a batch of which only a part is meant: torch refuses to view them.
     odd = any(place * x.dtype.itemsize % dtype.itemsize for place in (x.storage_offset(), x.stride(0)))
     if odd or x.stride(1) != 1 or torch._C._are_functorch_transforms_active():
