@@ -172,7 +172,7 @@ def batched_power_sgd(
         errors = {"": _square(given.errors, leaves, side)} if given.errors.keys() >= leaves.keys() else {}
         made = low_rank_mean(
             {"": _square(leaves, leaves, side)}, {"": start}, lambda _, like: draw(seed, "", 0, rank, side, like),
-            settings, given._replace(errors=errors, donated=False),
+            settings, given._replace(errors=errors),
         )  # fmt: skip
         return made._replace(
             means=_pieces(made.means[""], leaves),
