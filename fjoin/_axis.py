@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -40,24 +41,26 @@ class _Swapped:
 
 
 class Once:
-    """A message that is waited for once, and then let go of: a handle in a traceback would keep a broken connection open."""
+    """Messages that are waited for once, and then let go of: a handle in a traceback would keep a broken connection open."""
 
-    def __init__(self, work: Work) -> None:
-        self._work: Work | None = work
+    def __init__(self, *works: Work) -> None:
+        self._works: list[Work] = list(works)
 
     def wait(self) -> None:
-        work, self._work = self._work, None
+        works, self._works = self._works, []
         try:
-            if work is not None:
-                work.wait()
+            while works:
+                works.pop(0).wait()
         finally:
-            del work
+            del works
 
 
 # Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
 # same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
 # gains nothing.
 _SWAP_BYTES = 512 * 1024
+# gloo fills a link only while several messages are under way: what is gathered leaves in pieces of at most this size.
+_PIECE_BYTES = 512 * 1024
 
 
 class GroupAxis:
@@ -99,10 +102,26 @@ class GroupAxis:
             return Done()
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(buffer)
-            sizes = [0, buffer.numel()] if self.rank == 0 else [buffer.numel(), 0]
-            work = dist.all_to_all_single(received, buffer, sizes, sizes, group=group, async_op=True)
-            return _Swapped(work, buffer, received)
+            return _Swapped(self._swap(buffer, received), buffer, received)
         return dist.all_reduce(buffer, group=group, async_op=True)  # type: ignore[no-any-return]
+
+    def _swap(self, given: Tensor, taken: Tensor) -> Work:
+        """Send the other one of two ranks a flat buffer, and get its."""
+        sizes = [0, given.numel()] if self.rank == 0 else [given.numel(), 0]
+        return dist.all_to_all_single(taken, given, sizes, sizes, group=self.group, async_op=True)  # type: ignore[no-any-return]
+
+    def _gather(self, x: Tensor, out: Tensor) -> list[Work]:
+        """Start filling `out`, (n, ...), with what the ranks have in the place of `x`."""
+        flat, rows = x.view(-1), out.view(self.size, x.numel())
+        if x.device.type != "cpu":
+            return [dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True)]
+        pieces = max(1, math.ceil(flat.numel() * flat.element_size() / _PIECE_BYTES))
+        both = list(zip(flat.chunk(pieces), rows.chunk(pieces, dim=1), strict=True))
+        if self._swaps:  # gloo's all_gather copies all that it has received once more
+            works = [self._swap(piece, to[1 - self.rank]) for piece, to in both]
+            rows[self.rank].copy_(flat)
+            return works
+        return [dist.all_gather(list(to.unbind(0)), piece, group=self.group, async_op=True) for piece, to in both]
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
@@ -114,9 +133,9 @@ class GroupAxis:
             return self._traced(op, x.contiguous(), arg)
         return self.begin(op, x, arg)()
 
-    def _after(self, work: Work, out: Tensor) -> Callable[[], Tensor]:
-        """Wait for a message, then give what it has brought."""
-        once = Once(work)
+    def _after(self, out: Tensor, *works: Work) -> Callable[[], Tensor]:
+        """Wait for messages, then give what they have brought."""
+        once = Once(*works)
 
         def wait() -> Tensor:
             try:
@@ -137,30 +156,30 @@ class GroupAxis:
             return lambda: functools.reduce(torch.add, parts().unbind(0)).clone()
         if op == "psum":
             out = x.clone()
-            return self._after(self.reduce_(out), out)
+            return self._after(out, self.reduce_(out))
         if op in _REDUCE:
             out = x.clone()
-            return self._after(dist.all_reduce(out, _REDUCE[op], group=group, async_op=True), out)
+            return self._after(out, dist.all_reduce(out, _REDUCE[op], group=group, async_op=True))
         if op == "pbroadcast":
             out = x.clone()
-            return self._after(dist.broadcast(out, group=group, group_src=arg, async_op=True), out)
+            return self._after(out, dist.broadcast(out, group=group, group_src=arg, async_op=True))
         if op == "all_gather":
             out = x.new_empty((n, *x.shape))
-            return self._after(dist.all_gather(list(out.unbind(0)), x, group=group, async_op=True), out)
+            return self._after(out, *self._gather(x, out))
         if op == "psum_scatter":
             if x.device.type == "cpu":  # whose reduce_scatter takes twice its all_reduce
                 parts = self.begin("all_to_all", x, None)
                 return lambda: parts().sum(0, dtype=x.dtype)
             out = x.new_empty(x.shape[1:])
-            return self._after(dist.reduce_scatter_tensor(out, x, group=group, async_op=True), out)
+            return self._after(out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True))
         if op == "all_to_all":
             out = torch.empty_like(x)
-            return self._after(dist.all_to_all_single(out, x, group=group, async_op=True), out)
+            return self._after(out, dist.all_to_all_single(out, x, group=group, async_op=True))
         if op == "all_to_all_single":
             give, take = arg
             out = x.new_empty((sum(take), *x.shape[1:]))
             work = dist.all_to_all_single(out, x, list(take), list(give), group=group, async_op=True)
-            return self._after(work, out)
+            return self._after(out, work)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)
@@ -168,7 +187,7 @@ class GroupAxis:
         to_get, to_give = ([flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send))
         given, got = flat if send is not None else flat[:0], out if receive is not None else out[:0]
         work = dist.all_to_all_single(got, given, to_get, to_give, group=group, async_op=True)
-        return self._after(work, out.view(x.shape))
+        return self._after(out.view(x.shape), work)
 
     def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
         """The same in operations that torch.compile traces."""

@@ -10,6 +10,7 @@ import torch
 from collective_table import DIFFERENTIABLE, OPS, inputs
 from helpers import max_diff
 from torch import Tensor
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -57,6 +58,31 @@ def test_real_ranks_equal_simulated_ones(pool: Any, n: int) -> None:
             if grad is not None:
                 want = torch.zeros_like(ys[r]) if leaves[r].grad is None else leaves[r].grad
                 assert max_diff(grad, want) < 1e-9, (op, r)
+
+
+def gathers() -> Any:
+    n, out = torch.distributed.get_world_size(), []
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        rank = int(tx.axis_index("data"))
+        for numel in (0, 1, 131_072, 131_073, 400_003):
+            x = torch.arange(numel, dtype=torch.float32) * (rank + 1)
+            with watched() as sent:
+                rows = tx.all_gather(x, "data")
+            want = torch.stack([torch.arange(numel, dtype=torch.float32) * (r + 1) for r in range(n)])
+            out.append((torch.equal(rows, want), [message.bytes for message in sent]))
+    return out
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_gathered_leaves_in_pieces(pool: Any, n: int) -> None:
+    """Of at most 512 KiB: gloo fills a link only while several messages are under way."""
+    for result in pool.run(n, gathers):
+        assert all(equal for equal, _ in result)
+        one = 131_072 * 4
+        assert [sent for _, sent in result[:3]] == [[0], [4], [one]]
+        assert [(len(sent), sum(sent), max(sent) <= one) for _, sent in result[3:]] == [
+            (2, 131_073 * 4, True), (4, 400_003 * 4, True),
+        ]  # fmt: skip
 
 
 def on_a_grid() -> Any:
