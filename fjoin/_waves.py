@@ -33,14 +33,18 @@ class Task:
         self._error: BaseException | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        # Held but for a moment: whose turn it is has taken one of them, and frees the other to give the turn back.
+        self._turn, self._back = threading.Lock(), threading.Lock()
+        self._turn.acquire()
+        self._back.acquire()
 
     def go_on(self) -> None:
         """Run until the next message is on its way, or to the end."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
-        self._turn.release()
+        else:
+            self._turn.release()
         self._back.acquire()
         if self._error is not None:
             error, self._error = self._error, None
@@ -59,12 +63,10 @@ class Task:
             raise _Abandon
 
     def _run(self) -> None:
-        self._turn.acquire()
         try:
-            if not self._abandoned:
-                axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._waves.axes.items()}
-                with torch.no_grad(), bind_axes({**self._waves.outer, **axes}):
-                    self._function(self.pause)
+            axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._waves.axes.items()}
+            with torch.no_grad(), bind_axes({**self._waves.outer, **axes}):
+                self._function(self.pause)
         except _Abandon:
             pass
         except BaseException as error:
