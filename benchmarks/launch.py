@@ -28,15 +28,17 @@ def launch(
     address: str = "127.0.0.1",
     interfaces: Sequence[str] = ("lo", "lo"),
     timeout_s: float = 1800,
+    script: str = "step.py",
 ) -> list[dict[str, Any]]:
-    """Run `step.py` on two ranks.
+    """Run `step.py`, or another script, on two ranks.
 
     Args:
-        what, model, count, variants: The arguments of `step.py`.
+        what, model, count, variants: The arguments of the script; the fourth is where it leaves its result.
         prefixes: What to put before each rank's command.
         address: Where rank 0 can be reached.
         interfaces: Each rank's network interface.
         timeout_s: After this the ranks are killed.
+        script: Beside this file.
 
     Returns:
         Each rank's result.
@@ -57,7 +59,7 @@ def launch(
                 "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",  # one thread for jax too
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             }
-            command = [sys.executable, str(HERE / "step.py"), what, model, str(count), outs[rank], *variants]
+            command = [sys.executable, str(HERE / script), what, model, str(count), outs[rank], *variants]
             ranks.append(subprocess.Popen([*prefixes[rank], *command], env=env))
         wait(ranks, timeout_s)
         return [json.loads(Path(out).read_text()) for out in outs]

@@ -83,7 +83,7 @@ def memory(quick: bool) -> dict[str, Any]:
     """The larger rank's memory, each variant in a pair of processes of its own."""
     out = {}
     for variant in ("ddp", "ours"):
-        ranks = launch("memory", "50m", 2 if quick else 5, [variant])
+        ranks = launch("alone", "50m", 2 if quick else 5, [variant])
         out[variant] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     return out
 

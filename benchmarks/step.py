@@ -3,7 +3,7 @@
 Usage:
 
     step.py time MODEL ROUNDS OUT VARIANT ...      wall and CPU seconds of a step, per round and variant
-    step.py memory MODEL STEPS OUT VARIANT         peak and steady memory of one variant, alone
+    step.py alone MODEL STEPS OUT VARIANT          memory, page faults and CPU time of one variant, alone
 """
 
 from __future__ import annotations
@@ -81,13 +81,23 @@ def check_equal(reached: dict[str, torch.Tensor], start: torch.Tensor) -> None:
             raise RuntimeError(f"{variant!r} does not compute what 'ddp' does: its parameters are off by {off:.2g}")
 
 
-def memory(name: str, steps: int, variant: str, mesh: Any) -> dict[str, Any]:
-    """Peak RSS of this process, and its RSS after some steps."""
+def alone(name: str, steps: int, variant: str, mesh: Any) -> dict[str, Any]:
+    """Peak RSS of this process, and its RSS after some steps, in bytes; of a step the page faults, and the CPU seconds outside and
+    inside the kernel."""
     run, _ = variants.MAKE[variant](name, models.batch(name, dist.get_rank()), mesh)
+    run(WARM_UP_STEPS)
+    before = resource.getrusage(resource.RUSAGE_SELF)
     run(steps)
+    after = resource.getrusage(resource.RUSAGE_SELF)
     with open("/proc/self/statm") as f:
         steady = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "steady": steady}
+    return {
+        "peak": after.ru_maxrss * 1024,
+        "steady": steady,
+        "faults": (after.ru_minflt - before.ru_minflt) / steps,
+        "user": (after.ru_utime - before.ru_utime) / steps,
+        "system": (after.ru_stime - before.ru_stime) / steps,
+    }
 
 
 def main() -> None:
@@ -99,7 +109,7 @@ def main() -> None:
     if what == "time":
         result = measure(name, int(count), names, mesh)
     else:
-        result = memory(name, int(count), names[0], mesh)
+        result = alone(name, int(count), names[0], mesh)
     with open(out, "w") as f:
         json.dump(result, f)
     dist.barrier()

@@ -146,7 +146,9 @@ def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"for {path!r} the hook returned a tensor of shape {tuple(value.shape)}, expected {tuple(place.shape)}"
             )
-        if value is not place:
+        if not (
+            value.data_ptr() == place.data_ptr() and value.stride() == place.stride() and value.dtype is place.dtype
+        ):
             to.append(place)
             new.append(own(value))
     if to:

@@ -8,6 +8,7 @@ same order. One that asks for the first bucket's result gives up its turns until
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,7 @@ class Waves:
     """
 
     def __init__(self, axes: dict[str, Any]) -> None:
+        keep_freed()
         self.axes, self.outer = axes, bound()
         self._tasks: list[Task] = []
 
@@ -156,6 +158,16 @@ class Waves:
         for task in self._tasks:
             task.abandon()
         self._tasks.clear()
+
+
+@functools.cache
+def keep_freed() -> None:
+    """Let glibc keep what the threads free: it would give it back to the kernel, to fault the same pages in again in every step.
+
+    What it keeps, and what it does not map by itself, it measures by the largest block up to 32 MiB that was ever mapped
+    and freed; so this frees one (benchmarks/alone.py shows the difference). Elsewhere it does nothing.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
 # One thread each: with more buckets than this they run one after the other.

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
+from helpers import max_diff, raises_text, same_bits
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms._base import lend
 
 FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
     "later": lambda: tx.error_feedback(tx.power_sgd("data", start=2, min_compression_rate=1.0)),
@@ -45,6 +46,54 @@ def test_a_codec_around_what_is_fed_back(hook: str, codec: Any) -> None:
     assert max_diff(got, want) < 0.15
     if hook != "batched":  # in which "b" is a part of the matrix
         assert max_diff([out["b"] for out in got], [sum(x["b"] for x in xs) / 3] * 5) < 0.05
+
+
+DONATING: dict[str, tx.Transform] = {
+    "cast": tx.cast(torch.bfloat16, tx.mean("data")),
+    "cast to float32": tx.cast(torch.float32, tx.sum_over("data")),
+    "int8": tx.quantized_mean("data", tx.int8(), over="world"),
+    "by chance": tx.quantized_mean("data", tx.int4(stochastic=True)),
+    "fed back": tx.error_feedback(tx.quantized_mean("data", tx.int8()), "flush"),
+    "gathered": tx.cast(torch.float16, tx.all_gather_mean("data")),
+    "first": tx.chain(tx.cast(torch.bfloat16, tx.mean("data")), tx.clip_by_value(0.5)),
+    "two axes": tx.cast(torch.bfloat16, tx.mean(("node", "data"))),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("form", ["flat", "tree"])
+@pytest.mark.parametrize("kind", DONATING)
+def test_donated_gradients_make_no_difference(kind: str, form: str, dtype: torch.dtype) -> None:
+    """But for where the mean lies: the same bits, after a gradient that is not finite and without input too."""
+
+    def one_rank(donated: bool) -> Any:
+        hook, outs, states, held = DONATING[kind], [], [], []
+        rank = int(tx.axis_index(("node", "data")))
+        state = hook.init(
+            {"": torch.zeros(40, dtype=dtype)} if form == "flat" else {"a": torch.zeros(6, 6), "b": torch.zeros(4)}
+        )
+        for step in range(5):
+            flat = torch.randn(40, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+            if step == 2 and rank == 1:
+                flat[3] = float("nan")
+            grads = {"": flat} if form == "flat" else {"a": flat[:36].view(6, 6), "b": flat[36:].clone()}
+            weight: Any = 0.0 if step == 3 and rank == 1 else 1.0 + rank
+            weight = torch.tensor(weight) if step == 4 else weight
+            out, state = hook.update(grads, state, weight=weight, **lend(hook, donated))
+            held.append(all(out[path].data_ptr() == g.data_ptr() for path, g in grads.items()))
+            outs.append({path: x.clone() for path, x in out.items()})
+            states.append(state)
+        return outs, states, held
+
+    for ranks in (2, 3):
+        axes = {"node": 2 if kind == "two axes" else 1, "data": ranks}
+        count = axes["node"] * ranks
+        want = tx.simulate(one_rank, axes, [False] * count)
+        got = tx.simulate(one_rank, axes, [True] * count)
+        for (outs, states, held), (others, other_states, other_held) in zip(got, want, strict=True):
+            assert same_bits((outs, states), (others, other_states))
+            written = form == "flat" and dtype is torch.float32 and kind not in ("first", "cast to float32", "int8")
+            assert not any(other_held) and (not written or ranks == 3 or all(held))
 
 
 def test_what_is_encoded_twice_is_refused() -> None:

@@ -135,7 +135,7 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
             held = dict(grads)
             weight = 0.0 if step == 4 and rank == 1 else 1.0
             out, state = hook.update(grads, state, weight=weight, **lend(hook, donated))
-            taken &= all(out[path] is held[path] for path in ("a", "conv"))
+            taken &= all(out[path].data_ptr() == held[path].data_ptr() for path in ("a", "conv"))
             outs.append({path: v.clone() for path, v in out.items()})
         return outs, state, taken
 
@@ -156,7 +156,8 @@ AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
     "accumulated": (lambda hook: tx.accumulate(1, hook), False),
     "masked": (lambda hook: tx.masked(hook, "*"), False),
     "moving average": (tx.loco, False),
-    "cast": (lambda hook: tx.cast(torch.bfloat16, hook), False),
+    "cast": (lambda hook: tx.cast(torch.bfloat16, hook), True),
+    "by chance": (lambda hook: tx.compress(tx.bfloat16(stochastic=True), hook), True),
     "by one's own": (lambda hook: dataclasses.replace(hook, update=lambda *a, **k: hook.update(*a, **k)), False),
 }
 

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Reduction, Transform, init_empty
+from .._base import Reduction, Transform, init_empty, takes_donated
 from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree, plain
@@ -65,15 +65,18 @@ def _weighted_sum(
 def _reduction(axis: AxisName, over: Over | None) -> Transform:
     """`mean`, or the weighted sum where `over` is None."""
 
+    @takes_donated
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: Memory | None = None, **extra: Any,
+        memory: Memory | None = None, donated: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         if wire is not None and axis_size(axis) > 1:
-            out, total, sums = encoded_mean(wire, grads, axis, weight, over, None if carried else lane, memory)
+            out, total, sums = encoded_mean(
+                wire, grads, axis, weight, over, None if carried else lane, memory, donated=donated
+            )
             return out, mean_state(total, sums, carried)
         summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype)
         if over is None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._base import Transform, check_transform, sums_of_inner
+from .._base import Transform, check_transform, lend, sums_of_inner, takes_donated
 from .._bucketwise import Carried, part_of
 from .._check import whole_number
 from .._combine import widest
@@ -151,9 +151,12 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     scope = widest([hook], least="element" if codec.elementwise else "message")
     if not codec.noisy:
 
-        def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+        @takes_donated
+        def update(
+            grads: Tree, state: State, params: Tree = None, *, donated: bool = False, **extra: Any
+        ) -> tuple[Tree, State]:
             once(extra)
-            return hook.update(grads, state, params, **{**extra, "wire": codec})
+            return hook.update(grads, state, params, **lend(hook, donated), **{**extra, "wire": codec})
 
         return Transform(
             hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves, reduction=hook.reduction
@@ -162,13 +165,25 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
 
+    @takes_donated
     def noisy(
-        grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+        grads: Tree,
+        state: CompressState,
+        params: Tree = None,
+        *,
+        carried: Carried | None = None,
+        donated: bool = False,
+        **extra: Any,
     ) -> tuple[Tree, CompressState]:
         once(extra)
         wire = replace(codec, key=(seed, state.step))
         out, inner = hook.update(
-            grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "wire": wire}
+            grads,
+            state.inner,
+            params,
+            carried=part_of(carried, "inner"),
+            **lend(hook, donated),
+            **{**extra, "wire": wire},
         )
         return out, CompressState(inner, state.step + 1)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._check import real
-from .._tree import Tree, device_of, named_leaves, on, on_host
+from .._tree import Tree, device_of, named_leaves, on, on_host, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
@@ -29,13 +29,14 @@ class Encoded(NamedTuple):
 
 def encoded_mean(
     wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None, memory: Memory | None,
-    reduce: Callable[..., Reduced] = coded_mean,
+    reduce: Callable[..., Reduced] = coded_mean, donated: bool = False,
 ) -> Encoded:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
 
     Args:
         memory: Where the errors of this call lie; see `error_feedback`.
         reduce: What a `coded_mean` does.
+        donated: Whether the mean may be written over the gradients.
 
     Raises:
         RuntimeError: something differentiates through the gradients.
@@ -47,14 +48,16 @@ def encoded_mean(
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device = device_of(of.values())
     factor, known = on(device, factor), known_share(weight, over or "weight")
-    flat, words = silenced(ravel(of.values(), device), factor, known), encode_lane(lane or {}, torch.float64, 1, device)
+    flat, words = ravel(of.values(), device), encode_lane(lane or {}, torch.float64, 1, device)
+    room = flat if donated and plain(flat) else None
+    flat = silenced(flat, factor, known)
     places = places_of(of, device) if wire.noisy else None
     if memory is None:
-        reduced = reduce(wire, flat, factor, words, axis, places=places)
+        reduced = reduce(wire, flat, factor, words, axis, places=places, out=room)
     else:
         errors = memory.owed(of)
         owed = Owed(flat, ravel(errors, device), factor, known, memory.flush)
-        reduced = reduce(wire, owed.given, factor, words, axis, times=owed.times, places=places)
+        reduced = reduce(wire, owed.given, factor, words, axis, times=owed.times, places=places, out=room)
         memory.keep(of, split(owed.left(reduced), errors))
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))

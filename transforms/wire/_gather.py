@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Reduction, Transform
+from .._base import Reduction, Transform, takes_donated
 from .._bucketwise import Carried
 from .._spec import factory
 from .._tree import Tree
@@ -54,15 +54,17 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
     """
     check_over(over)
 
+    @takes_donated
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, **extra: Any,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
+        **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         told = lane if carried is None else None
         if wire is not None and axis_size(axis) > 1:
-            out, total, sums = encoded_mean(wire, grads, axis, weight, over, told, memory, gathered_mean)
+            out, total, sums = encoded_mean(wire, grads, axis, weight, over, told, memory, gathered_mean, donated)
             return out, mean_state(total, sums, carried)
         check_lane(told)
         ranks, factor = axis_size(axis), share(check_weight(weight), over)

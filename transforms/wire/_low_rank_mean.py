@@ -184,7 +184,6 @@ def low_rank_mean(
         matrices = {path: leaves[path] for path in q}
         places = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
     means = products(blocks, thin, cut(divided(second), right_sizes), places)
-    means.update((path, leaves[path]) for path in places)  # the leaf itself, which nobody has to copy
     shapes = {path: leaves[path].shape for path in loose}
     means.update(zip(loose, cut(divided(flat[size:]), list(shapes.values())), strict=True))
     new_q: dict[str, Tensor] = {}

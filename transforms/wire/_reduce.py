@@ -9,8 +9,7 @@ lane are summed as the gradients are, each rank taking some of them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 from .._tree import on, plain
 from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import AxisName, names, note
-from ..sync._weights import not_zero
 from ._codec import Codec, as_bytes, read
 from ._dice import Dice
 
@@ -34,7 +32,7 @@ class Reduced(NamedTuple):
 
 def coded_mean(
     codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    places: Tensor | None = None, settle: Callable[[Tensor], Tensor] = lambda mean: mean,
+    places: Tensor | None = None, settle: Callable[[Tensor], Tensor] = lambda mean: mean, out: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
     """sum_r factor_r flat_r / sum_r factor_r, with the floats encoded while they travel; 0 where all factors are.
 
@@ -46,6 +44,7 @@ def coded_mean(
         times: What this rank's floats are multiplied with, where that is not `factor`; asks for what is lost.
         places: Where each float stands, for a codec that throws dice; see `places_of`.
         settle: What becomes of the mean where it is taken, before it is sent.
+        out: Where the mean may be written, (n,) float32: it may be `flat`, which is read no more then.
 
     Raises:
         ValueError: what is lost is asked for over several axes.
@@ -56,21 +55,22 @@ def coded_mean(
         )
     for i, name in reversed(list(enumerate(names(axis)))):
         note(name, f"{flat.numel()} floats")
-        dice = Dice(codec, flat, places, axis_index(names(axis)[: i + 1]), i)  # ranks that hold the same throw the same
-        reduced = _over_one(codec, dice, flat, factor, words, name, times, settle)
+        # Ranks that hold the same throw the same.
+        dice = Dice(codec, flat, places, axis_index(names(axis)[: i + 1]) if codec.noisy else 0, i)
+        reduced = _over_one(codec, dice, flat, factor, words, name, times, settle, out)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
     return reduced
 
 
 def _over_one(
     codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
-    settle: Callable[[Tensor], Tensor],
+    settle: Callable[[Tensor], Tensor], out: Tensor | None,
 ) -> Reduced:  # fmt: skip
     ranks, n = axis_size(axis), flat.numel()
     if ranks == 1:
         return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
     if ranks == 2:
-        reduced = _gathered(codec, dice, flat, factor, words, axis, times)
+        reduced = _gathered(codec, dice, flat, factor, words, axis, times, out)
         return reduced._replace(mean=settle(reduced.mean))
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
     head, here = len(own), on(flat.device, axis_index(axis))
@@ -79,7 +79,7 @@ def _over_one(
     places = cut(dice.places, ranks, size) if codec.noisy else dice.places
     codes = dice.encode(chunks, places)
     rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
-    mean, total = _mean(rows, said[:, :head])
+    mean, total = _mean(rows.unbind(0), said[:, :head])
     mean = settle(mean)
     coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=1)
     back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
@@ -95,24 +95,30 @@ def _over_one(
 
 def gathered_mean(
     codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    places: Tensor | None = None,
+    places: Tensor | None = None, out: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
     """`coded_mean` in which every rank gets all ranks' codes and takes the mean itself: encoded once, ranks / 2 times the bytes."""
     note(axis, f"{flat.numel()} floats")
-    return _gathered(codec, Dice(codec, flat, places, axis_index(axis)), flat, factor, words, axis, times)
+    dice = Dice(codec, flat, places, axis_index(axis) if codec.noisy else 0)
+    return _gathered(codec, dice, flat, factor, words, axis, times, out)
 
 
 def _gathered(
-    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None
-) -> Reduced:
+    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None,
+    out: Tensor | None,
+) -> Reduced:  # fmt: skip
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
     codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
-    rows, said = _read(codec, all_gather(_row(codes, mine.unsqueeze(0))[0], axis), flat.numel(), len(mine))
-    mean, total = _mean(rows, said[:, : len(own)])
+    data = all_gather(_row(codes, mine.unsqueeze(0))[0], axis)
+    said = _words(data, len(mine))
+    n = flat.numel()
+    codes_of = data[:, : codec.width(n)]
+    rows = (codec.decode(row, n)[0] for row in codes_of.split(1))  # one at a time: a cache does not hold all
+    mean, total = _mean(rows, said[:, : len(own)], out)
     summed = said[:, len(own) :].sum(0)
     if times is None:
         return Reduced(mean, total, summed)
-    coded = rows.index_select(0, on(flat.device, axis_index(axis)).view(1))[0]
+    coded = codec.decode(codes, n)[0]
     return Reduced(mean, total, summed, _lost(flat, coded, times), coded)
 
 
@@ -125,16 +131,18 @@ def cut(x: Tensor, rows: int, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
 
 
-def _mean(rows: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+def _mean(rows: Iterable[Tensor], said: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
     total = said[:, 0].sum()
-    divisor = not_zero(total)
-    divisor = torch.where(torch.isfinite(divisor), divisor, torch.full_like(divisor, math.nan))  # x / inf would be 0
+    one = total / total  # but NaN where it is infinite: x / inf would be 0
     # Where nobody counts, what is flushed is not taken.
-    factor = torch.where(total == 0, torch.zeros_like(total), said[:, -1] / divisor).to(torch.float32)
-    mean, in_place = rows[0] * factor[0], plain([rows])
-    for row, part in zip(rows[1:], factor[1:], strict=True):
-        mean = mean.addcmul_(row, part) if in_place else mean.addcmul(row, part)
+    factor = torch.where(total == 0, 0.0, said[:, -1] / total * one).to(torch.float32)
+    mean = None
+    for row, part in zip(rows, factor.unbind(0), strict=True):
+        if mean is None:
+            mean = torch.mul(row, part, out=out)
+        else:
+            mean = mean.addcmul_(row, part) if plain(row) else mean.addcmul(row, part)
     return mean, total
 
 
@@ -147,5 +155,8 @@ def _row(codes: Tensor, words: Tensor) -> Tensor:
 
 def _read(codec: Codec, data: Tensor, n: int, words: int) -> tuple[Tensor, Tensor]:
     """Of rows of bytes the floats, (rows, n), and the words, (rows, words)."""
-    rows = codec.decode(data[:, : codec.width(n)], n)
-    return rows, read(data[:, data.shape[1] - 8 * words :], torch.float64)
+    return codec.decode(data[:, : codec.width(n)], n), _words(data, words)
+
+
+def _words(data: Tensor, words: int) -> Tensor:
+    return read(data[:, data.shape[1] - 8 * words :], torch.float64)

@@ -1,0 +1,88 @@
+"""How gathered messages fill a slow link, whole and in pieces, while the processor computes as in a backward pass.
+
+    python benchmarks/gather.py [RATE ...]          as `tc` writes them: 1gbit 100mbit
+
+Seven messages of 2.6 MB, the codes of 5 MiB of gradients in bfloat16, begun every 22 ms: the time until all are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fjoin import _axis
+
+BYTES, MESSAGES, APART_S, ROUNDS = 2_621_448, 7, 0.022, {"1gbit": 15, "100mbit": 5}
+
+
+def measure(rate: str) -> dict[str, float]:
+    axis = _axis.GroupAxis(dist.group.WORLD)
+    codes, one = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES // 2, dtype=torch.bfloat16)
+    rows, factor = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)], torch.randn(200, 200)
+
+    def ours(piece_bytes: int) -> Callable[[], Any]:
+        def start() -> Any:
+            _axis._PIECE_BYTES = piece_bytes
+            return axis.begin("all_gather", codes, None)
+
+        return start
+
+    ways = {
+        "gloo's all_gather": lambda: dist.all_gather(rows, codes, async_op=True).wait,
+        "gloo's all_reduce, as many bytes": lambda: dist.all_reduce(one, async_op=True).wait,
+        "ours, whole": ours(BYTES),
+        "ours, in pieces": ours(_axis._PIECE_BYTES),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    order, shuffle = list(ways), random.Random(0).shuffle
+    for _ in range(ROUNDS.get(rate, 5)):
+        shuffle(order)
+        for way in order:
+            dist.barrier()
+            start, waits = time.perf_counter(), []
+            for _ in range(MESSAGES):
+                waits.append(ways[way]())
+                end = time.perf_counter() + APART_S
+                while time.perf_counter() < end:
+                    torch.mm(factor, factor)
+            for wait in waits:
+                wait()
+            seconds[way].append(time.perf_counter() - start)
+    return {way: statistics.median(times) for way, times in seconds.items()}
+
+
+def main() -> None:
+    from launch import launch
+    from link import link
+
+    for rate in sys.argv[1:] or ROUNDS:
+        with link(rate) as where:
+            ranks = launch(rate, "", 0, (), script="gather.py", **where)
+        print(rate)
+        for way in ranks[0]:
+            print(f"  {way:34s} {max(rank[way] for rank in ranks) * 1e3:7.1f} ms", flush=True)
+
+
+def rank(rate: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    Path(out).write_text(json.dumps(measure(rate)))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        rank(sys.argv[1], sys.argv[4])
+    else:
+        main()
