@@ -75,7 +75,8 @@ class Task:
         finally:
             self.done = True
             del self._function  # which knows this task
-            self._back.release()
+            if not self._abandoned:  # else nobody waits, and an interrupted `go_on` may have left it free
+                self._back.release()
 
     def abandon(self) -> None:
         if self._thread is not None and not self.done:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin._waves import Waves
 
 
 def _smooth() -> tx.Transform:
@@ -211,3 +214,26 @@ def states_alive() -> list[int]:
 def test_old_states_are_freed_at_once(pool: Any) -> None:
     for counts in pool.run(2, states_alive):
         assert counts == counts[:1] * 4, counts
+
+
+def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any) -> None:
+    """The interrupt arrives while a hook runs, which then comes to its next message before it is told."""
+    said: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    waves, told = Waves({}), threading.Event()
+
+    def hook(pause: Any) -> None:
+        _thread.interrupt_main()
+        told.wait(10)
+        pause()
+
+    with pytest.raises(KeyboardInterrupt):
+        waves.start(hook)
+    task = waves._tasks[0]
+    told.set()
+    assert task._back.acquire(timeout=10)  # it has paused
+    task._back.release()
+    waves.clear()
+    assert task._thread is not None
+    task._thread.join(10)
+    assert task.done and not task._thread.is_alive() and not said

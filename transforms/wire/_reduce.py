@@ -110,10 +110,9 @@ def _gathered(
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
     codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
     data = all_gather(_row(codes, mine.unsqueeze(0))[0], axis)
-    said = _words(data, len(mine))
-    n = flat.numel()
-    codes_of = data[:, : codec.width(n)]
-    rows = (codec.decode(row, n)[0] for row in codes_of.split(1))  # one at a time: a cache does not hold all
+    said, n = _words(data, len(mine)), flat.numel()
+    each = data[:, : codec.width(n)].split(1)
+    rows = (codec.decode(row, n)[0] for row in each)  # one at a time: a cache does not hold all
     mean, total = _mean(rows, said[:, : len(own)], out)
     summed = said[:, len(own) :].sum(0)
     if times is None:
