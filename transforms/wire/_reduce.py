@@ -9,7 +9,7 @@ lane are summed as the gradients are, each rank taking some of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ def _over_one(
     places = cut(dice.places, ranks, size) if codec.noisy else dice.places
     codes = dice.encode(chunks, places)
     rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
-    mean, total = _mean(rows.unbind(0), said[:, :head])
+    mean, total = _mean(iter(rows.unbind(0)), said[:, :head])
     mean = settle(mean)
     coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=1)
     back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
@@ -130,18 +130,15 @@ def cut(x: Tensor, rows: int, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
 
 
-def _mean(rows: Iterable[Tensor], said: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _mean(rows: Iterator[Tensor], said: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
     total = said[:, 0].sum()
     one = total / total  # but NaN where it is infinite: x / inf would be 0
     # Where nobody counts, what is flushed is not taken.
-    factor = torch.where(total == 0, 0.0, said[:, -1] / total * one).to(torch.float32)
-    mean = None
-    for row, part in zip(rows, factor.unbind(0), strict=True):
-        if mean is None:
-            mean = torch.mul(row, part, out=out)
-        else:
-            mean = mean.addcmul_(row, part) if plain(row) else mean.addcmul(row, part)
+    first, *others = torch.where(total == 0, 0.0, said[:, -1] / total * one).to(torch.float32).unbind(0)
+    mean = torch.mul(next(rows), first, out=out)
+    for row, factor in zip(rows, others, strict=True):
+        mean = mean.addcmul_(row, factor) if plain(row) else mean.addcmul(row, factor)
     return mean, total
 
 
