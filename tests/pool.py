@@ -41,20 +41,24 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def _worker(pipe: Connection) -> None:
+def _worker(pipe: Connection, backend: str, index: int) -> None:
     sys.path.insert(0, os.path.dirname(__file__))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        # NCCL refuses two ranks on one GPU, unless they say that they are on two hosts.
+        os.environ["NCCL_HOSTID"] = str(index)
+        torch.cuda.set_device(index % torch.cuda.device_count())
     while (job := pipe.recv()) is not None:
         file, name, args, rank, n, store = job
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=n,
+                    backend, init_method=f"file://{store}", rank=rank, world_size=n,
                     timeout=datetime.timedelta(seconds=TIMEOUT_S / 2),
                 )  # fmt: skip
                 torch.manual_seed(rank)
@@ -71,14 +75,15 @@ def _worker(pipe: Connection) -> None:
 
 
 class Pool:
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        for _ in range(WORKERS):
+        for index in range(WORKERS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(theirs,), daemon=True)
+            process = context.Process(target=_worker, args=(theirs, self._backend, index), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -1,0 +1,165 @@
+"""The wire with tensors on GPUs, over NCCL, and on CPUs, over gloo, which shows that the tests themselves are right.
+
+One GPU will do: its ranks pass for hosts of their own (see pool.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import same_bits
+from pool import Pool
+from small import net_batch, net_loss, net_params
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+# Each with what its steps may be off by, of the whole way that a run in float32 goes.
+HOOKS: dict[str, tuple[Any, float]] = {
+    "bfloat16": (lambda: tx.cast(torch.bfloat16, tx.mean("data")), 0.02),
+    "float16": (lambda: tx.cast(torch.float16, tx.mean("data")), 0.02),
+    "fp8": (lambda: tx.cast(torch.float8_e4m3fn, tx.mean("data")), 0.2),
+    "int8": (lambda: tx.quantized_mean("data", tx.int8(block=8)), 0.05),
+    "int8 by chance": (lambda: tx.quantized_mean("data", tx.int8(block=8, stochastic=True)), 0.1),
+    "fed back": (lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4(block=8))), 0.5),
+    "gathered": (lambda: tx.cast(torch.bfloat16, tx.all_gather_mean("data")), 0.02),
+    "power_sgd": (lambda: tx.error_feedback(tx.power_sgd("data", 3, min_compression_rate=0.1)), 0.4),
+    "by path": (
+        lambda: tx.partition(
+            {"*.bias": tx.mean("data"), "*": tx.error_feedback(tx.quantized_mean("data", tx.uint8(block=8)))}
+        ),
+        0.05,
+    ),
+    "later": (lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.int8(block=8))), 0.05),
+    "clipped": (lambda: tx.chain(tx.cast(torch.bfloat16, tx.mean("data")), tx.clip_by_global_norm(1e3)), 0.02),
+}
+DEVICES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.nccl,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and NCCL"),
+            ],
+        ),
+    ],
+)
+def ranks(request: Any) -> Iterator[tuple[str, Pool]]:
+    pool = Pool(DEVICES[request.param])
+    yield request.param, pool
+    pool.close()
+
+
+def trained(device: str, hook: str, bucket_bytes: int) -> Any:
+    """Ranks with 5, 3 and no batches, and weights of their own."""
+    warnings.simplefilter("default")  # what NCCL and CUDA have to say is no error
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    made = HOOKS[hook][0]() if hook else tx.mean("data")
+    step = fjoin.train_step(
+        net_loss,
+        tx.fuse(made, tx.adam(0.05)),
+        mesh=mesh,
+        weight=lambda batch: 1.0 + mesh.rank,
+        bucket_bytes=bucket_bytes,
+    )
+    state, seen = step.init({path: p.float().to(device) for path, p in net_params().items()}), []
+    batches = [net_batch(mesh.rank, i).float().to(device) for i in range([5, 3, 0][mesh.rank])]
+    for batch in step.join(batches):
+        state, metrics = step(state, batch)
+        seen.append((metrics.loss, metrics.weight))
+    assert all(p.device.type == device for p in state.params.values())
+    out = {path: p.cpu().clone() for path, p in state.params.items()}, seen
+    step.close()
+    return out
+
+
+def near(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], start: Any, room: float) -> None:
+    for path in ("a.weight", "b.weight"):
+        way = want[path] - start[path]
+        assert way.norm() > 0.1 and (got[path] - want[path]).norm() < room * way.norm(), path
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_steps(ranks: tuple[str, Pool], hook: str, bucket_bytes: int) -> None:
+    """The same bits on all ranks, near one process that encodes nothing; weights are exact."""
+    device, pool = ranks
+    start = {path: p.float() for path, p in net_params().items()}
+    for n in (2, 3):
+        (want, told), *_ = tx.simulate(lambda: trained("cpu", "", bucket_bytes), {"data": n})
+        results = pool.run(n, trained, device, hook, bucket_bytes)
+        for got, seen in results:
+            assert same_bits(got, results[0][0])
+            assert [weight for _, weight in seen] == [weight for _, weight in told]
+            assert abs(seen[0][0] - told[0][0]) < 1e-5
+            near(got, want, start, HOOKS[hook][1])
+
+
+def module(device: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(device)
+
+
+def registered(device: str, hook: str, small: bool) -> Any:
+    warnings.simplefilter("default")
+    ddp = DistributedDataParallel(module(device), bucket_cap_mb=1e-4 if small else 25)
+    fjoin.ddp.register(ddp, tx.fuse(HOOKS[hook][0]() if hook else tx.mean("data"), tx.sgd(0.1)))
+    for step in range(4):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device)
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+    return {path: p.detach().cpu() for path, p in ddp.module.named_parameters()}
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["one bucket", "small buckets"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_modules(ranks: tuple[str, Pool], hook: str, small: bool) -> None:
+    device, pool = ranks
+    start = {path: p.detach() for path, p in module("cpu").named_parameters()}
+    want = pool.run(2, registered, device, "", small)[0]
+    results = pool.run(2, registered, device, hook, small)
+    for got in results:
+        assert same_bits(got, results[0])
+        for path in ("0.weight", "2.weight"):
+            way = want[path] - start[path]
+            assert way.norm() > 0.1 and (got[path] - want[path]).norm() < HOOKS[hook][1] * way.norm(), path
+
+
+def collectives(device: str) -> Any:
+    warnings.simplefilter("default")
+    n, rank, codec = dist.get_world_size(), dist.get_rank(), tx.int8(block=4)
+    x = torch.arange(8.0 * n, device=device).view(n, 8) * (rank + 1)
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        out = [
+            tx.quantized(tx.all_gather, codec)(x, "data"),
+            tx.quantized(tx.all_to_all, codec)(x, "data"),
+            tx.quantized(tx.psum_scatter, codec)(x, "data"),
+            tx.quantized(tx.psum, codec)(x, "data"),
+            tx.quantized(tx.ppermute, codec)(x, "data", [(r, (r + 1) % n) for r in range(n)]),
+        ]
+    filled = [torch.empty_like(x) for _ in range(n)]
+    work = fjoin.auto_quantize(dist.all_gather, codec)(filled, x, async_op=True)
+    work.wait()
+    return [y.cpu() for y in [*out, torch.stack(filled)]]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_collectives(ranks: tuple[str, Pool], n: int) -> None:
+    device, pool = ranks
+    xs = [torch.arange(8.0 * n).view(n, 8) * (rank + 1) for rank in range(n)]
+    for rank, got in enumerate(pool.run(n, collectives, device)):
+        total, all_x = sum(xs), torch.stack(xs)
+        want = [all_x, torch.stack([x[rank] for x in xs]), total[rank], total, xs[rank - 1], all_x]
+        for y, exact in zip(got, want, strict=True):
+            assert y.shape == exact.shape and (y - exact).abs().max() <= 0.02 * exact.abs().max()
