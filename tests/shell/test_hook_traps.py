@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._waves import Waves
+from fjoin._waves import Task, Waves
 
 
 def _smooth() -> tx.Transform:
@@ -220,19 +219,26 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any) -
     """The interrupt arrives while a hook runs, which then comes to its next message before it is told."""
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
-    waves, told = Waves({}), threading.Event()
+    waves, paused = Waves({}), threading.Event()
+    task = Task(waves, lambda pause: pause())
 
-    def hook(pause: Any) -> None:
-        _thread.interrupt_main()
-        told.wait(10)
-        pause()
+    class Interrupted:
+        """A lock whose owner is interrupted while he waits for it."""
 
+        lock = task._back
+
+        def acquire(self) -> None:
+            assert paused.wait(10)
+            raise KeyboardInterrupt
+
+        def release(self) -> None:
+            self.lock.release()
+            paused.set()
+
+    task._back = Interrupted()  # type: ignore[assignment]
+    waves._tasks.append(task)
     with pytest.raises(KeyboardInterrupt):
-        waves.start(hook)
-    task = waves._tasks[0]
-    told.set()
-    assert task._back.acquire(timeout=10)  # it has paused
-    task._back.release()
+        task.go_on()
     waves.clear()
     assert task._thread is not None
     task._thread.join(10)
