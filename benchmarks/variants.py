@@ -88,7 +88,7 @@ def pieces(name: str, optimizer: tx.Optimizer) -> tuple[Callable[[Any, Any], Ten
 
 
 def pages_given_back(*args: Any, **settings: Any) -> Variant:
-    """fjoin's step where glibc gives back what the hooks free, as it does by itself."""
+    """fjoin's step where glibc gives back what the hooks free, as it does by itself; for `alone.py`, since it is for the whole process."""
     _waves.keep_freed = lambda: None
     return ours(*args, **settings)
 

@@ -34,7 +34,7 @@ class Task:
         self._error: BaseException | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
-        # Held but for a moment: whose turn it is has taken one of them, and frees the other to give the turn back.
+        # Both are held while the task runs or waits; freeing one passes the turn.
         self._turn, self._back = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._back.acquire()
@@ -81,7 +81,8 @@ class Task:
     def abandon(self) -> None:
         if self._thread is not None and not self.done:
             self._abandoned = True
-            self._turn.release()
+            if self._turn.locked():  # else an interrupted `go_on` has freed it, and the task is about to take it
+                self._turn.release()
 
     def wait(self) -> None:
         """Take part in waves until this function has returned."""
@@ -156,9 +157,9 @@ class Waves:
 
     def clear(self) -> None:
         """Forget all tasks, and unwind those that are not done."""
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.abandon()
-        self._tasks.clear()
 
 
 @functools.cache
@@ -166,7 +167,8 @@ def keep_freed() -> None:
     """Let glibc keep what the threads free: it would give it back to the kernel, to fault the same pages in again in every step.
 
     What it keeps, and what it does not map by itself, it measures by the largest block up to 32 MiB that was ever mapped
-    and freed; so this frees one (benchmarks/alone.py shows the difference). Elsewhere it does nothing.
+    and freed; so this frees one (benchmarks/alone.py shows the difference). It holds for the whole process. Where
+    MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ are set, or the library is another, it does nothing.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 

@@ -215,31 +215,46 @@ def test_old_states_are_freed_at_once(pool: Any) -> None:
         assert counts == counts[:1] * 4, counts
 
 
-def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any) -> None:
-    """The interrupt arrives while a hook runs, which then comes to its next message before it is told."""
-    said: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", said.append)
-    waves, paused = Waves({}), threading.Event()
-    task = Task(waves, lambda pause: pause())
+class Interrupted:
+    """A lock in whose call the main thread is interrupted: before it is taken, or after it was freed."""
 
-    class Interrupted:
-        """A lock whose owner is interrupted while he waits for it."""
+    def __init__(self, lock: threading.Lock, where: str) -> None:
+        self.lock, self.where, self.freed = lock, where, threading.Event()
 
-        lock = task._back
+    def acquire(self) -> None:
+        if self.where == "acquire":
+            assert self.freed.wait(10)
+            raise KeyboardInterrupt
+        self.lock.acquire()
 
-        def acquire(self) -> None:
-            assert paused.wait(10)
+    def release(self) -> None:
+        self.lock.release()
+        self.freed.set()
+        if self.where == "release":
             raise KeyboardInterrupt
 
-        def release(self) -> None:
-            self.lock.release()
-            paused.set()
+    def locked(self) -> bool:
+        return self.lock.locked()
 
-    task._back = Interrupted()  # type: ignore[assignment]
-    waves._tasks.append(task)
+
+@pytest.mark.parametrize("where", ["acquire", "release"])
+def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, where: str) -> None:
+    """Wherever the main thread is when the interrupt arrives, and whatever the hook does meanwhile."""
+    said: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    waves = Waves({})
+    tasks = [Task(waves, lambda pause: pause()) for _ in range(2)]
+    waves._tasks.extend(tasks)
+    tasks[1].go_on()
+    if where == "acquire":
+        tasks[0]._back = Interrupted(tasks[0]._back, where)  # type: ignore[assignment]
+    else:
+        tasks[0].go_on()
+        tasks[0]._turn = Interrupted(tasks[0]._turn, where)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
-        task.go_on()
+        tasks[0].go_on()
     waves.clear()
-    assert task._thread is not None
-    task._thread.join(10)
-    assert task.done and not task._thread.is_alive() and not said
+    for task in tasks:
+        assert task._thread is not None
+        task._thread.join(10)
+        assert task.done and not task._thread.is_alive() and not said

@@ -49,7 +49,7 @@ def encoded_mean(
     device = device_of(of.values())
     factor, known = on(device, factor), known_share(weight, over or "weight")
     flat, words = ravel(of.values(), device), encode_lane(lane or {}, torch.float64, 1, device)
-    room = flat if donated and plain(flat) else None
+    room = flat if donated and plain(flat) and flat.is_contiguous() else None
     flat = silenced(flat, factor, known)
     places = places_of(of, device) if wire.noisy else None
     if memory is None:

@@ -178,11 +178,10 @@ def products(blocks: list[Block], p: list[Tensor], q: list[Tensor], places: Mapp
         if block.alone:
             factor = factor.clone()  # which begins anywhere
         for path, thin_one, factor_one in zip(block.paths, thin.unbind(0), factor.unbind(0), strict=True):
+            # In half the time of `mm`: zeros bring the place into the cache.
             place = places.get(path)
             zeros = thin_one.new_zeros(thin_one.shape[1], factor_one.shape[1]) if place is None else place.zero_()
-            made[path] = zeros.addmm_(
-                thin_one.T, factor_one
-            )  # half the time of `mm`: zeros bring the place into the cache
+            made[path] = zeros.addmm_(thin_one.T, factor_one)
     return made
 
 

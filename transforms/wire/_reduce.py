@@ -3,7 +3,7 @@
 On three ranks and more every rank takes one chunk of the gradients: it gets all ranks' bytes of that chunk
 (all_to_all), decodes them, takes their weighted mean in float32, and sends that to all, encoded again
 (all_gather). On two ranks each sends all its bytes to the other, as many as in the two messages above, and
-both take the same mean: one message, encoded once. The weight stands behind the codes of every row, in float64; the words of the
+both take the same mean: one exchange, encoded once. The weight stands behind the codes of every row, in float64; the words of the
 lane are summed as the gradients are, each rank taking some of them.
 """
 
@@ -44,7 +44,7 @@ def coded_mean(
         times: What this rank's floats are multiplied with, where that is not `factor`; asks for what is lost.
         places: Where each float stands, for a codec that throws dice; see `places_of`.
         settle: What becomes of the mean where it is taken, before it is sent.
-        out: Where the mean may be written, (n,) float32: it may be `flat`, which is read no more then.
+        out: Where the mean may be written, (n,) float32: it may be `flat`, which is read no more then. On two ranks it is.
 
     Raises:
         ValueError: what is lost is asked for over several axes.
