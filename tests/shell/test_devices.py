@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import same_bits
 from pool import Pool
-from small import net_batch, net_loss, net_params
+from small import net_params, net_trained
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
@@ -62,26 +62,9 @@ def ranks(request: Any) -> Iterator[tuple[str, Pool]]:
 
 
 def trained(device: str, hook: str, bucket_bytes: int) -> Any:
-    """Ranks with 5, 3 and no batches, and weights of their own."""
     warnings.simplefilter("default")  # what NCCL and CUDA have to say is no error
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     made = HOOKS[hook][0]() if hook else tx.mean("data")
-    step = fjoin.train_step(
-        net_loss,
-        tx.fuse(made, tx.adam(0.05)),
-        mesh=mesh,
-        weight=lambda batch: 1.0 + mesh.rank,
-        bucket_bytes=bucket_bytes,
-    )
-    state, seen = step.init({path: p.float().to(device) for path, p in net_params().items()}), []
-    batches = [net_batch(mesh.rank, i).float().to(device) for i in range([5, 3, 0][mesh.rank])]
-    for batch in step.join(batches):
-        state, metrics = step(state, batch)
-        seen.append((metrics.loss, metrics.weight))
-    assert all(p.device.type == device for p in state.params.values())
-    out = {path: p.cpu().clone() for path, p in state.params.items()}, seen
-    step.close()
-    return out
+    return net_trained(made, [5, 3, 0], bucket_bytes, device, torch.float32)
 
 
 def near(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], start: Any, room: float) -> None:

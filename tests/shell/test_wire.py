@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers import max_diff, raises_text, same_bits
 from oracle.whole_batch import make_batches, make_model, mean_loss, parameters
 from register_problem import EVEN, SMALL, samples
-from small import net_batch, net_loss, net_params
+from small import net_loss, net_params, net_trained
 from torch.nn.parallel import DistributedDataParallel
 from traffic import announced, watched
 
@@ -87,22 +87,8 @@ NEAR = 1e-5
 
 
 def trained(hook: str, codec: str, bucket_bytes: int) -> Any:
-    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     made = ALL[hook](CODECS[codec]()) if codec else tx.mean("data", over="live" if "clip" in hook else "weight")
-    step = fjoin.train_step(
-        net_loss,
-        tx.fuse(made, tx.adam(0.05)),
-        mesh=mesh,
-        weight=lambda batch: 1.0 + mesh.rank,
-        bucket_bytes=bucket_bytes,
-    )
-    state, seen = step.init(net_params()), []
-    for batch in step.join([net_batch(mesh.rank, i) for i in range(SIZES[mesh.rank])]):
-        state, metrics = step(state, batch)
-        seen.append((metrics.loss, metrics.weight))
-    out = {path: p.clone() for path, p in state.params.items()}, seen
-    step.close()
-    return out
+    return net_trained(made, SIZES, bucket_bytes)
 
 
 @pytest.mark.parametrize(("codec", "hook", "bucket_bytes"), table([*CODECS], [*ALL], [1, 10**6]))

@@ -167,24 +167,14 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
 
     @takes_donated
     def noisy(
-        grads: Tree,
-        state: CompressState,
-        params: Tree = None,
-        *,
-        carried: Carried | None = None,
-        donated: bool = False,
+        grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
         **extra: Any,
-    ) -> tuple[Tree, CompressState]:
+    ) -> tuple[Tree, CompressState]:  # fmt: skip
         once(extra)
         wire = replace(codec, key=(seed, state.step))
         out, inner = hook.update(
-            grads,
-            state.inner,
-            params,
-            carried=part_of(carried, "inner"),
-            **lend(hook, donated),
-            **{**extra, "wire": wire},
-        )
+            grads, state.inner, params, carried=part_of(carried, "inner"), **lend(hook, donated), **{**extra, "wire": wire}
+        )  # fmt: skip
         return out, CompressState(inner, state.step + 1)
 
     return Transform(
