@@ -148,7 +148,10 @@ class PlainHook:
     def _total(self, sums: dict[str, Any]) -> Any:
         if self._over is None:
             return 1.0
-        return float(self._guard.ranks) if self._over == "world" else sums["total"]
+        total, ranks = sums["total"], float(self._guard.ranks)
+        if self._over != "world":
+            return total
+        return torch.full_like(total, ranks) if isinstance(total, Tensor) else ranks
 
 
 def _wide(value: Any) -> Tensor:

@@ -14,7 +14,7 @@ from ._base import Optimizer, Scope, Transform, check_transform, keeps_all, lend
 from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
-from ._tree import State, Tree, named_leaves, path_string
+from ._tree import State, Tree, beside, named_leaves, path_string
 
 Patterns: TypeAlias = str | tuple[str, ...]
 Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]
@@ -71,7 +71,9 @@ def masked(transform: Transform, which: Which) -> Transform:
 
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
         some = None if params is None else _chosen(which, params)
-        new, state = transform.update(_chosen(which, grads), state, some, **extra)
+        chosen = _chosen(which, grads)
+        with beside(grads, chosen):
+            new, state = transform.update(chosen, state, some, **extra)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
     # No sums: the leaves that it passes by are not the same on all ranks.
@@ -179,10 +181,11 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
             part = parts[pattern]
-            out, new_state[i] = part.update(
-                chosen, state[i], of and of[pattern], lane=lane if i == carrier else None, carried=part_of(carried, i),
-                **lend(part, donated), **extra,
-            )  # fmt: skip
+            with beside(grads, chosen):
+                out, new_state[i] = part.update(
+                    chosen, state[i], of and of[pattern], lane=lane if i == carrier else None,
+                    carried=part_of(carried, i), **lend(part, donated), **extra,
+                )  # fmt: skip
             new.update(_not_none(out, "partition"))
         return replace_leaves(grads, new), tuple(new_state)
 

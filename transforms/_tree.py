@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import optree
@@ -71,8 +73,11 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
     A state that has a method `choose(fine, old)` is asked itself.
     """
 
+    if new is old:
+        return new
     if isinstance(new, Tensor) and isinstance(old, Tensor):
-        return torch.where(on(new.device, fine), new, on(new.device, old))
+        device = old.device if new.device.type == "cpu" else new.device  # not the host, which would have to wait
+        return torch.where(on(device, fine), on(device, new), on(device, old))
     if type(new) is type(old) and hasattr(new, "choose"):
         return new.choose(fine, old)
     if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
@@ -123,8 +128,17 @@ def plain(*trees: Tree) -> bool:
 
 
 def device_of(leaves: Iterable[Tensor]) -> torch.device | None:
-    """That of the first; None where there is none."""
-    return next((leaf.device for leaf in leaves), None)
+    """That of the first; where there is none that of `beside`, or None."""
+    for leaf in leaves:
+        return leaf.device
+    default = torch.get_default_device()
+    return None if default.type == "cpu" else default
+
+
+def beside(tree: Tree, chosen: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Within it, what is chosen of a tree makes its messages where the tree lies, even if that is none of the leaves."""
+    device = None if chosen else device_of(optree.tree_leaves(tree))
+    return contextlib.nullcontext() if device is None or device.type == "cpu" else device
 
 
 def on(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -18,8 +18,9 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     They are: pure; what its scope says holds; called bucket by bucket as on the whole; in a chain as alone; a rank of weight
     0 is not heard, whatever it holds, of a reduction in later steps neither; a mean or a sum (`Transform.reduction`) is the
     identity on one rank and does not mind the order of ranks; what loses something does not remember a step that is not
-    finite; it goes on from a file to the bit; the vmap engine gives the same; repr, equality, JSON (but of what is written by
-    hand) and fingerprint agree.
+    finite; it goes on from a file to the bit; the vmap engine gives the same; on another device than the host nothing lies on the
+    host, and no value is read there, which would wait; repr, equality, JSON (but of what is written by hand) and fingerprint
+    agree.
 
     Args:
         make: Makes the transform, the same one each time; its parameters are float64, of the paths "layer.weight",
@@ -39,8 +40,8 @@ def check_optimizer(make: Callable[[], tx.Optimizer]) -> None:
     """Put an optimizer under all laws.
 
     They are: step_param is pure; step_param_ does the same in place, divides by grad_scale and stops at found_inf; a tree's
-    step is that of its leaves; a flat buffer's step is that of its parts; it goes on from a file to the bit; repr,
-    equality, JSON and fingerprint agree.
+    step is that of its leaves; a flat buffer's step is that of its parts; it goes on from a file to the bit; step_param stays
+    on the parameter's device; repr, equality, JSON and fingerprint agree.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.
@@ -56,8 +57,8 @@ def check_codec(make: Callable[[], tx.Codec]) -> None:
     """Put a codec under all laws.
 
     They are: pure; as wide as it says; near what was encoded, and zeros stay zeros; nothing overflows that float32 holds; what
-    is not finite stays so; rows do not depend on each other; elementwise, if it says so; repr, equality, JSON and
-    fingerprint agree.
+    is not finite stays so; rows do not depend on each other; elementwise, if it says so; it stays on the device of what it is
+    given; repr, equality, JSON and fingerprint agree.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import transforms as tx
 from ._compare import assert_untouched, same_bits, snapshot
+from ._devices import encodes_on_its_device
 from ._transforms import is_data
 
 SIZES = (0, 1, 2, 3, 7, 8, 63, 64, 65, 256, 300, 1000)
@@ -123,5 +124,5 @@ def keeps_to_elements(make: Callable[[], tx.Codec]) -> None:
 
 CODEC_LAWS = [
     encodes_purely, says_its_width, stays_near, keeps_zero, serves_large_and_small, tells_nonfinite, reads_rows_alone,
-    keeps_to_elements, is_data,
+    keeps_to_elements, encodes_on_its_device, is_data,
 ]  # fmt: skip

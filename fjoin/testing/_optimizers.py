@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import transforms as tx
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
+from ._devices import steps_on_its_device
 from ._transforms import is_data, saved_and_loaded
 
 
@@ -93,5 +94,6 @@ def resumes(make: Callable[[], tx.Optimizer]) -> None:
 
 
 OPTIMIZER_LAWS = [
-    step_param_is_pure, in_place_agrees, found_inf_stops_it, tree_step_agrees, flat_is_leaves, resumes, is_data,
+    step_param_is_pure, in_place_agrees, found_inf_stops_it, tree_step_agrees, flat_is_leaves, resumes, steps_on_its_device,
+    is_data,
 ]  # fmt: skip

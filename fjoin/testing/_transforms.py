@@ -15,6 +15,7 @@ import torch
 from .. import transforms as tx
 from ..transforms._bucketwise import Carried, merge, restrict
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
+from ._devices import stays_on_its_device
 from ._ranks import axes_for, grads_of, on_ranks, rank_in, ranks_of
 
 
@@ -304,5 +305,5 @@ def _functions(part: Any) -> list[Any]:
 
 TRANSFORM_LAWS = [
     is_pure, keeps_its_scope, goes_bucket_by_bucket, chains, ignores_weight_zero, is_itself_alone,
-    forgets_the_order_of_ranks, forgets_what_is_not_finite, resumes, maps, is_data,
+    forgets_the_order_of_ranks, forgets_what_is_not_finite, resumes, maps, stays_on_its_device, is_data,
 ]  # fmt: skip

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from helpers import same_bits
 from pool import Pool
-from small import net_params, net_trained
+from small import net_loss, net_params, net_trained
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin._guard import Guard
+from fjoin.transforms.axes._lockstep import SimulatedAxis
 
 # Each with what its steps may be off by, of the whole way that a run in float32 goes.
 HOOKS: dict[str, tuple[Any, float]] = {
@@ -39,25 +41,20 @@ HOOKS: dict[str, tuple[Any, float]] = {
     "later": (lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.int8(block=8))), 0.05),
     "clipped": (lambda: tx.chain(tx.cast(torch.bfloat16, tx.mean("data")), tx.clip_by_global_norm(1e3)), 0.02),
 }
-DEVICES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+ON_GPUS = [pytest.mark.nccl, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and NCCL")]
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.nccl,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and NCCL"),
-            ],
-        ),
+        "gloo",
+        pytest.param("cpu:gloo,cuda:nccl", marks=ON_GPUS),
+        pytest.param("nccl", marks=ON_GPUS),  # with nobody to send what lies on the host
     ],
 )
 def ranks(request: Any) -> Iterator[tuple[str, Pool]]:
-    pool = Pool(DEVICES[request.param])
-    yield request.param, pool
+    pool = Pool(request.param)
+    yield "cuda" if "nccl" in request.param else "cpu", pool
     pool.close()
 
 
@@ -87,6 +84,41 @@ def test_steps(ranks: tuple[str, Pool], hook: str, bucket_bytes: int) -> None:
             assert [weight for _, weight in seen] == [weight for _, weight in told]
             assert abs(seen[0][0] - told[0][0]) < 1e-5
             near(got, want, start, HOOKS[hook][1])
+
+
+WITHOUT_DATA: dict[str, Any] = {
+    **{name: make for name, (make, _) in HOOKS.items()},
+    "mean": lambda: tx.mean("data"),
+    "over all ranks": lambda: tx.mean("data", over="world"),
+    "clipped as before": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0, mode="previous")),
+    "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("hook", WITHOUT_DATA)
+def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, monkeypatch: Any) -> None:
+    """Tensors without data lie on no host, and nobody can read them."""
+    run = SimulatedAxis.run
+    sent = []
+
+    def watched(axis: Any, op: str, x: torch.Tensor, arg: Any) -> torch.Tensor:
+        sent.append(x.device.type)
+        return run(axis, op, x, arg)
+
+    monkeypatch.setattr(SimulatedAxis, "run", watched)
+    monkeypatch.setattr(Guard, "_remember", lambda *verdict: None)  # which is read when it has come to the host
+
+    def one_rank() -> None:
+        pipeline = tx.fuse(WITHOUT_DATA[hook](), tx.adam(0.05))
+        step = fjoin.train_step(net_loss, pipeline, mesh=fjoin.mesh({"data": -1}), bucket_bytes=bucket_bytes)
+        state = step.init({path: p.to("meta") for path, p in net_params().items()}, sync=None)
+        for _ in range(4):
+            state, _ = step(state, torch.empty(3, 5, dtype=torch.float64, device="meta"))
+        assert all(p.device.type == "meta" for p in state.params.values())
+
+    tx.simulate(one_rank, {"data": 3})
+    assert set(sent) == {"meta"}
 
 
 def module(device: str) -> torch.nn.Module:

@@ -162,6 +162,23 @@ def _looks_at_values(grads: Any, state: Any, params: Any = None, **extra: Any) -
     return {k: g * tx.axis_index("data").item() for k, g in grads.items()}, state
 
 
+def _counts_on_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    n = tx.psum(torch.ones(1), "data")
+    return {k: g / n.to(g) for k, g in grads.items()}, state
+
+
+def _mixes_devices(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g * torch.ones(g.shape) for k, g in grads.items()}, state
+
+
+def _reads_a_norm(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: -g if g.norm() > 1.0 else g for k, g in grads.items()}, state
+
+
+def _comes_back_on_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: torch.zeros(g.shape) for k, g in grads.items()}, state
+
+
 _SEEN: list[int] = []
 
 
@@ -181,6 +198,12 @@ BROKEN_TRANSFORMS = {
     "forgets_what_is_not_finite": [_momentum],
     "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
     "maps": [_plain(_looks_at_values), _other_under_vmap],
+    "stays_on_its_device": [
+        _plain(_counts_on_the_host),
+        _plain(_mixes_devices),
+        _plain(_reads_a_norm),
+        _plain(_comes_back_on_the_host),
+    ],  # fmt: skip
     "is_data": [_never_equal],
 }
 
@@ -227,6 +250,7 @@ BROKEN_OPTIMIZERS = {
     "tree_step_agrees": _optimizer(step_param_=_step_other),
     "flat_is_leaves": _optimizer(step_param=_step_row_norm),
     "resumes": _optimizer(step_param_=_step_counts_calls),
+    "steps_on_its_device": _optimizer(step_param=lambda param, grad, state: (torch.zeros(param.shape), state)),
     "is_data": lambda: tx.sgd(_SEEN.append(1) or 0.1 * len(_SEEN)),
 }
 
@@ -284,6 +308,12 @@ BROKEN_CODECS = {
     "tells_nonfinite": _codec(encode=lambda x: tx.bfloat16().encode(x.clamp(-1e9, 1e9))),
     "reads_rows_alone": _codec(encode=lambda x: tx.bfloat16().encode(x - x.nan_to_num().mean())),
     "keeps_to_elements": _codec(encode=lambda x: tx.bfloat16().encode(x.nan_to_num().cumsum(1))),
+    "encodes_on_its_device": [
+        _codec(decode=lambda data, n: torch.zeros(len(data), n)),
+        _codec(encode=lambda x: torch.zeros(len(x), 2 * x.shape[1], dtype=torch.uint8)),
+        _codec(encode=lambda x: tx.bfloat16().encode(x * torch.ones(x.shape[1]))),
+        _codec(encode=lambda x: tx.bfloat16().encode(x / x.abs().max().item() if x.numel() else x)),
+    ],
     "is_data": lambda: tx.int8(block=_SEEN.append(1) or len(_SEEN)),
 }
 

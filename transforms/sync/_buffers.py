@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Transform, init_empty
 from .._spec import factory
-from .._tree import State, Tree, map_with_path, named_leaves, on
+from .._tree import State, Tree, device_of, map_with_path, named_leaves, on
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
 from ..axes._primitive import AxisName
@@ -46,7 +46,7 @@ def average_buffers(axis: AxisName) -> Transform:
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
         held = named_leaves(buffers)
-        factor = check_weight(weight).to(next((b.device for b in held.values()), None))
+        factor = on(device_of(held.values()), check_weight(weight))
         has = factor > 0
         wide = {path: _wide(path, b) for path, b in held.items()}
         terms = {path: torch.where(has, b * factor, 0.0) for path, b in wide.items() if b.is_floating_point()}
@@ -85,7 +85,8 @@ def broadcast_buffers(axis: AxisName) -> Transform:
 
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
-        held, here, ranks = named_leaves(buffers), axis_index(axis), axis_size(axis)
+        held, ranks = named_leaves(buffers), axis_size(axis)
+        here = on(device_of(held.values()), axis_index(axis))
         first = pmin(torch.where(on(here.device, check_weight(weight)) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._base import Reduction, Transform, init_empty, takes_donated
 from .._bucketwise import Carried
 from .._spec import factory
-from .._tree import Tree, plain
+from .._tree import Tree, device_of, plain
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import AxisName
 from ..wire._codec import Codec
@@ -55,7 +55,7 @@ def _weighted_sum(
     full = {"total": factor, **(lane or {})}
     check_lane(lane)
     leaves = optree.tree_leaves(grads)
-    device = leaves[0].device if leaves else None
+    device = device_of(leaves)
     words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)
     summed, words = psum((scaled, words), axis)
     sums = decode_lane(words, full, n)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._base import Transform
 from .._bucketwise import Carried
 from .._spec import factory
-from .._tree import Tree, on
+from .._tree import Tree, device_of, on
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
 from ..sync._mean import MeanState, carried_state, init_mean
@@ -64,7 +64,7 @@ def adasum(axis: str) -> Transform:
             return out, carried_state(carried)
         named = {"total": factor, **(lane or {})}
         leaves = optree.tree_leaves(grads)
-        words = encode_lane(named, torch.float64, 1, leaves[0].device if leaves else None)
+        words = encode_lane(named, torch.float64, 1, device_of(leaves))
         sums = decode_lane(psum(words, axis), named, 1)
         return out, MeanState(sums.pop("total"), sums)
 

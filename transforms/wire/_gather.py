@@ -12,7 +12,7 @@ from torch import Tensor
 from .._base import Reduction, Transform, takes_donated
 from .._bucketwise import Carried
 from .._spec import factory
-from .._tree import Tree
+from .._tree import Tree, device_of
 from ..axes._collectives import all_gather, axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
@@ -69,7 +69,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
         check_lane(told)
         ranks, factor = axis_size(axis), share(check_weight(weight), over)
         leaves = optree.tree_leaves(grads)
-        dtype, device = lane_dtype(leaf.dtype for leaf in leaves), leaves[0].device if leaves else None
+        dtype, device = lane_dtype(leaf.dtype for leaf in leaves), device_of(leaves)
         named = {"total": factor, **(told or {})}
         known = known_share(weight, over)
         all_grads, words = all_gather(
