@@ -1,12 +1,13 @@
 """How gathered messages fill a slow link, whole and in pieces, while the processor computes as in a backward pass.
 
-    python benchmarks/gather.py [RATE ...]          as `tc` writes them: 1gbit 100mbit
+    python benchmarks/gather.py [--ranks N] [RATE ...]          as `tc` writes them: 1gbit 100mbit
 
 Seven messages of 2.6 MB, the codes of 5 MiB of gradients in bfloat16, begun every 22 ms: the time until all are there.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -28,7 +29,7 @@ BYTES, MESSAGES, APART_S, ROUNDS = 2_621_448, 7, 0.022, {"1gbit": 15, "100mbit":
 def measure(rate: str) -> dict[str, float]:
     axis = _axis.GroupAxis(dist.group.WORLD)
     codes, one = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES // 2, dtype=torch.bfloat16)
-    rows, factor = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)], torch.randn(200, 200)
+    rows, factor = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(axis.size)], torch.randn(200, 200)
 
     def ours(piece_bytes: int) -> Callable[[], Any]:
         def start() -> Any:
@@ -65,8 +66,12 @@ def main() -> None:
     from launch import launch
     from link import link
 
-    for rate in sys.argv[1:] or ROUNDS:
-        with link(rate) as where:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("rates", nargs="*", default=list(ROUNDS))
+    args = parser.parse_args()
+    for rate in args.rates:
+        with link(rate, args.ranks) as where:
             ranks = launch(rate, "", 0, (), script="gather.py", **where)
         print(rate)
         for way in ranks[0]:

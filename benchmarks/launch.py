@@ -30,7 +30,7 @@ def launch(
     timeout_s: float = 1800,
     script: str = "step.py",
 ) -> list[dict[str, Any]]:
-    """Run `step.py`, or another script, on two ranks.
+    """Run `step.py`, or another script, on as many ranks as there are prefixes.
 
     Args:
         what, model, count, variants: The arguments of the script; the fourth is where it leaves its result.
@@ -45,13 +45,13 @@ def launch(
     """
     port = str(free_port())
     with tempfile.TemporaryDirectory() as folder:
-        outs = [os.path.join(folder, str(rank)) for rank in range(2)]
+        outs = [os.path.join(folder, str(rank)) for rank in range(len(prefixes))]
         ranks = []
-        for rank in range(2):
+        for rank in range(len(prefixes)):
             env = {
                 **os.environ,
                 "RANK": str(rank),
-                "WORLD_SIZE": "2",
+                "WORLD_SIZE": str(len(prefixes)),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
                 "GLOO_SOCKET_IFNAME": interfaces[rank],

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a slow link: rank 0 lives in one, rank 1 in the other.
+"""Network namespaces joined by slow links, one for each rank: two by a wire, more by a switch.
 
 Over loopback, gloo's messages cost more processor time than waiting time, so nothing can hide behind
 computation. A slow link is where the overlap of messages with the backward pass shows.
@@ -19,11 +19,12 @@ class Unavailable(Exception):
 
 
 @contextmanager
-def link(rate: str) -> Iterator[dict[str, Any]]:
-    """Make the link, and take it down at the end.
+def link(rate: str, ranks: int = 2) -> Iterator[dict[str, Any]]:
+    """Make the links, and take them down at the end.
 
     Args:
-        rate: As `tc` writes it, such as "1gbit".
+        rate: Of each link and direction, as `tc` writes it, such as "1gbit".
+        ranks: How many hosts.
 
     Yields:
         The keyword arguments for `launch`.
@@ -36,23 +37,36 @@ def link(rate: str) -> Iterator[dict[str, Any]]:
             raise Unavailable(f"`{tool}` is not installed (Debian: apt-get install iproute2)")
     if os.geteuid() != 0:
         raise Unavailable("making network namespaces needs root")
-    spaces = [f"fjoin-bench-{os.getpid()}-{rank}" for rank in range(2)]
+    *spaces, switch = [f"fjoin-bench-{os.getpid()}-{name}" for name in (*range(ranks), "switch")]
     inside = [["ip", "netns", "exec", space] for space in spaces]
     try:
-        for space in spaces:
+        for space in (*spaces, switch):
             _do("ip", "netns", "add", space)
-        _do("ip", "link", "add", "veth0", "netns", spaces[0], "type", "veth", "peer", "veth1", "netns", spaces[1])
-        for rank, enter in enumerate(inside):
-            _do(*enter, "ip", "link", "set", "lo", "up")
-            _do(*enter, "ip", "address", "add", f"10.77.0.{rank + 1}/24", "dev", f"veth{rank}")
-            _do(*enter, "ip", "link", "set", f"veth{rank}", "up")
-            # The burst must hold a whole segment of 64 KB, and stay small against a message.
-            limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
-            _do(*enter, "tc", "qdisc", "add", "dev", f"veth{rank}", "root", "tbf", *limit)
-        yield {"prefixes": inside, "address": "10.77.0.1", "interfaces": ["veth0", "veth1"]}
+        if ranks == 2:
+            _do("ip", "link", "add", "veth0", "netns", spaces[0], "type", "veth", "peer", "veth1", "netns", spaces[1])
+        else:
+            _do("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+            _do("ip", "-n", switch, "link", "set", "bridge", "up")
+            for rank, space in enumerate(spaces):
+                port = f"port{rank}"
+                _do("ip", "link", "add", f"veth{rank}", "netns", space, "type", "veth", "peer", port, "netns", switch)
+                _do("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+                _slow(switch, port, rate)
+        for rank, space in enumerate(spaces):
+            _do("ip", "-n", space, "link", "set", "lo", "up")
+            _do("ip", "-n", space, "address", "add", f"10.77.0.{rank + 1}/24", "dev", f"veth{rank}")
+            _do("ip", "-n", space, "link", "set", f"veth{rank}", "up")
+            _slow(space, f"veth{rank}", rate)
+        yield {"prefixes": inside, "address": "10.77.0.1", "interfaces": [f"veth{rank}" for rank in range(ranks)]}
     finally:
-        for space in spaces:  # which takes its end of the link along
+        for space in (*spaces, switch):  # which takes its ends of the links along
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
+
+
+def _slow(space: str, interface: str, rate: str) -> None:
+    # The burst must hold a whole segment of 64 KB, and stay small against a message.
+    limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
+    _do("tc", "-n", space, "qdisc", "add", "dev", interface, "root", "tbf", *limit)
 
 
 def _do(*command: str) -> None:

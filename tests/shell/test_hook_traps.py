@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -258,3 +262,38 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, w
         assert task._thread is not None
         task._thread.join(10)
         assert task.done and not task._thread.is_alive() and not said
+
+
+GIVES_BACK = """
+import sys, threading
+import torch
+from fjoin._waves import keep_freed
+
+def held():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def work():
+    tensors = [torch.ones(2**20) for _ in range(6)]
+    before = held()
+    tensors.clear()
+    print(before - held())
+
+torch.ones(1)
+if sys.argv[1] == "kept":
+    keep_freed()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep, or do not, by rules of their own")
+def test_threads_keep_what_they_free() -> None:
+    """24 MB, which glibc gives back to the kernel."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRE"))}
+    given_back = {}
+    for how in ("kept", "as it is"):
+        command = [sys.executable, "-c", GIVES_BACK, how]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+        given_back[how] = int(done.stdout)
+    assert given_back["kept"] < 4 * 2**20 and given_back["as it is"] > 20 * 2**20
