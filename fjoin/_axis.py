@@ -59,7 +59,7 @@ class Once:
 # same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
 # gains nothing.
 _SWAP_BYTES = 512 * 1024
-# gloo fills a link only while several messages are under way: what is gathered leaves in pieces of at most this size.
+# gloo fills a link only while several messages are under way: what two ranks exchange leaves in pieces of at most this size.
 _PIECE_BYTES = 512 * 1024
 
 
@@ -113,15 +113,14 @@ class GroupAxis:
     def _gather(self, x: Tensor, out: Tensor) -> list[Work]:
         """Start filling `out`, (n, ...), with what the ranks have in the place of `x`."""
         flat, rows = x.view(-1), out.view(self.size, x.numel())
-        if x.device.type != "cpu":
+        if not self._swaps or x.device.type != "cpu":
             return [dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True)]
+        # gloo's all_gather copies all that it has received once more.
         pieces = max(1, math.ceil(flat.numel() * flat.element_size() / _PIECE_BYTES))
-        both = list(zip(flat.chunk(pieces), rows.chunk(pieces, dim=1), strict=True))
-        if self._swaps:  # gloo's all_gather copies all that it has received once more
-            works = [self._swap(piece, to[1 - self.rank]) for piece, to in both]
-            rows[self.rank].copy_(flat)
-            return works
-        return [dist.all_gather(list(to.unbind(0)), piece, group=self.group, async_op=True) for piece, to in both]
+        both = zip(flat.chunk(pieces), rows[1 - self.rank].chunk(pieces), strict=True)
+        works = [self._swap(piece, to) for piece, to in both]
+        rows[self.rank].copy_(flat)
+        return works
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
