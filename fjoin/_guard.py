@@ -130,9 +130,11 @@ class Guard:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
         idle = sums["weight"] == 0
         found_inf = (~fine | idle).to(torch.float32)
-        scale = torch.as_tensor(divisor, dtype=torch.float64, device=found_inf.device)
+        scale = divisor  # a number is no tensor yet: to bring one to the device would wait for it
         if clip is not None:
-            scale = scale / clip(norm_of(outgoing) / scale)
+            scale = divisor / clip(norm_of(outgoing) / divisor)
+        if not isinstance(scale, Tensor):
+            scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
         if not self.skips:
             self._remember(step, sums, (~fine & ~idle).to(torch.float32))
         return Verdict(True, scale, found_inf, idle=idle)

@@ -72,7 +72,7 @@ def masked(transform: Transform, which: Which) -> Transform:
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
         some = None if params is None else _chosen(which, params)
         chosen = _chosen(which, grads)
-        with beside(grads, chosen):
+        with beside(grads):
             new, state = transform.update(chosen, state, some, **extra)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
@@ -181,7 +181,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
             part = parts[pattern]
-            with beside(grads, chosen):
+            with beside(grads):
                 out, new_state[i] = part.update(
                     chosen, state[i], of and of[pattern], lane=lane if i == carrier else None,
                     carried=part_of(carried, i), **lend(part, donated), **extra,

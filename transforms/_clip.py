@@ -9,7 +9,7 @@ import torch
 
 from ._base import Transform, init_empty
 from ._spec import factory
-from ._tree import State, Tree, global_norm
+from ._tree import State, Tree, global_norm, on
 from .axes._collectives import psum
 from .axes._primitive import AxisName
 
@@ -29,7 +29,7 @@ class ClipState(NamedTuple):
 
     def or_else(self, norm: torch.Tensor) -> torch.Tensor:
         """The last call's norm, or another where there is none."""
-        before = self.norm.to(norm)
+        before = on(norm.device, self.norm, norm.dtype)
         return torch.where(torch.isfinite(before), before, norm)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import optree
@@ -102,7 +102,7 @@ def all_finite(tree: Tree) -> Tensor:
     """A 0-d bool tensor: no leaf holds a NaN or an infinity."""
     leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.is_floating_point()]
     if not leaves:
-        return torch.tensor(True)
+        return torch.ones((), dtype=torch.bool, device=device_of(()))
     return torch.stack([torch.isfinite(leaf).all() for leaf in leaves]).all()
 
 
@@ -110,7 +110,7 @@ def global_norm(tree: Tree) -> Tensor:
     """The 2-norm of all leaves together, 0-d, in at least float32; 0 for an empty tree."""
     leaves = optree.tree_leaves(tree)
     if not leaves:
-        return torch.tensor(0.0)
+        return torch.zeros((), device=device_of(()))
     wide = [leaf if leaf.dtype in (torch.float32, torch.float64) else leaf.float() for leaf in leaves]
     norms = [torch.linalg.vector_norm(leaf) for leaf in wide]
     return torch.linalg.vector_norm(torch.stack([n.to(torch.promote_types(n.dtype, norms[0].dtype)) for n in norms]))
@@ -129,16 +129,24 @@ def plain(*trees: Tree) -> bool:
 
 def device_of(leaves: Iterable[Tensor]) -> torch.device | None:
     """That of the first; where there is none that of `beside`, or None."""
-    for leaf in leaves:
-        return leaf.device
-    default = torch.get_default_device()
-    return None if default.type == "cpu" else default
+    return next((leaf.device for leaf in leaves), _BESIDE.device)
 
 
-def beside(tree: Tree, chosen: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Within it, what is chosen of a tree makes its messages where the tree lies, even if that is none of the leaves."""
-    device = None if chosen else device_of(optree.tree_leaves(tree))
-    return contextlib.nullcontext() if device is None or device.type == "cpu" else device
+class _Beside(threading.local):
+    device: torch.device | None = None
+
+
+_BESIDE = _Beside()
+
+
+@contextlib.contextmanager
+def beside(tree: Tree) -> Iterator[None]:
+    """Within it, what serves no leaf of a tree makes its messages where the tree lies."""
+    before, _BESIDE.device = _BESIDE.device, device_of(optree.tree_leaves(tree))
+    try:
+        yield
+    finally:
+        _BESIDE.device = before
 
 
 def on(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from ._bucketwise import Carried, part_of
 from ._check import whole_number
 from ._combine import widest
 from ._spec import factory
-from ._tree import State, Tree, choose_state, zeros_like
+from ._tree import State, Tree, choose_state, device_of, on, zeros_like
 from .sync._weights import check_weight
 
 
@@ -195,7 +195,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None,
         carried: Carried | None = None, **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
-        w = check_weight(weight)
+        w = on(device_of(optree.tree_leaves(grads)), check_weight(weight))
         gathered = optree.tree_map(lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads)
         total = state.weight + w
         summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}

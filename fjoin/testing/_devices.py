@@ -13,6 +13,7 @@ import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from .. import transforms as tx
 from ..transforms._bucketwise import restrict
@@ -35,7 +36,8 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
             state = restrict(part.init(params), params, paths)
             some = {path: params[path] for path in paths}
             for weight in (2.0, None, 0.0, torch.ones(()), torch.ones((), device=_ELSEWHERE)):
-                out, state = part.update(_elsewhere(some), state, some, weight=weight, lane={"x": 1.0})
+                with NoWaiting():
+                    out, state = part.update(_elsewhere(some), state, some, weight=weight, lane={"x": 1.0})
                 assert all(leaf.device == _ELSEWHERE for leaf in optree.tree_leaves(out)), (
                     "gradients came back on the host"
                 )
@@ -51,9 +53,11 @@ def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
             if codec.noisy:
                 places, key = (torch.empty(size, dtype=torch.int32, device=_ELSEWHERE) for size in (x.shape, ()))
                 noise = [tx.Noise(places, key, key)]
-            codes = codec.encode(x, *noise)
+            with NoWaiting():
+                codes = codec.encode(x, *noise)
+                floats = codec.decode(codes, n)
             assert codes.device == _ELSEWHERE, "codes were made on the host"
-            assert codec.decode(codes, n).device == _ELSEWHERE, "floats were made on the host"
+            assert floats.device == _ELSEWHERE, "floats were made on the host"
 
 
 def steps_on_its_device(make: Callable[[], tx.Optimizer]) -> None:
@@ -62,7 +66,8 @@ def steps_on_its_device(make: Callable[[], tx.Optimizer]) -> None:
         part, param = make().at("layer.weight"), _elsewhere(params_like()["layer.weight"])
         state = part.init_param(param)
         for _ in range(3):
-            param, state = part.step_param(param, _elsewhere(param), state)
+            with NoWaiting():
+                param, state = part.step_param(param, _elsewhere(param), state)
             both: Any = (param, state)
             for leaf in optree.tree_leaves(both):
                 on_host = isinstance(leaf, Tensor) and leaf.dim() and leaf.device != _ELSEWHERE
@@ -71,6 +76,24 @@ def steps_on_its_device(make: Callable[[], tx.Optimizer]) -> None:
 
 def _elsewhere(tree: Any) -> Any:
     return optree.tree_map(lambda leaf: torch.empty_like(leaf, device=_ELSEWHERE), tree)
+
+
+class NoWaiting(TorchFunctionMode):
+    """Raises where values of the host would be copied to the other device, and the copy waited for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        there = isinstance(out, Tensor) and out.device == _ELSEWHERE
+        if func in _COPIES and there and not kwargs.get("non_blocking"):
+            assert not any(isinstance(x, Tensor) and x.device.type == "cpu" for x in args), f"it waits for a copy: {func}"
+        if func in _MAKERS and there:
+            assert isinstance(args[0], Tensor), f"it waits for a copy: {func} of {args[0]!r}; use torch.full"
+        return out
+
+
+_COPIES = {torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.where, torch.Tensor.where}
+_MAKERS = {torch.tensor, torch.as_tensor}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, rate_at, root
-from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots
+from ._inplace import by_formula, from_kernel, kernel_lr, new_step, not_negative, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -75,7 +75,11 @@ def adagrad(
         rate = rate_at(lr, state.step) / (1 + state.step.double() * lr_decay)
         return param - rate.to(param.dtype) * (grad / (root(total) + eps)), AdagradState(state.step + 1, total)
 
+    formula = by_formula(step_param)
+
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdagradState]) -> None:
+        if states[0].step.device.type != "cpu":  # torch's kernel reads the step, and waits for the device
+            return formula(params, grads, states)
         torch_adagrad(
             params, grads, slots(states, "sum"), slots(states, "step"), foreach=True,
             lr=kernel_lr(lr, states[0].step), weight_decay=weight_decay, lr_decay=lr_decay, eps=eps, maximize=maximize,

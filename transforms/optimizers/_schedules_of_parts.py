@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from .._spec import factory
+from .._tree import on
 from ._schedules import Schedule, steps_at_least
 
 
@@ -151,8 +152,9 @@ def tabulated(values: tuple[float, ...]) -> Schedule:
         raise ValueError("tabulated needs at least one value")
 
     def function(step: Tensor) -> Tensor:
-        table = torch.tensor(values, dtype=torch.float64, device=step.device)
-        return table[torch.clamp(step, 0, len(values) - 1).long()]
+        table = on(step.device, torch.tensor(values, dtype=torch.float64))
+        at = torch.clamp(step, 0, len(values) - 1).long()
+        return table.index_select(0, at.view(1)).view(())  # table[at] would read `at` on the host
 
     return Schedule(function)
 

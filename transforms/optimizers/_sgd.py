@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, used
-from ._inplace import kernel_lr, laid_out, new_step, not_negative, one_param, unscale
+from ._inplace import by_formula, in_place, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -78,12 +78,16 @@ def sgd(
             grad = grad + momentum * velocity if nesterov else velocity
         return param - rate * grad, SGDState(state.step + 1, velocity)
 
+    formula = in_place(by_formula(step_param))
+
     def step_params_(
         params: list[Tensor], grads: list[Tensor], states: list[SGDState], *,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
-        grads = laid_out(params, grads)
         step = states[0].step
+        if momentum and dampening and step.device.type != "cpu":  # the kernel is told of the first step by the host
+            return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
+        grads = laid_out(params, grads)
         # The velocity starts at 0, so that only dampening tells the first step from the others.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
         run = _step_halves if params[0].device.type == "cpu" and params[0].element_size() == 2 else torch._fused_sgd_

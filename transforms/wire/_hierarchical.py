@@ -11,7 +11,7 @@ from .._base import Reduction, Transform
 from .._bucketwise import Carried
 from .._check import real
 from .._spec import factory
-from .._tree import Tree, named_leaves, on
+from .._tree import Tree, device_of, named_leaves, on
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, init_mean, mean_state
@@ -73,10 +73,10 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         real(of, "hierarchical_mean")
         inside, nodes, factor = axis_size(local), axis_size(node), share(check_weight(weight), over)
         dtype = lane_dtype(leaf.dtype for leaf in of.values())
-        flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [torch.zeros(0, dtype=dtype)]
+        flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [torch.zeros(0, dtype=dtype, device=device_of(()))]
         own, known = flat[0] if len(flat) == 1 else torch.cat(flat), known_share(weight, over)
         own = silenced(own, factor, known)
-        own = own if known == 1.0 else own * factor.to(own)
+        own = own if known == 1.0 else own * factor.to(own.dtype)
         named = {"total": factor, **({} if carried is not None else lane or {})}
         words = encode_lane(named, dtype, inside * nodes, own.device)
         size = -(-own.numel() // inside)
