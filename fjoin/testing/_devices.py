@@ -86,7 +86,9 @@ class NoWaiting(TorchFunctionMode):
         out = func(*args, **kwargs)
         there = isinstance(out, Tensor) and out.device == _ELSEWHERE
         if func in _COPIES and there and not kwargs.get("non_blocking"):
-            assert not any(isinstance(x, Tensor) and x.device.type == "cpu" for x in args), f"it waits for a copy: {func}"
+            assert not any(isinstance(x, Tensor) and x.device.type == "cpu" for x in args), (
+                f"it waits for a copy: {func}"
+            )
         if func in _MAKERS and there:
             assert isinstance(args[0], Tensor), f"it waits for a copy: {func} of {args[0]!r}; use torch.full"
         return out

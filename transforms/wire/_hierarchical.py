@@ -73,7 +73,9 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         real(of, "hierarchical_mean")
         inside, nodes, factor = axis_size(local), axis_size(node), share(check_weight(weight), over)
         dtype = lane_dtype(leaf.dtype for leaf in of.values())
-        flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [torch.zeros(0, dtype=dtype, device=device_of(()))]
+        flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [
+            torch.zeros(0, dtype=dtype, device=device_of(()))
+        ]
         own, known = flat[0] if len(flat) == 1 else torch.cat(flat), known_share(weight, over)
         own = silenced(own, factor, known)
         own = own if known == 1.0 else own * factor.to(own.dtype)
