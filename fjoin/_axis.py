@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from ._errors import JoinError
+from .transforms.axes._order import from_order, to_order
 
-_REDUCE = {"psum": dist.ReduceOp.SUM, "pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
+_REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 
 
 class Work(Protocol):
@@ -113,7 +114,10 @@ class GroupAxis:
     def _gather(self, x: Tensor, out: Tensor) -> list[Work]:
         """Start filling `out`, (n, ...), with what the ranks have in the place of `x`."""
         flat, rows = x.view(-1), out.view(self.size, x.numel())
-        if not self._swaps or x.device.type != "cpu":
+        if x.device.type != "cpu":  # NCCL gathers into one tensor, and copies from there into a list of several
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+            return [gather(rows.view(-1), flat, group=self.group, async_op=True)]
+        if not self._swaps:
             return [dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True)]
         # gloo's all_gather copies all that it has received once more.
         pieces = max(1, math.ceil(flat.numel() * flat.element_size() / _PIECE_BYTES))
@@ -157,8 +161,9 @@ class GroupAxis:
             out = x.clone()
             return self._after(out, self.reduce_(out))
         if op in _REDUCE:
-            out = x.clone()
-            return self._after(out, dist.all_reduce(out, _REDUCE[op], group=group, async_op=True))
+            out = to_order(x, op == "pmax").clone()
+            wait = self._after(out, dist.all_reduce(out, _REDUCE[op], group=group, async_op=True))
+            return lambda: from_order(wait(), x.dtype)
         if op == "pbroadcast":
             out = x.clone()
             return self._after(out, dist.broadcast(out, group=group, group_src=arg, async_op=True))
@@ -170,7 +175,8 @@ class GroupAxis:
                 parts = self.begin("all_to_all", x, None)
                 return lambda: parts().sum(0, dtype=x.dtype)
             out = x.new_empty(x.shape[1:])
-            return self._after(out, dist.reduce_scatter_tensor(out, x, group=group, async_op=True))
+            scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
+            return self._after(out, scatter(out, x, group=group, async_op=True))
         if op == "all_to_all":
             out = torch.empty_like(x)
             return self._after(out, dist.all_to_all_single(out, x, group=group, async_op=True))
@@ -192,8 +198,11 @@ class GroupAxis:
         """The same in operations that torch.compile traces."""
         _refuse_traced_vmap(op, x)
         n, group = self.size, self._open()
+        if op == "psum":
+            return functional.wait_tensor(functional.all_reduce(x, "sum", group))
         if op in _REDUCE:
-            return functional.wait_tensor(functional.all_reduce(x, op.removeprefix("p"), group))
+            order = functional.all_reduce(to_order(x, op == "pmax"), op.removeprefix("p"), group)
+            return from_order(functional.wait_tensor(order), x.dtype)
         if op == "pbroadcast":
             return functional.wait_tensor(functional.broadcast(x, arg, group))
         if op == "all_gather":

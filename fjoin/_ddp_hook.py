@@ -31,7 +31,7 @@ from .transforms._explain import explain_cut
 from .transforms._explanation import Explanation
 from .transforms._loss_scale import refuse_float16
 from .transforms._plan import make_plan
-from .transforms._tree import choose_state
+from .transforms._tree import choose_state, on
 from .transforms.axes._env import bind_axes, bound
 from .transforms.sync._mean import MeanState
 
@@ -237,7 +237,7 @@ class DDPRun:
         total = self.total if not math.isnan(self.total) else 1.0
         sums: dict[str, Any] = {"weight": total, "total": total, "loss": 0.0}
         if not self._plan.carries:  # the ranks' gradients differ, and so may what they make of them
-            bad = torch.tensor([float(self._guard.bad(outs))], device=self._mesh.device)
+            bad = on(self._mesh.device, torch.tensor([float(self._guard.bad(outs))]))
             self._mesh.reduce_(bad, self._plan.axes).wait()
             sums["nonfinite0"] = float(bad.item())
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)

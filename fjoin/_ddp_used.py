@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ._mesh import Mesh
 from .transforms._bucketwise import merge, restrict
+from .transforms._tree import on
 
 
 class UsedParameters:
@@ -28,7 +29,7 @@ class UsedParameters:
 
     def anywhere(self) -> set[str]:
         """Those that have had a gradient on some rank since the last time: one small message."""
-        bits = torch.tensor([float(path in self._here) for path in self._paths], device=self._mesh.device)
+        bits = on(self._mesh.device, torch.tensor([float(path in self._here) for path in self._paths]))
         self._here.clear()
         self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
         return {path for path, bit in zip(self._paths, bits.tolist(), strict=True) if bit}

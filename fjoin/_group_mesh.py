@@ -63,7 +63,9 @@ class GroupMesh(Mesh):
             f"fjoin/{everyone.group_name}", dist.distributed_c10d._get_default_store()
         )
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._cuda = "nccl" in dist.get_backend_config(everyone)
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(everyone).split(","))
+        # What the host wants to know travels between hosts where it can, and does not wait behind kernels.
+        self._cuda = backends.get("cpu", "nccl") == "nccl"
         self._connections = connections or Connections()
         self._down = False
 
@@ -145,10 +147,19 @@ class GroupMesh(Mesh):
         # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
         shut(opened)
 
-    def take_down(self) -> None:
-        """Destroy the groups of this mesh; peers that wait in them get an error at once."""
+    def take_down(self, failed: bool = True) -> None:
+        """Destroy the groups of this mesh.
+
+        Args:
+            failed: Whether messages may be under way that will never end: peers that wait in them get an error at once.
+                Else NCCL's are waited for.
+        """
         self._down = True
         groups = {id(axis.group): axis for axis in [*self.axes.values(), self._everyone] if axis.group is not None}
+        for axis in groups.values() if failed else ():  # all of them first: to destroy one waits for its stream
+            with contextlib.suppress(RuntimeError):
+                if axis.group.name() == "nccl":
+                    axis.group.abort()
         for axis in groups.values():
             group, axis.group = axis.group, None
             for other in [*self.axes.values(), self._everyone]:
@@ -156,8 +167,6 @@ class GroupMesh(Mesh):
                     other.group = None
             _forget(group)
             with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-                if group.name() == "nccl":
-                    group.abort()
                 if group is dist.group.WORLD:
                     del group
                     dist.destroy_process_group()

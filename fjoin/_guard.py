@@ -142,9 +142,10 @@ class Guard:
     def _remember(self, step: int, sums: dict[str, Any], flag: Tensor) -> None:
         event = None
         if flag.device.type == "cuda":
+            stream = torch.cuda.current_stream(flag.device)  # which need not be that of the current device
             flag = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
             event = torch.cuda.Event()
-            event.record()
+            event.record(stream)
         self._pending.append((step, sums, flag, event))
 
     def raise_pending(self, newest: bool = False) -> None:

@@ -124,7 +124,9 @@ class Join:
             check_steps_alone(stepper)
         self._enable, self._throw = enable, throw_on_early_termination
         self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_over(groups[0])
-        self._device = self._notifier.join_device
+        self._device = self._mesh.device
+        if self._device.type != "cpu":
+            self._device = self._notifier.join_device
         self._roll: Roll | None = None  # of the last iteration
         self._shadowing = False
         self._kept: list[Any] = []

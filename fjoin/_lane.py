@@ -12,6 +12,7 @@ from ._agree import sum_names
 from ._loss import host_number
 from ._mesh import Mesh
 from .transforms._layout import Bucket
+from .transforms._tree import on
 from .transforms.sync._lane import encode_lane, host_words, lane_dtype, rank_bit, step_lane, words_per_scalar
 
 
@@ -80,7 +81,7 @@ class StepLane:
         """Say that this rank's gradients are not finite, if they are not."""
         mask, bit = self._bit()
         if isinstance(bad, Tensor):
-            return {**values, mask: torch.maximum(torch.as_tensor(values[mask]).to(bad), bad * bit)}
+            return {**values, mask: torch.maximum(on(bad.device, torch.as_tensor(values[mask]), bad.dtype), bad * bit)}
         return {**values, mask: max(float(values[mask]), bad * bit)}
 
     def _bit(self) -> tuple[str, float]:

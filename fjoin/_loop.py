@@ -14,6 +14,7 @@ from ._loss import weigh
 from ._make_mesh import everyone
 from ._mesh import Mesh
 from ._step import TrainStep
+from .transforms._tree import on
 
 B = TypeVar("B")
 
@@ -106,7 +107,7 @@ class _Sum:
     """The sum of the weights, and the number of ranks that have a batch, on their way."""
 
     def __init__(self, mesh: Mesh, weight: float, has: bool) -> None:
-        self._words = torch.tensor([weight, float(has)], dtype=torch.float64, device=mesh.device)
+        self._words = on(mesh.device, torch.tensor([weight, float(has)], dtype=torch.float64))
         self._work = Once(mesh.reduce_(self._words, tuple(mesh.shape)))
 
     def wait(self) -> tuple[float, int]:

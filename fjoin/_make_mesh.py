@@ -7,6 +7,8 @@ import contextlib
 import datetime
 import math
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -63,9 +65,16 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
             sizes = _sizes(shape, 1)
             return Mesh(sizes, {name: One() for name in sizes}, 0)
         # With fewer GPUs than ranks on this host all of them use the CPU; with enough, both work.
-        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = torch.cuda.is_available() and count >= here
         if gpus:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)
+        elif count:
+            warnings.warn(
+                f"this host has {here} ranks, which see {count} GPUs: they use the CPU, with gloo. Start as many ranks as GPUs; "
+                f"or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before fjoin.mesh",
+                stacklevel=2,
+            )
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
         # Threads of groups that are still there when the interpreter ends can abort the process.
@@ -92,7 +101,8 @@ def _close() -> None:
     """Take down what `mesh` has made, unless the program has done so."""
     if dist.is_initialized():
         for made in list(_MADE):
-            made.take_down()
+            # A program that ends by an error may leave its peers within a message.
+            made.take_down(failed=getattr(sys, "last_value", None) is not None)
         dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ import torch
 
 from ._axis import Once
 from ._mesh import Mesh
+from .transforms._tree import on
 from .transforms.sync._lane import mask_words, rank_bit, ranks_in
 
 
@@ -13,9 +14,10 @@ class Roll:
     """One iteration's message: which ranks have input, and which of them synchronise gradients in it."""
 
     def __init__(self, mesh: Mesh, device: torch.device, live: bool = False, syncs: bool = False) -> None:
-        self._words = torch.zeros(2, mask_words(mesh.size), dtype=torch.float32, device=device)
+        words = torch.zeros(2, mask_words(mesh.size), dtype=torch.float32)
         here, bit = rank_bit(mesh.rank)
-        self._words[0, here], self._words[1, here] = live * bit, syncs * bit
+        words[0, here], words[1, here] = live * bit, syncs * bit
+        self._words = on(device, words)
         self._work: Once | None = Once(mesh.reduce_(self._words, tuple(mesh.shape)))
         self._read: tuple[tuple[int, ...], ...] = ()
 

@@ -27,6 +27,7 @@ from ._plan import make_plan, takes_flat
 from ._tree import Tree, registered
 from .axes._collectives import axis_size, psum
 from .axes._env import bind_axes
+from .axes._order import to_order
 from .sync._lane import encode_lane, lane_dtype, step_lane
 from .sync._mean import MeanState
 
@@ -55,13 +56,14 @@ class _Recorder:
         return torch.tensor(0)
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        payload = x.numel() * x.element_size()
+        sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
+        payload = sent.numel() * sent.element_size()
         if op == "all_to_all_single":
             give, take = arg
             share = 1 - give[0] / max(sum(give), 1)  # what this rank keeps does not travel
             self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * share)))
             return x.new_zeros(sum(take), *x.shape[1:])
-        self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * _SENT[op](self.size))))
+        self._notes.append(Message(op, self.name, sent.dtype, payload, round(payload * _SENT[op](self.size))))
         if op == "all_gather":
             return x.new_zeros(self.size, *x.shape)
         return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)

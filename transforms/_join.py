@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
-from ._tree import State
+from ._tree import State, device_of, on
 from .axes._collectives import axis_index, axis_size, pmin
 from .axes._from_one import from_one
 from .axes._primitive import AxisName
@@ -58,8 +59,12 @@ def last_joiner(is_last_joiner: Any, axis: AxisName) -> Tensor:
     >>> tx.simulate(lambda last: tx.last_joiner(last, "data"), {"data": 3}, [False, True, True])
     [tensor(1), tensor(1), tensor(1)]
     """
+    return _last(is_last_joiner, axis, None)
+
+
+def _last(is_last_joiner: Any, axis: AxisName, device: torch.device | None) -> Tensor:
     mine = torch.where(torch.as_tensor(is_last_joiner), axis_index(axis), torch.tensor(axis_size(axis)))
-    found: Tensor = pmin(mine, axis)
+    found: Tensor = pmin(on(device, mine), axis)
     return found
 
 
@@ -85,6 +90,7 @@ def broadcast_from_last(axis: AxisName) -> JoinHook:
     """
 
     def post(state: State, is_last_joiner: bool) -> State:
-        return from_one(state, last_joiner(is_last_joiner, axis) == axis_index(axis), axis)
+        last = _last(is_last_joiner, axis, device_of(optree.tree_leaves(state)))
+        return from_one(state, last == axis_index(axis), axis)
 
     return JoinHook(post=post)

@@ -61,6 +61,44 @@ def test_real_ranks_equal_simulated_ones(pool: Any, n: int) -> None:
                 assert max_diff(grad, want) < 1e-9, (op, r)
 
 
+def extremes(dtype: torch.dtype, rank: int) -> Tensor:
+    """Each meets each: NaN, infinities, zeros and small and large numbers, in one rank's order and in another's."""
+    nan, inf, tiny = float("nan"), float("inf"), torch.finfo(dtype).smallest_normal
+    values = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0, tiny, -tiny, -nan], dtype=torch.float64).to(dtype)
+    both = torch.cartesian_prod(torch.arange(10), torch.arange(10))[:, rank % 2]
+    return values[both]
+
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def found() -> Any:
+    rank, out = torch.distributed.get_rank(), []
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        for dtype in FLOATS:
+            x = extremes(dtype, rank)
+            with watched() as sent:
+                both = tx.pmax(x, "data"), tx.pmin(x, "data")
+            out.append((both, [message.bytes for message in sent]))
+    return out
+
+
+def test_no_rank_loses_a_nan(pool: Any) -> None:
+    """gloo's and NCCL's own maximum of a number and NaN may be the number."""
+    real = pool.run(2, found)
+    for i, dtype in enumerate(FLOATS):
+        xs = [extremes(dtype, rank) for rank in range(2)]
+        want = torch.maximum(*xs), torch.minimum(*xs)
+        for engine in ("lockstep", "vmap"):
+            simulated = tx.simulate(lambda x: (tx.pmax(x, "data"), tx.pmin(x, "data")), {"data": 2}, xs, engine=engine)
+            for got, _ in (real[0][i], real[1][i], (simulated[0], None)):
+                for mine, right in zip(got, want, strict=True):
+                    assert mine.dtype is dtype and torch.equal(mine.isnan(), right.isnan())
+                    assert torch.equal(mine[~right.isnan()], right[~right.isnan()])
+        told = tx.explain(tx.stateless(lambda g: tx.pmax(g, "data")), {"w": xs[0]}, {"data": 2})
+        assert real[0][i][1] == [told.payload_bytes] * 2
+
+
 def gathers() -> Any:
     n, out = torch.distributed.get_world_size(), []
     with fjoin.bind(fjoin.mesh({"data": -1})):
