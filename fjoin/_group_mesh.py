@@ -126,6 +126,20 @@ class GroupMesh(Mesh):
                 if left <= 0.5:
                     self._absent(rank)
 
+    def await_event(self, event: Any) -> None:
+        """Wait for a device, looking up now and then whether a rank has failed meanwhile: NCCL's kernels would not end.
+
+        Raises:
+            PeerLost: one has.
+        """
+        look, pause = time.monotonic() + 0.5, 2e-5
+        while not event.query():
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+            if time.monotonic() > look:
+                self._raise_account()
+                look = time.monotonic() + 0.5
+
     def _absent(self, rank: int) -> NoReturn:
         raise CollectiveTimeout(
             f"rank {rank} did not come to the check before the first message within "

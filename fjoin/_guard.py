@@ -7,6 +7,7 @@ host reads a copy of the verdict later, without waiting.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._errors import NonFinite
+from ._mesh import Mesh
 from ._wire import Outgoing
 from .transforms._base import Skips
 from .transforms._tree import choose_state
@@ -46,10 +48,14 @@ class Guard:
         norm: Whether the norm of the gradients is wanted.
         skips: Whether steps that are not finite are left out without an error.
         on_device: Judge on the device although the host could look; for tests.
+        mesh: Knows, while it waits for a device, whether a rank has failed. It is not kept alive.
     """
 
-    def __init__(self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False) -> None:
+    def __init__(
+        self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
+    ) -> None:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
+        self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
 
     def on_host(self, outgoing: Sequence[Outgoing]) -> bool:
@@ -148,6 +154,19 @@ class Guard:
             event.record(stream)
         self._pending.append((step, sums, flag, event))
 
+    def attend(self) -> None:
+        """Wait until what the newest step has summed is there."""
+        if self._pending:
+            self._await(self._pending[-1][3])
+
+    def _await(self, event: Any) -> None:
+        if event is None:
+            return
+        if (mesh := self._mesh()) is not None:
+            mesh.await_event(event)
+        else:
+            event.synchronize()
+
     def raise_pending(self, newest: bool = False) -> None:
         """Raise for an earlier step that changed nothing.
 
@@ -163,8 +182,7 @@ class Guard:
         for step, sums, flag, event in list(self._pending if newest else self._pending[:-1]):
             if not newest:
                 self._pending.pop(0)
-            if event is not None:
-                event.synchronize()
+            self._await(event)
             if flag.item():
                 raise _error(step, self.host(sums), ())
 

@@ -86,6 +86,10 @@ class Mesh:
         """How many collectives have been called over the group of this mesh, where that is known."""
         return 0
 
+    def await_event(self, event: Any) -> None:
+        """Wait for a device, whose kernels may wait for a rank that has failed: a CUDA event."""
+        event.synchronize()
+
     def failed(self, error: BaseException, step: int | None) -> None:
         """Tell the other ranks that this one has failed, and let go of what they wait in."""
 

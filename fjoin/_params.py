@@ -26,6 +26,11 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
                 f"params[{name!r}] is a {type(leaf).__name__}, but a step holds plain tensors; a tensor-parallel or fully_shard "
                 f"model is trained in a loop over fjoin.join(loader), with its loss times loop.scale"
             )
+        if leaf.device != leaves[0].device:
+            raise ValueError(
+                f"params[{name!r}] lies on {leaf.device}, but params[{names[0]!r}] on {leaves[0].device}; a step takes "
+                f"parameters of one device: a model over several is trained in a loop over fjoin.join(loader)"
+            )
         if first.setdefault(id(leaf), name) != name:
             raise ValueError(
                 f"params[{name!r}] and params[{first[id(leaf)]!r}] are the same tensor, which would become two; pass it once and "

@@ -47,7 +47,7 @@ class Run:
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.axes
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
-        self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None)
+        self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
         index = 0
         for name in self.axes:
             index = index * mesh.axes[name].size + int(mesh.axes[name].index())
@@ -207,7 +207,12 @@ class Run:
 
     def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
         if turn is not None:
-            turn.others = lambda: Guard.host(sums)["has_next"]
+            turn.others = partial(self._has_next, sums)
+
+    def _has_next(self, sums: dict[str, Any]) -> float:
+        """How many ranks have another batch."""
+        self.guard.attend()
+        return Guard.host(sums)["has_next"]
 
     def _raise_or_count(self, body: Body, verdict: Verdict) -> None:
         if not verdict.changes:

@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from .transforms._base import Optimizer
 from .transforms._layout import Bucket, Span
@@ -42,6 +43,9 @@ class Storage:
                 of[path] = view.detach().requires_grad_()
         self.leaves = {path: of[path] for path in self.shapes}
         self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
+        # Gradients arrive in the stream of a leaf's node, which is made anew by every forward pass unless somebody holds it:
+        # held, those of a bucket all arrive in one.
+        self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
 
     def make_slots(self) -> None:
         """Start the optimizer from the parameters as they are now."""

@@ -5,6 +5,7 @@ One GPU will do: its ranks pass for hosts of their own (see pool.py).
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import same_bits
 from pool import Pool
+from ranks import Ranks
 from small import net_loss, net_params, net_trained
 from torch.nn.parallel import DistributedDataParallel
 
@@ -123,6 +125,22 @@ def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, monkeypatch:
 
     tx.simulate(one_rank, {"data": 3})
     assert set(sent) == {"meta"}
+
+
+def with_one_gpu(rank: int, report: Any) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    report((dist.get_backend(mesh.group), [str(w.message) for w in said if "gloo" in str(w.message)]))
+
+
+def test_ranks_without_a_gpu_each_say_so() -> None:
+    with Ranks(2, with_one_gpu) as run:
+        for _ in range(2):
+            _, _, (backend, (text,)) = run.next(60)
+            assert backend == "gloo" and "2 ranks" in text and "1 GPUs" in text and "init_process_group('nccl')" in text
 
 
 def module(device: str) -> torch.nn.Module:

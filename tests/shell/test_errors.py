@@ -86,6 +86,11 @@ def test_what_cannot_be_made(make: Any, kind: Any, texts: list[str]) -> None:
         ({"w": torch.ones(2, dtype=torch.complex64)}, TypeError, ["params['w']", "complex64", "view_as_real"]),
         ({"w": torch.ones(2).to_sparse()}, TypeError, ["params['w']", "sparse"]),
         ({"w": 3.0}, TypeError, ["params['w']", "float"]),
+        (
+            {"w": torch.ones(2), "v": torch.ones(2, device="meta")},
+            ValueError,
+            ["params['v'] lies on meta", "params['w'] on cpu", "fjoin.join(loader)"],
+        ),
         ({"w": TwoTensor(torch.ones(2), torch.ones(2))}, TypeError, ["params['w']", "TwoTensor", "fjoin.join(loader)"]),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ValueError, ["'a.b'", "rename"]),
     ],

@@ -263,3 +263,44 @@ def account_of(text: str) -> str:
     import fjoin
 
     return type(fjoin.mesh({"data": -1}).account(RuntimeError(text), 0)).__name__
+
+
+class Later:
+    """An event of a device, that has come when it has been asked for some times; `synchronize` would wait for ever."""
+
+    def __init__(self, times: float) -> None:
+        self.left = times
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def wait_for_a_device(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+    from fjoin._guard import Guard
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=300)
+    if rank == 1:
+        mesh.failed(ValueError("bad batch"), 3)
+        return
+    guard = Guard(2, mesh=mesh)
+    guard._pending.append((2, {}, torch.zeros(()), Later(3)))
+    guard.attend()
+    guard.raise_pending(newest=True)
+    guard._pending.append((3, {}, torch.zeros(()), Later(float("inf"))))
+    for wait in (guard.attend, lambda: guard.raise_pending(newest=True)):
+        try:
+            wait()
+        except fjoin.PeerLost as error:
+            report((str(error), error.rank, error.step))
+
+
+def test_who_waits_for_a_device_hears_of_a_failure() -> None:
+    """A kernel of NCCL's that waits for a rank that has failed does not end."""
+    with Ranks(2, wait_for_a_device) as run:
+        for _ in range(2):
+            rank, _, (text, who, step) = run.next(30)
+            assert (rank, who, step) == (0, 1, 3) and "bad batch" in text
