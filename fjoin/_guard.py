@@ -89,7 +89,7 @@ class Guard:
         elif out.grads.device.type == "cpu" and not self.on_device:
             out.seen = out.grads.sum()
         elif out.grads.numel():
-            out.seen = out.grads.abs().amax()
+            out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 
     def bad(self, outgoing: Sequence[Outgoing]) -> Any:
         """1 if a gradient is not finite, else 0: a number where the host may look."""
