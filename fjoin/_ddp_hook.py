@@ -20,6 +20,7 @@ from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
 from ._seed import unscale
+from ._side_stream import SideStream
 from ._stages import run_stages
 from ._stepper import Stepper, divides
 from ._storage import apart, put
@@ -81,6 +82,7 @@ class DDPRun:
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._calls: list[Call] = []
         self._waves: Waves | None = None
+        self._side: SideStream | None = None  # on CUDA
         self._sum: PlainSum | None = None
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
@@ -144,8 +146,9 @@ class DDPRun:
             return
         if self._plan.early is None:
             return
-        if not self._calls:
-            self._waves = Waves(self._mesh.axes) if out.grads.device.type == "cpu" and self.ranks > 1 else None
+        if not self._calls and self.ranks > 1:
+            self._waves = Waves(self._mesh.axes) if out.grads.device.type == "cpu" else None
+            self._side = self._side or (SideStream(out.grads.device) if out.grads.is_cuda else None)
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
         count = len(stages(self._plan.early))
         states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])
@@ -155,8 +158,11 @@ class DDPRun:
         self._calls.append(call)
         if self._waves is not None:
             out.work = self._waves.start(call)
-        else:
-            with bind_axes({**bound(), **self._mesh.axes}):
+            return
+        with bind_axes({**bound(), **self._mesh.axes}):
+            if self._side is not None:
+                out.work = self._side.start(call)
+            else:
                 call()
 
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from ._guard import Clip, Guard
 from ._hook_state import FLAT, Form, HookState
 from ._lane import StepLane
 from ._mesh import Mesh
+from ._side_stream import SideStream
 from ._stages import run_stages
 from ._storage import Storage, apart, put
 from ._waves import Waves, travel
@@ -92,7 +93,7 @@ class HookRun:
         self._calls: list[Call] = []
         self._bound: dict[str, Any] = {}
         self._in_waves = False
-        self._side: Any = None  # on CUDA, the stream that buckets' hooks run in
+        self._side: SideStream | None = None  # on CUDA
 
     def init(self, storage: Storage) -> Any:
         """The state to start from; `HookState.whole` of it is `hook.init(params)`."""
@@ -122,7 +123,7 @@ class HookRun:
         if not self._carries:
             self._lane.travel_alone(words)
         self._in_waves = travel(axes, layout, "cpu")
-        self._side = torch.cuda.Stream(layout[0].device) if travel(axes, layout, "cuda") else None
+        self._side = SideStream(layout[0].device) if travel(axes, layout, "cuda") else None
         return [Outgoing(bucket, storage.shapes, 0) for bucket in layout]
 
     def start(self, state: HookState, storage: Storage, lane: dict[str, Any]) -> None:
@@ -156,14 +157,11 @@ class HookRun:
         call.out = out
         if self._waves is not None:
             return self._waves.start(call)
-        if self._side is None:
-            with torch.no_grad(), bind_axes(self._bound):
-                call()
-            return call
-        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
-        with torch.cuda.stream(self._side), torch.no_grad(), bind_axes(self._bound):
+        with torch.no_grad(), bind_axes(self._bound):
+            if self._side is not None:
+                return self._side.start(call)
             call()
-        return _OnStream(self._side)
+        return call
 
     def stop(self) -> None:
         """Forget a step that has failed."""
@@ -264,13 +262,3 @@ class Call:
 
     def wait(self) -> None:
         return None
-
-
-class _OnStream:
-    """Work of a side stream, for which the current stream waits."""
-
-    def __init__(self, side: Any) -> None:
-        self._side = side
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._side.device).wait_stream(self._side)
