@@ -98,18 +98,23 @@ WITHOUT_DATA: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
-@pytest.mark.parametrize("hook", WITHOUT_DATA)
-def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, monkeypatch: Any) -> None:
-    """Tensors without data lie on no host, and nobody can read them."""
-    run = SimulatedAxis.run
-    sent = []
+@pytest.fixture
+def sent(monkeypatch: Any) -> list[str]:
+    """The devices of simulated ranks' messages."""
+    run, sent = SimulatedAxis.run, []
 
     def watched(axis: Any, op: str, x: torch.Tensor, arg: Any) -> torch.Tensor:
         sent.append(x.device.type)
         return run(axis, op, x, arg)
 
     monkeypatch.setattr(SimulatedAxis, "run", watched)
+    return sent
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("hook", WITHOUT_DATA)
+def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[str], monkeypatch: Any) -> None:
+    """Tensors without data lie on no host, and nobody can read them."""
     monkeypatch.setattr(Guard, "_remember", lambda *verdict: None)  # which is read when it has come to the host
 
     def one_rank() -> None:
@@ -125,6 +130,37 @@ def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, monkeypatch:
 
     tx.simulate(one_rank, {"data": 3})
     assert set(sent) == {"meta"}
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0, torch.tensor(2.0)])
+def test_what_is_called_beside_steps_does_not_wait(weight: Any, sent: list[str]) -> None:
+    def one_rank(last: bool) -> None:
+        x, channels = torch.empty(4, 3, device="meta"), torch.empty(3, device="meta")
+        with NoWaiting():
+            y, state = tx.sync_batch_norm(x, tx.BatchNormState(channels, channels), axis="data", weight=weight)
+            of_last = tx.broadcast_from_last("data").post({"x": x}, last)["x"]
+        assert {y.device.type, state.mean.device.type, of_last.device.type} == {"meta"}
+
+    tx.simulate(one_rank, {"data": 3}, [False, True, True])
+    assert set(sent) == {"meta"}
+
+
+OPTIMIZERS = {
+    "adagrad": lambda: tx.adagrad(0.1, lr_decay=0.1),
+    "sgd with dampening": lambda: tx.sgd(0.1, momentum=0.9, dampening=0.5),
+    "tabulated": lambda: tx.lion(tx.tabulated([0.1, 0.2])),
+    "lamb": lambda: tx.lamb(tx.cosine(0.1, 10)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_in_place_without_waiting(name: str) -> None:
+    """Those of which torch has no kernel, or one that reads the number of steps."""
+    opt, param, guard = OPTIMIZERS[name](), torch.empty(3, 4, device="meta"), torch.empty((), device="meta")
+    state = opt.init_param(param)
+    with NoWaiting():
+        for _ in range(3):
+            opt.step_param_(param, torch.empty_like(param), state, grad_scale=guard, found_inf=guard)
 
 
 def with_one_gpu(rank: int, report: Any) -> None:
