@@ -56,6 +56,11 @@ class Once:
             del works
 
 
+def _named(new: str, old: str) -> Any:
+    """A function of torch.distributed, by its name from torch 2.13 on, or its name before."""
+    return getattr(dist, new if hasattr(dist, new) else old)
+
+
 # Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
 # same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
 # gains nothing.
@@ -115,7 +120,7 @@ class GroupAxis:
         """Start filling `out`, (n, ...), with what the ranks have in the place of `x`."""
         flat, rows = x.view(-1), out.view(self.size, x.numel())
         if x.device.type != "cpu":  # NCCL gathers into one tensor, and copies from there into a list of several
-            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+            gather = _named("all_gather_single", "all_gather_into_tensor")
             return [gather(rows.view(-1), flat, group=self.group, async_op=True)]
         if not self._swaps:
             return [dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True)]
@@ -161,7 +166,8 @@ class GroupAxis:
             out = x.clone()
             return self._after(out, self.reduce_(out))
         if op in _REDUCE:
-            out = to_order(x, op == "pmax").clone()
+            out = to_order(x, op == "pmax")
+            out = out.clone() if out is x else out
             wait = self._after(out, dist.all_reduce(out, _REDUCE[op], group=group, async_op=True))
             return lambda: from_order(wait(), x.dtype)
         if op == "pbroadcast":
@@ -175,7 +181,7 @@ class GroupAxis:
                 parts = self.begin("all_to_all", x, None)
                 return lambda: parts().sum(0, dtype=x.dtype)
             out = x.new_empty(x.shape[1:])
-            scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name from torch 2.13 on
+            scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
             return self._after(out, scatter(out, x, group=group, async_op=True))
         if op == "all_to_all":
             out = torch.empty_like(x)

@@ -26,6 +26,8 @@ from ._sockets import Connections, shut
 TIMEOUT_S = 600.0
 # How long a rank whose connection broke waits for the failed rank's own account of it.
 _ACCOUNT_S = 1.0
+# How long a program that ends waits for its device.
+_LAST_S = 10.0
 # What gloo's errors look like, which have no class of their own; NCCL's and the store's have.
 _GLOO = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
@@ -160,6 +162,17 @@ class GroupMesh(Mesh):
         self.take_down()
         # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
         shut(opened)
+
+    def close(self) -> None:
+        """Take the groups down at the end of a program, once its device has done what it was given, or seems never to."""
+        failed = False
+        if torch.cuda.is_initialized():
+            event, end = torch.cuda.Event(), time.monotonic() + _LAST_S
+            event.record()
+            while not (failed or event.query()):
+                time.sleep(1e-3)
+                failed = time.monotonic() > end  # a peer may have ended before it came to the same message
+        self.take_down(failed)
 
     def take_down(self, failed: bool = True) -> None:
         """Destroy the groups of this mesh.

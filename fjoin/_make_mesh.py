@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import math
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -68,10 +67,10 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
         count, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gpus = torch.cuda.is_available() and count >= here
         if gpus:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % count)
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         elif count:
             warnings.warn(
-                f"this host has {here} ranks, which see {count} GPUs: they use the CPU, with gloo. Start as many ranks as GPUs; "
+                f"this host has {here} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many ranks as GPUs; "
                 f"or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before fjoin.mesh",
                 stacklevel=2,
             )
@@ -101,8 +100,7 @@ def _close() -> None:
     """Take down what `mesh` has made, unless the program has done so."""
     if dist.is_initialized():
         for made in list(_MADE):
-            # A program that ends by an error may leave its peers within a message.
-            made.take_down(failed=getattr(sys, "last_value", None) is not None)
+            made.close()
         dist.destroy_process_group()
 
 

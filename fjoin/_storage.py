@@ -47,6 +47,9 @@ class Storage:
         # held, those of a bucket all arrive in one.
         self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_nodes": []}  # which cannot be copied
+
     def make_slots(self) -> None:
         """Start the optimizer from the parameters as they are now."""
         self.set_slots(

@@ -76,7 +76,8 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
     if new is old:
         return new
     if isinstance(new, Tensor) and isinstance(old, Tensor):
-        device = old.device if new.device.type == "cpu" else new.device  # not the host, which would have to wait
+        all_of = (new, old) if new.dim() else (new, old, fine)
+        device = next((x.device for x in all_of if x.device.type != "cpu"), new.device)  # the host would have to wait
         return torch.where(on(device, fine), on(device, new), on(device, old))
     if type(new) is type(old) and hasattr(new, "choose"):
         return new.choose(fine, old)

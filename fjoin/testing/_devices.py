@@ -1,6 +1,6 @@
 """The law of devices: what runs on a CPU runs on a GPU too, as far as that can be told without one.
 
-Tensors without data, on a device of their own, meet the same checks there as on any other that is not the host.
+Tensors without data ("meta") lie on a device of their own: nobody can read them, and torch refuses to mix them with others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from .. import transforms as tx
@@ -25,18 +24,17 @@ _ELSEWHERE = torch.device("meta")
 
 
 def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
-    """What it sends and returns lies where the gradients lie, in buckets too, and no value of theirs is read."""
+    """What it sends and returns lies where the gradients lie, in buckets too, and the host waits for no value or copy."""
     if not make().vmappable:  # it may look at values, which waits for the device
         return
-    names = axes_for(make)
-    with _fake(), bind_axes({name: _Elsewhere(n) for name, n in names.items()}):
-        whole = params_like()
+    names, whole = axes_for(make), params_like()
+    with _without_data(), bind_axes({name: _Elsewhere(n) for name, n in names.items()}):
         for paths in (tuple(whole), *((path,) for path in whole)):
             part, params = make(), _elsewhere(whole)
             state = restrict(part.init(params), params, paths)
             some = {path: params[path] for path in paths}
-            for weight in (2.0, None, 0.0, torch.ones(()), torch.ones((), device=_ELSEWHERE)):
-                with NoWaiting():
+            for call, weight in enumerate((1.0, 2.0, None, 0.0, torch.ones(()), torch.ones((), device=_ELSEWHERE))):
+                with NoWaiting() if call else contextlib.nullcontext():  # the first may set up what it keeps
                     out, state = part.update(_elsewhere(some), state, some, weight=weight, lane={"x": 1.0})
                 assert all(leaf.device == _ELSEWHERE for leaf in optree.tree_leaves(out)), (
                     "gradients came back on the host"
@@ -44,16 +42,16 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
 
 
 def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
-    """Codes lie where the floats lie, and floats where the codes lie, and no value of theirs is read."""
+    """Codes lie where the floats lie, and floats where the codes lie, and the host waits for no value or copy."""
     codec = make()
-    with _fake():
-        for n in (0, 1, 300):
+    with _without_data():
+        for call, n in enumerate((300, 300, 1, 0)):
             x = torch.empty(2, n, device=_ELSEWHERE)
             noise = []
             if codec.noisy:
                 places, key = (torch.empty(size, dtype=torch.int32, device=_ELSEWHERE) for size in (x.shape, ()))
                 noise = [tx.Noise(places, key, key)]
-            with NoWaiting():
+            with NoWaiting() if call else contextlib.nullcontext():
                 codes = codec.encode(x, *noise)
                 floats = codec.decode(codes, n)
             assert codes.device == _ELSEWHERE, "codes were made on the host"
@@ -61,12 +59,12 @@ def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
 
 
 def steps_on_its_device(make: Callable[[], tx.Optimizer]) -> None:
-    """Parameters and states lie where the parameters lay, but for counters of no dimension; no value of theirs is read."""
-    with _fake():
+    """Parameters and states lie where the parameters lay, but for counters of no dimension; the host does not wait."""
+    with _without_data():
         part, param = make().at("layer.weight"), _elsewhere(params_like()["layer.weight"])
         state = part.init_param(param)
-        for _ in range(3):
-            with NoWaiting():
+        for call in range(3):
+            with NoWaiting() if call else contextlib.nullcontext():
                 param, state = part.step_param(param, _elsewhere(param), state)
             both: Any = (param, state)
             for leaf in optree.tree_leaves(both):
@@ -79,36 +77,47 @@ def _elsewhere(tree: Any) -> Any:
 
 
 class NoWaiting(TorchFunctionMode):
-    """Raises where values of the host would be copied to the other device, and the copy waited for."""
+    """Raises where tensors of the host and of the other device are mixed, or the host would wait for a copy between them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        there = isinstance(out, Tensor) and out.device == _ELSEWHERE
-        if func in _COPIES and there and not kwargs.get("non_blocking"):
-            assert not any(isinstance(x, Tensor) and x.device.type == "cpu" for x in args), (
-                f"it waits for a copy: {func}"
+        given: Any = (args, kwargs)
+        tensors = [x for x in optree.tree_leaves(given) if isinstance(x, Tensor)]
+        host = [x for x in tensors if x.device.type == "cpu"]
+        name, made = getattr(func, "__name__", ""), isinstance(out, Tensor) and out.device == _ELSEWHERE
+        if name in _COPIES:
+            waits = made and host and not (kwargs.get("non_blocking") or any(x is True for x in args[1:]))
+            assert not waits, f"the host waits for a copy: {name}; pass non_blocking=True"
+        elif name in _MAKERS:
+            assert not made or any(x.device == _ELSEWHERE for x in tensors if name != "new_tensor"), (
+                f"the host waits for a copy: {name}; use torch.full, or .to(device, non_blocking=True)"
             )
-        if func in _MAKERS and there:
-            assert isinstance(args[0], Tensor), f"it waits for a copy: {func} of {args[0]!r}; use torch.full"
+        elif len(host) < len(tensors):
+            # A number in a 0-d tensor of the host may stand beside others; a condition, or one of several to be put together, may not.
+            mixed = any(x.dim() for x in host) or (host and (name in _JOINS or name == "where" and host[0] is args[0]))
+            assert not mixed, f"it mixes devices: {name}"
         return out
 
 
-_COPIES = {torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.where, torch.Tensor.where}
-_MAKERS = {torch.tensor, torch.as_tensor}
+_COPIES = {"to", "copy_", "type_as"}
+_MAKERS = {"tensor", "as_tensor", "asarray", "new_tensor"}
+_JOINS = {"stack", "cat", "concat", "hstack", "vstack"}
 
 
 @contextlib.contextmanager
-def _fake() -> Iterator[None]:
+def _without_data() -> Iterator[None]:
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with torch.no_grad():
             yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise AssertionError(f"it reads a tensor's value, which waits for the device: {error}") from error
-    except RuntimeError as error:  # torch has no class of its own for tensors on two devices
-        if "same device" not in str(error):
+    except (RuntimeError, NotImplementedError) as error:  # torch has no class of its own for these
+        text = str(error)
+        if "same device" in text or "expected device" in text:
+            raise AssertionError(f"it mixes devices: {text}") from error
+        if "meta tensor" in text:
+            raise AssertionError(f"it reads a tensor's value, which waits for the device: {text}") from error
+        if "not an accelerator" not in text:  # a generator of the device's, which nothing can be said of
             raise
-        raise AssertionError(f"it mixes devices: {error}") from error
 
 
 class _Elsewhere:

@@ -89,11 +89,17 @@ def test_steps(ranks: tuple[str, Pool], hook: str, bucket_bytes: int) -> None:
             near(got, want, start, HOOKS[hook][1])
 
 
+def counted(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return grads, (state[0] + 1,)
+
+
 WITHOUT_DATA: dict[str, Any] = {
     **{name: make for name, (make, _) in HOOKS.items()},
     "mean": lambda: tx.mean("data"),
     "over all ranks": lambda: tx.mean("data", over="world"),
     "clipped as before": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0, mode="previous")),
+    "local": tx.noop,
+    "counted": lambda: tx.chain(tx.mean("data"), tx.Transform(lambda params: (torch.zeros(()),), counted)),
     "left out": lambda: tx.skip_if_nonfinite(tx.mean("data")),
 }
 
@@ -176,7 +182,12 @@ def test_ranks_without_a_gpu_each_say_so() -> None:
     with Ranks(2, with_one_gpu) as run:
         for _ in range(2):
             _, _, (backend, (text,)) = run.next(60)
-            assert backend == "gloo" and "2 ranks" in text and "1 GPUs" in text and "init_process_group('nccl')" in text
+            assert (
+                backend == "gloo"
+                and "2 ranks" in text
+                and "fewer GPUs, 1" in text
+                and "init_process_group('nccl')" in text
+            )
 
 
 def module(device: str) -> torch.nn.Module:

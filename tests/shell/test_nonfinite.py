@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin._guard import Guard
 
 X = torch.ones(2)
 
@@ -225,3 +226,17 @@ def test_a_lost_window_is_lost_for_a_state_that_was_kept() -> None:
     for _ in range(2):
         middle, metrics = step(middle, X)
     assert metrics.stepped and torch.allclose(middle.params["w"], torch.full((2,), 0.9))
+
+
+def test_steps_that_are_left_out_are_waited_for_too(monkeypatch: Any) -> None:
+    """On a device the host looks, while it waits, whether a rank has failed: of a pipeline that raises nothing too."""
+    waited: list[Any] = []
+    monkeypatch.setattr(Guard, "_await", lambda guard, event: waited.append(event))
+    step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
+    step._run.guard.on_device = True
+    for batch in (X, torch.tensor([1.0, float("nan")]), X):
+        state, metrics = step(state, batch)
+        before = len(waited)
+        metrics.weight  # noqa: B018
+        assert len(waited) > before
+    assert metrics.stepped

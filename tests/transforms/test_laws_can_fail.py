@@ -179,6 +179,22 @@ def _comes_back_on_the_host(grads: Any, state: Any, params: Any = None, **extra:
     return {k: torch.zeros(g.shape) for k, g in grads.items()}, state
 
 
+def _copies_each_time(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g * torch.tensor(0.5, dtype=g.dtype, device=g.device) for k, g in grads.items()}, state
+
+
+def _moves_each_time(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g * torch.tensor(0.5).to(g) for k, g in grads.items()}, state
+
+
+def _gathers_by_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g.flatten()[torch.arange(g.numel())].view(g.shape) for k, g in grads.items()}, state
+
+
+def _decides_on_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: torch.where(tx.axis_index("data") < 9, g, 0.0) for k, g in grads.items()}, state
+
+
 _SEEN: list[int] = []
 
 
@@ -199,10 +215,17 @@ BROKEN_TRANSFORMS = {
     "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
     "maps": [_plain(_looks_at_values), _other_under_vmap],
     "stays_on_its_device": [
-        _plain(_counts_on_the_host),
-        _plain(_mixes_devices),
-        _plain(_reads_a_norm),
-        _plain(_comes_back_on_the_host),
+        _plain(update)
+        for update in (
+            _counts_on_the_host,
+            _mixes_devices,
+            _reads_a_norm,
+            _comes_back_on_the_host,
+            _copies_each_time,
+            _moves_each_time,
+            _gathers_by_the_host,
+            _decides_on_the_host,
+        )
     ],  # fmt: skip
     "is_data": [_never_equal],
 }
@@ -218,6 +241,46 @@ BROKEN_TRANSFORMS = {
 def test_each_transform_law_can_fail(law: Any, broken: Any) -> None:
     with pytest.raises((AssertionError, RuntimeError, TypeError)):
         law(broken)
+
+
+def _counts(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    calls = int(state[0])  # of no dimension, on the host: nobody waits
+    return {k: g if calls % 2 else -g for k, g in grads.items()}, (state[0] + 1,)
+
+
+_TABLES: dict[torch.device, Tensor] = {}
+
+
+def _keeps_a_table(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    at = {g.device: g for g in grads.values()}
+    for device in at.keys() - _TABLES.keys():
+        _TABLES[device] = torch.tensor([0.5, 2.0], device=device)
+    return {k: g * _TABLES[g.device].prod() for k, g in grads.items()}, state
+
+
+def _moves_without_waiting(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    half = torch.tensor(data=0.5, dtype=torch.float64)
+    return {k: g * half.to(g.device, g.dtype, True) + g.clone().copy_(half, True) for k, g in grads.items()}, state
+
+
+def _draws(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    out = {}
+    for k, g in grads.items():
+        out[k] = g + torch.rand(g.shape, dtype=g.dtype, device=g.device, generator=torch.Generator(device=g.device))
+    return out, state
+
+
+def _own_bfloat16(x: Tensor) -> Tensor:
+    return x.bfloat16().view(torch.uint8).reshape(len(x), 2 * x.shape[1])
+
+
+def test_honest_ones_pass_the_law_of_devices() -> None:
+    (law,) = (law for law in TRANSFORM_LAWS if law.__name__ == "stays_on_its_device")
+    law(lambda: tx.Transform(lambda params: (torch.zeros((), dtype=torch.int64),), _counts))
+    for update in (_keeps_a_table, _moves_without_waiting, _draws):
+        law(_plain(update))
+    (of_codecs,) = (law for law in CODEC_LAWS if law.__name__ == "encodes_on_its_device")
+    of_codecs(_codec(encode=_own_bfloat16, decode=lambda data, n: data.contiguous().view(torch.bfloat16).float()))
 
 
 def _optimizer(**changed: Any) -> Callable[[], tx.Optimizer]:

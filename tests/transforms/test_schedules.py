@@ -87,3 +87,7 @@ def test_what_is_refused() -> None:
     raises_text(
         TypeError, lambda: tx.from_torch_scheduler(torchs.ReduceLROnPlateau, 0.1, 3), "ReduceLROnPlateau", "step"
     )
+
+
+def test_a_table_takes_several_steps_at_once() -> None:
+    assert tx.tabulated([0.1, 0.2])(torch.arange(4).view(2, 2)).tolist() == [[0.1, 0.2], [0.2, 0.2]]

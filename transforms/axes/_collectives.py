@@ -63,6 +63,8 @@ def pmean(x: Tree, axis: AxisName) -> Tree:
 def pmax(x: Tree, axis: AxisName) -> Tree:
     """Elementwise maximum over the ranks of an axis; NaN where any rank has one. No gradient.
 
+    Between processes floats travel as integers of the same order, those of 16 bits and less as of 32.
+
     Args, Raises: as `psum`.
 
     Returns:
@@ -77,6 +79,8 @@ def pmax(x: Tree, axis: AxisName) -> Tree:
 
 def pmin(x: Tree, axis: AxisName) -> Tree:
     """Elementwise minimum over the ranks of an axis; NaN where any rank has one. No gradient.
+
+    Between processes floats travel as integers of the same order, those of 16 bits and less as of 32.
 
     Args, Raises: as `psum`.
 

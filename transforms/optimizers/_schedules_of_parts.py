@@ -154,7 +154,7 @@ def tabulated(values: tuple[float, ...]) -> Schedule:
     def function(step: Tensor) -> Tensor:
         table = on(step.device, torch.tensor(values, dtype=torch.float64))
         at = torch.clamp(step, 0, len(values) - 1).long()
-        return table.index_select(0, at.view(1)).view(())  # table[at] would read `at` on the host
+        return table.index_select(0, at.reshape(-1)).view(at.shape)  # table[at] would read `at` on the host
 
     return Schedule(function)
 
