@@ -18,9 +18,8 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     They are: pure; what its scope says holds; called bucket by bucket as on the whole; in a chain as alone; a rank of weight
     0 is not heard, whatever it holds, of a reduction in later steps neither; a mean or a sum (`Transform.reduction`) is the
     identity on one rank and does not mind the order of ranks; what loses something does not remember a step that is not
-    finite; it goes on from a file to the bit; the vmap engine gives the same; on another device than the host nothing lies on the
-    host, and no value is read there, which would wait; repr, equality, JSON (but of what is written by hand) and fingerprint
-    agree.
+    finite; it goes on from a file to the bit; the vmap engine gives the same; on another device no message is made on the
+    host, and the host waits for no value or copy; repr, equality, JSON (but of what is written by hand) and fingerprint agree.
 
     Args:
         make: Makes the transform, the same one each time; its parameters are float64, of the paths "layer.weight",
