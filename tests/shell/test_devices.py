@@ -231,7 +231,8 @@ def collectives(device: str) -> Any:
             tx.quantized(tx.psum_scatter, codec)(x, "data"),
             tx.quantized(tx.psum, codec)(x, "data"),
             tx.quantized(tx.ppermute, codec)(x, "data", [(r, (r + 1) % n) for r in range(n)]),
-        ]
+            tx.all_gather(x, "data"), tx.psum_scatter(x, "data"), tx.pmax(x, "data"), tx.pbroadcast(x, "data", 1),
+        ]  # fmt: skip
     filled = [torch.empty_like(x) for _ in range(n)]
     work = fjoin.auto_quantize(dist.all_gather, codec)(filled, x, async_op=True)
     work.wait()
@@ -244,6 +245,7 @@ def test_collectives(ranks: tuple[str, Pool], n: int) -> None:
     xs = [torch.arange(8.0 * n).view(n, 8) * (rank + 1) for rank in range(n)]
     for rank, got in enumerate(pool.run(n, collectives, device)):
         total, all_x = sum(xs), torch.stack(xs)
-        want = [all_x, torch.stack([x[rank] for x in xs]), total[rank], total, xs[rank - 1], all_x]
+        plain = [all_x, total[rank], xs[-1], xs[1]]
+        want = [all_x, torch.stack([x[rank] for x in xs]), total[rank], total, xs[rank - 1], *plain, all_x]
         for y, exact in zip(got, want, strict=True):
             assert y.shape == exact.shape and (y - exact).abs().max() <= 0.02 * exact.abs().max()
