@@ -133,14 +133,14 @@ class GroupMesh(Mesh):
 
         Raises:
             PeerLost: one has.
+            CollectiveTimeout: the device has not come so far within the mesh's time-out.
         """
-        look, pause = time.monotonic() + 0.5, 2e-5
-        while not event.query():
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-            if time.monotonic() > look:
-                self._raise_account()
-                look = time.monotonic() + 0.5
+        seconds = self._timeout.total_seconds()
+        if not _comes(event, seconds, self._raise_account):
+            raise CollectiveTimeout(
+                f"the device of rank {self.rank} has not ended a step within {seconds:g} s: a message in it may wait for a rank "
+                f"that was killed or stopped; for steps that take longer pass fjoin.mesh(..., timeout_s=...)"
+            )
 
     def _absent(self, rank: int) -> NoReturn:
         raise CollectiveTimeout(
@@ -167,11 +167,9 @@ class GroupMesh(Mesh):
         """Take the groups down at the end of a program, once its device has done what it was given, or seems never to."""
         failed = False
         if torch.cuda.is_initialized():
-            event, end = torch.cuda.Event(), time.monotonic() + _LAST_S
+            event = torch.cuda.Event()
             event.record()
-            while not (failed or event.query()):
-                time.sleep(1e-3)
-                failed = time.monotonic() > end  # a peer may have ended before it came to the same message
+            failed = not _comes(event, _LAST_S)  # a peer may have ended before it came to the same message
         self.take_down(failed)
 
     def take_down(self, failed: bool = True) -> None:
@@ -234,6 +232,25 @@ class GroupMesh(Mesh):
     def _raise_account(self) -> None:
         if self._store.check(["failure"]) and (lost := self._look_up(0.05)):
             raise lost
+
+
+def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
+    """Whether a device comes to an event within some time; `look` is called twice a second meanwhile.
+
+    CUDA's own wait has no end, so the event is asked, ever less often.
+    """
+    start, pause = time.monotonic(), 2e-5
+    looked = start
+    while not event.query():
+        now = time.monotonic()
+        if now - start > seconds:
+            return False
+        if now - looked > 0.5:
+            look()
+            looked = now
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
 
 
 def mesh_over(group: Any, name: str = "data") -> Mesh:

@@ -44,7 +44,7 @@ _SENT: dict[str, Callable[[int], float]] = {
 }
 
 
-class _Recorder:
+class Recorder:
     """An axis that notes what is sent and returns values of the right shape."""
 
     token: Tensor | None = None
@@ -68,10 +68,10 @@ class _Recorder:
             return x.new_zeros(self.size, *x.shape)
         return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
 
-    def joint(self, axes: tuple[str, ...]) -> _Recorder | None:
+    def joint(self, axes: tuple[str, ...]) -> Recorder | None:
         if axes != tuple(self._whole):
             return None
-        return _Recorder(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
+        return type(self)(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
 
 
 def explain(
@@ -120,7 +120,7 @@ def explain_cut(
     """
     notes: list[Message] = []
     sizes = dict(axes)
-    recorders = {name: _Recorder(name, n, notes, sizes) for name, n in sizes.items()}
+    recorders = {name: Recorder(name, n, notes, sizes) for name, n in sizes.items()}
     rows: list[Row] = []
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
         paths, leaves, _ = registered(params)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import transforms as tx
 from ..transforms._bucketwise import restrict
+from ..transforms._explain import Recorder
 from ..transforms.axes._env import bind_axes
 from ._compare import params_like
 from ._ranks import axes_for
@@ -28,13 +29,13 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
     if not make().vmappable:  # it may look at values, which waits for the device
         return
     names, whole = axes_for(make), params_like()
-    with _without_data(), bind_axes({name: _Elsewhere(n) for name, n in names.items()}):
+    with _without_data(), bind_axes({name: _Elsewhere(name, n, [], names) for name, n in names.items()}):
         for paths in (tuple(whole), *((path,) for path in whole)):
             part, params = make(), _elsewhere(whole)
             state = restrict(part.init(params), params, paths)
             some = {path: params[path] for path in paths}
             for call, weight in enumerate((1.0, 2.0, None, 0.0, torch.ones(()), torch.ones((), device=_ELSEWHERE))):
-                with NoWaiting() if call else contextlib.nullcontext():  # the first may set up what it keeps
+                with _watched(call):
                     out, state = part.update(_elsewhere(some), state, some, weight=weight, lane={"x": 1.0})
                 assert all(leaf.device == _ELSEWHERE for leaf in optree.tree_leaves(out)), (
                     "gradients came back on the host"
@@ -51,7 +52,7 @@ def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
             if codec.noisy:
                 places, key = (torch.empty(size, dtype=torch.int32, device=_ELSEWHERE) for size in (x.shape, ()))
                 noise = [tx.Noise(places, key, key)]
-            with NoWaiting() if call else contextlib.nullcontext():
+            with _watched(call):
                 codes = codec.encode(x, *noise)
                 floats = codec.decode(codes, n)
             assert codes.device == _ELSEWHERE, "codes were made on the host"
@@ -64,7 +65,7 @@ def steps_on_its_device(make: Callable[[], tx.Optimizer]) -> None:
         part, param = make().at("layer.weight"), _elsewhere(params_like()["layer.weight"])
         state = part.init_param(param)
         for call in range(3):
-            with NoWaiting() if call else contextlib.nullcontext():
+            with _watched(call):
                 param, state = part.step_param(param, _elsewhere(param), state)
             both: Any = (param, state)
             for leaf in optree.tree_leaves(both):
@@ -100,6 +101,11 @@ class NoWaiting(TorchFunctionMode):
         return out
 
 
+def _watched(call: int) -> contextlib.AbstractContextManager[Any]:
+    """From the second call on: the first may set up what is kept."""
+    return NoWaiting() if call else contextlib.nullcontext()
+
+
 _COPIES = {"to", "copy_", "type_as"}
 _MAKERS = {"tensor", "as_tensor", "asarray", "new_tensor"}
 _JOINS = {"stack", "cat", "concat", "hstack", "vstack"}
@@ -110,34 +116,25 @@ def _without_data() -> Iterator[None]:
     try:
         with torch.no_grad():
             yield
-    except (RuntimeError, NotImplementedError) as error:  # torch has no class of its own for these
+    except RuntimeError as error:  # torch has no class of its own for these
         text = str(error)
         if "same device" in text or "expected device" in text:
             raise AssertionError(f"it mixes devices: {text}") from error
         if "meta tensor" in text:
             raise AssertionError(f"it reads a tensor's value, which waits for the device: {text}") from error
-        if "not an accelerator" not in text:  # a generator of the device's, which nothing can be said of
-            raise
+        if "not an accelerator" in text:
+            raise AssertionError(
+                f"no generator draws tensors without data ({text}); vmappable=False leaves this law out"
+            ) from error
+        raise
 
 
-class _Elsewhere:
-    """An axis of ranks with tensors on the other device, and nothing but shapes."""
-
-    token: Tensor | None = None
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def index(self) -> Tensor:
-        return torch.tensor(0)
+class _Elsewhere(Recorder):
+    """An axis over which nothing may travel that lies on the host."""
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         assert x.device == _ELSEWHERE, f"a message was made on the host: {op} of {tuple(x.shape)}"
-        if op == "all_to_all_single":
-            return x.new_empty(sum(arg[1]), *x.shape[1:])
-        if op == "all_gather":
-            return x.new_empty(self.size, *x.shape)
-        return x.new_empty(x.shape[1:]) if op == "psum_scatter" else torch.empty_like(x)
+        return super().run(op, x, arg)
 
-    def joint(self, axes: tuple[str, ...]) -> None:
-        return None
+
+DEVICE_LAWS = [stays_on_its_device, encodes_on_its_device, steps_on_its_device]

@@ -125,7 +125,10 @@ def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[s
 
     def one_rank() -> None:
         pipeline = tx.fuse(WITHOUT_DATA[hook](), tx.adam(0.05))
-        step = fjoin.train_step(net_loss, pipeline, mesh=fjoin.mesh({"data": -1}), bucket_bytes=bucket_bytes)
+        mesh = fjoin.mesh({"data": -1})
+        step = fjoin.train_step(
+            net_loss, pipeline, mesh=mesh, weight=lambda batch: float(mesh.rank < 2), bucket_bytes=bucket_bytes
+        )
         state = step.init({path: p.to("meta") for path, p in net_params().items()}, sync=None)
         batch = torch.empty(3, 5, dtype=torch.float64, device="meta")
         state, _ = step(state, batch)  # in which buffers are made

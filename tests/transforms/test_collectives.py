@@ -131,7 +131,7 @@ def test_control_flow_on_a_sum(engine: Any) -> None:
 
 def test_trees_travel_packed() -> None:
     """One message per dtype, whatever the tree."""
-    from fjoin.transforms._explain import _Recorder
+    from fjoin.transforms._explain import Recorder
     from fjoin.transforms.axes._env import bind_axes
 
     notes: list[Any] = []
@@ -141,7 +141,7 @@ def test_trees_travel_packed() -> None:
         "c": torch.ones(4, dtype=torch.float64),
         "d": 1,
     }
-    with bind_axes({"data": _Recorder("data", 4, notes, {"data": 4})}):
+    with bind_axes({"data": Recorder("data", 4, notes, {"data": 4})}):
         tx.psum(tree, "data")
         assert [(m.dtype, m.payload_bytes) for m in notes] == [
             (torch.float32, 32),

@@ -1,4 +1,4 @@
-"""Every law fails on something that breaks it."""
+"""Every law fails on something that breaks it; those of devices in test_device_laws.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
+from fjoin.testing._devices import DEVICE_LAWS
 from fjoin.transforms.axes._env import under_vmap
 
 
@@ -162,39 +163,6 @@ def _looks_at_values(grads: Any, state: Any, params: Any = None, **extra: Any) -
     return {k: g * tx.axis_index("data").item() for k, g in grads.items()}, state
 
 
-def _counts_on_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    n = tx.psum(torch.ones(1), "data")
-    return {k: g / n.to(g) for k, g in grads.items()}, state
-
-
-def _mixes_devices(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: g * torch.ones(g.shape) for k, g in grads.items()}, state
-
-
-def _reads_a_norm(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: -g if g.norm() > 1.0 else g for k, g in grads.items()}, state
-
-
-def _comes_back_on_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: torch.zeros(g.shape) for k, g in grads.items()}, state
-
-
-def _copies_each_time(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: g * torch.tensor(0.5, dtype=g.dtype, device=g.device) for k, g in grads.items()}, state
-
-
-def _moves_each_time(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: g * torch.tensor(0.5).to(g) for k, g in grads.items()}, state
-
-
-def _gathers_by_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: g.flatten()[torch.arange(g.numel())].view(g.shape) for k, g in grads.items()}, state
-
-
-def _decides_on_the_host(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return {k: torch.where(tx.axis_index("data") < 9, g, 0.0) for k, g in grads.items()}, state
-
-
 _SEEN: list[int] = []
 
 
@@ -214,19 +182,6 @@ BROKEN_TRANSFORMS = {
     "forgets_what_is_not_finite": [_momentum],
     "resumes": [lambda: tx.Transform(lambda params: (_MARK,), _known_by_identity), _forgets_on_disk],
     "maps": [_plain(_looks_at_values), _other_under_vmap],
-    "stays_on_its_device": [
-        _plain(update)
-        for update in (
-            _counts_on_the_host,
-            _mixes_devices,
-            _reads_a_norm,
-            _comes_back_on_the_host,
-            _copies_each_time,
-            _moves_each_time,
-            _gathers_by_the_host,
-            _decides_on_the_host,
-        )
-    ],  # fmt: skip
     "is_data": [_never_equal],
 }
 
@@ -235,52 +190,12 @@ BROKEN_TRANSFORMS = {
     ("law", "broken"),
     [
         pytest.param(law, broken, id=f"{law.__name__}{i}")
-        for law in TRANSFORM_LAWS for i, broken in enumerate(BROKEN_TRANSFORMS[law.__name__])
+        for law in TRANSFORM_LAWS if law not in DEVICE_LAWS for i, broken in enumerate(BROKEN_TRANSFORMS[law.__name__])
     ],
 )  # fmt: skip
 def test_each_transform_law_can_fail(law: Any, broken: Any) -> None:
     with pytest.raises((AssertionError, RuntimeError, TypeError)):
         law(broken)
-
-
-def _counts(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    calls = int(state[0])  # of no dimension, on the host: nobody waits
-    return {k: g if calls % 2 else -g for k, g in grads.items()}, (state[0] + 1,)
-
-
-_TABLES: dict[torch.device, Tensor] = {}
-
-
-def _keeps_a_table(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    at = {g.device: g for g in grads.values()}
-    for device in at.keys() - _TABLES.keys():
-        _TABLES[device] = torch.tensor([0.5, 2.0], device=device)
-    return {k: g * _TABLES[g.device].prod() for k, g in grads.items()}, state
-
-
-def _moves_without_waiting(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    half = torch.tensor(data=0.5, dtype=torch.float64)
-    return {k: g * half.to(g.device, g.dtype, True) + g.clone().copy_(half, True) for k, g in grads.items()}, state
-
-
-def _draws(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    out = {}
-    for k, g in grads.items():
-        out[k] = g + torch.rand(g.shape, dtype=g.dtype, device=g.device, generator=torch.Generator(device=g.device))
-    return out, state
-
-
-def _own_bfloat16(x: Tensor) -> Tensor:
-    return x.bfloat16().view(torch.uint8).reshape(len(x), 2 * x.shape[1])
-
-
-def test_honest_ones_pass_the_law_of_devices() -> None:
-    (law,) = (law for law in TRANSFORM_LAWS if law.__name__ == "stays_on_its_device")
-    law(lambda: tx.Transform(lambda params: (torch.zeros((), dtype=torch.int64),), _counts))
-    for update in (_keeps_a_table, _moves_without_waiting, _draws):
-        law(_plain(update))
-    (of_codecs,) = (law for law in CODEC_LAWS if law.__name__ == "encodes_on_its_device")
-    of_codecs(_codec(encode=_own_bfloat16, decode=lambda data, n: data.contiguous().view(torch.bfloat16).float()))
 
 
 def _optimizer(**changed: Any) -> Callable[[], tx.Optimizer]:
@@ -313,12 +228,11 @@ BROKEN_OPTIMIZERS = {
     "tree_step_agrees": _optimizer(step_param_=_step_other),
     "flat_is_leaves": _optimizer(step_param=_step_row_norm),
     "resumes": _optimizer(step_param_=_step_counts_calls),
-    "steps_on_its_device": _optimizer(step_param=lambda param, grad, state: (torch.zeros(param.shape), state)),
     "is_data": lambda: tx.sgd(_SEEN.append(1) or 0.1 * len(_SEEN)),
 }
 
 
-@pytest.mark.parametrize("law", OPTIMIZER_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", [law for law in OPTIMIZER_LAWS if law not in DEVICE_LAWS], ids=lambda law: law.__name__)
 def test_each_optimizer_law_can_fail(law: Any) -> None:
     with pytest.raises(AssertionError):
         law(BROKEN_OPTIMIZERS[law.__name__])
@@ -371,17 +285,11 @@ BROKEN_CODECS = {
     "tells_nonfinite": _codec(encode=lambda x: tx.bfloat16().encode(x.clamp(-1e9, 1e9))),
     "reads_rows_alone": _codec(encode=lambda x: tx.bfloat16().encode(x - x.nan_to_num().mean())),
     "keeps_to_elements": _codec(encode=lambda x: tx.bfloat16().encode(x.nan_to_num().cumsum(1))),
-    "encodes_on_its_device": [
-        _codec(decode=lambda data, n: torch.zeros(len(data), n)),
-        _codec(encode=lambda x: torch.zeros(len(x), 2 * x.shape[1], dtype=torch.uint8)),
-        _codec(encode=lambda x: tx.bfloat16().encode(x * torch.ones(x.shape[1]))),
-        _codec(encode=lambda x: tx.bfloat16().encode(x / x.abs().max().item() if x.numel() else x)),
-    ],
     "is_data": lambda: tx.int8(block=_SEEN.append(1) or len(_SEEN)),
 }
 
 
-@pytest.mark.parametrize("law", CODEC_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", [law for law in CODEC_LAWS if law not in DEVICE_LAWS], ids=lambda law: law.__name__)
 def test_each_codec_law_can_fail(law: Any) -> None:
     broken = BROKEN_CODECS[law.__name__]
     for make in broken if isinstance(broken, list) else [broken]:
