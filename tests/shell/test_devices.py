@@ -23,6 +23,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin._guard import Guard
 from fjoin.testing._devices import NoWaiting
+from fjoin.transforms._tree import choose_state
 from fjoin.transforms.axes._lockstep import SimulatedAxis
 
 # Each with what its steps may be off by, of the whole way that a run in float32 goes.
@@ -139,6 +140,17 @@ def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[s
 
     tx.simulate(one_rank, {"data": 3})
     assert set(sent) == {"meta"}
+
+
+def test_a_choice_of_states_is_made_where_nobody_waits() -> None:
+    here, there = torch.zeros(()), torch.zeros((), device="meta")
+    fine, rows = there > 0, torch.zeros(2)
+    for new, old in ((here, here.clone()), (here, there), (there, here)):
+        assert choose_state(fine, new, old).device.type == "meta"
+    assert choose_state(fine, rows, rows.to("meta")).device.type == "meta"
+    assert choose_state(here > 0, rows, rows).device.type == "cpu"
+    kept = torch.zeros(2)
+    assert choose_state(fine, kept, kept) is kept
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0, torch.tensor(2.0)])

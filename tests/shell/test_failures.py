@@ -304,3 +304,35 @@ def test_who_waits_for_a_device_hears_of_a_failure() -> None:
         for _ in range(2):
             rank, _, (text, who, step) = run.next(30)
             assert (rank, who, step) == (0, 1, 3) and "bad batch" in text
+
+
+def test_nobody_waits_for_a_device_for_ever(pool: Any) -> None:
+    (texts,) = pool.run(1, wait_in_vain)
+    assert "has not ended a step within 0.05 s" in texts[0] and texts[1:] == [True, False]
+
+
+def wait_in_vain() -> Any:
+    from unittest import mock
+
+    import torch
+
+    import fjoin
+    from fjoin import _group_mesh
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=0.05)
+    out: list[Any] = []
+    try:
+        mesh.await_event(Later(float("inf")))
+    except fjoin.CollectiveTimeout as error:
+        out.append(str(error))
+    for times in (float("inf"), 3):  # at the end of a program what is under way is cut only if it does not end
+        event = Later(times)
+        event.record = lambda: None  # type: ignore[attr-defined]
+        with (
+            mock.patch.object(torch.cuda, "is_initialized", lambda: True),
+            mock.patch.object(torch.cuda, "Event", lambda event=event: event),
+            mock.patch.object(_group_mesh, "_LAST_S", 0.05),
+            mock.patch.object(mesh, "take_down", out.append),
+        ):
+            mesh.close()
+    return out
