@@ -1,4 +1,4 @@
-"""The examples run as their text says: recipes with plain python and on two processes; and on three."""
+"""The examples run as their text says, recipes on one, two and three processes."""
 
 from __future__ import annotations
 
@@ -32,18 +32,6 @@ def skip_without_what_it_needs(name: str) -> None:
         pytest.skip(f"needs {NEEDS[name]}: run by `make test-frameworks`")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe(name: str, ranks: int) -> None:
-    skip_without_what_it_needs(name)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(RESULT) == ranks
-
-
 def _run(rank: int, report: Any, name: str) -> None:
     sys.path.insert(0, str(EXAMPLES))
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
@@ -51,13 +39,22 @@ def _run(rank: int, report: Any, name: str) -> None:
     report((ended.value.code, out.getvalue()))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_on_three(name: str) -> None:
+def test_recipe(name: str, ranks: int) -> None:
     skip_without_what_it_needs(name)
-    with Ranks(3, _run, name) as run:
-        for _ in range(3):
-            _, _, (code, text) = run.next()
-            assert not code and RESULT in text, text
+    with Ranks(ranks, _run, name) as run:
+        for _ in range(ranks):
+            _, _, (code, text) = run.next(120)
+            assert not code and text.count(RESULT) == 1, text
+
+
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_commands(launcher: list[str]) -> None:
+    command = [sys.executable, *launcher, str(EXAMPLES / "custom_loop.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(RESULT) == 1 + bool(launcher)
 
 
 @pytest.mark.parametrize("name", ALONE)
