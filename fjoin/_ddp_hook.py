@@ -207,12 +207,9 @@ class DDPRun:
         """Of a plain reduction its state, the total of the weights, and what the sums are still to be divided by."""
         assert self._sum is not None
         self.total = self._sum.total
-        wide, over = torch.tensor(self.total, dtype=torch.float64), self._plan.over
+        over = self._plan.over
         divisor = 1.0 if over is None else float(self.ranks) if over == "world" else self.total
-        state = self.hook_state[0]
-        if isinstance(state, MeanState):
-            state = MeanState(wide, {})
-        return (state,), self.total, divisor
+        return (MeanState(torch.tensor(self.total, dtype=torch.float64), {}),), self.total, divisor
 
     def _divide(self, divisor: float) -> None:
         """Make means of sums."""

@@ -82,21 +82,21 @@ def train_step(
     whole_number("accumulate", accumulate, 1)
     whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})
-    reduce = make_plan(pipeline.hook, tuple(mesh.shape)).reduce
-    if accumulate > 1 and reduce is not None and reduce.spec.name == "mean" and reduce.spec["over"] != "weight":
+    plan = make_plan(pipeline.hook, tuple(mesh.shape))
+    if accumulate > 1 and plan.reduce is not None and not plan.by_weight:
         raise ValueError(
             f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
-            f"hold, got over={reduce.spec['over']!r}"
+            f"hold, got over={plan.over!r}"
         )
-    if pipeline.after is not None and pipeline.after.spec.contains("accumulate"):
+    if pipeline.after is not None and pipeline.after.pauses:
         raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")
-    if pipeline.hook.spec.contains("accumulate"):
+    if pipeline.hook.pauses:
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
         )
     on_buffers = identity() if on_buffers is None else on_buffers
     check_transform(on_buffers, "train_step: on_buffers")
-    if on_buffers.spec.contains("accumulate"):
+    if on_buffers.pauses:
         raise ValueError(
             "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
         )

@@ -176,7 +176,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         mesh = mesh_over(model.process_group, next(iter(named), "data"))
     if mesh.size != model.process_group.size():
         raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
-    if what.spec.contains("accumulate"):
+    if hook.pauses or (isinstance(what, Pipeline) and what.after is not None and what.after.pauses):
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")

@@ -84,6 +84,10 @@ class Transform(_Specified):
         loses: For a transform that does not send all of a gradient: `params -> paths` of those of which it does not, and of
             which it keeps the rest in `extra["memory"]`; see `error_feedback`. None: nothing is lost, or what its parts lose.
         named: Whether `update` looks at paths, so that no flat buffer may stand for leaves.
+        plain: Whether `update` is one psum of weight * gradient, weight and lane, and the division that `reduction` says; its
+            state is a `MeanState`. A step then sums buckets in place, and leaves the division to the optimizer's kernel.
+        encodes: Whether something that `update` sends is encoded.
+        pauses: Whether `update` may return None for the gradients. What is held has these three as its parts do, but for `plain`.
         phases: For a transform that sends one thing in some steps and another in others: pairs of when, in words, and what: the
             transform that runs then, or for some leaves, or the `init` of a state in which it does then what it does; `explain` shows them.
         spec: The transform as data; `factory` fills it in.
@@ -103,13 +107,16 @@ class Transform(_Specified):
     wired: bool = False
     loses: Callable[[Tree], Collection[str]] | None = None
     named: bool = False
+    plain: bool = False
+    encodes: bool = False
+    pauses: bool = False
     phases: tuple[tuple[str, Transform | Callable[[Tree], State]], ...] = ()
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:
         if self.scope not in ("element", "leaf", "message", "tree"):
             raise ValueError(f"scope must be 'element', 'leaf', 'message' or 'tree', got {self.scope!r}")
-        for what in ("wired", "named"):
+        for what in ("wired", "named", "encodes", "pauses"):
             if any(getattr(child, what, False) for child in self.spec.children):
                 object.__setattr__(self, what, True)
         of_parts = [child.loses for child in self.spec.children if getattr(child, "loses", None)]

@@ -52,7 +52,7 @@ def chain(*transforms: Transform) -> Transform:
     if len(parts) == 1:
         return parts[0]
     for i, part in enumerate(parts):
-        if part.spec.name == "accumulate" and any(later.sums for later in parts[i + 1 :]):
+        if part.pauses and any(later.sums for later in parts[i + 1 :]):
             raise ValueError(
                 "chain: a reduction behind accumulate would not know the weight of the window; put it inside: "
                 "accumulate(steps, chain(...))"

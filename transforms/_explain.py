@@ -247,14 +247,15 @@ def _reduction_messages(
     part: Transform, layout: tuple[Bucket, ...], lane: Any, notes: list[Message]
 ) -> tuple[Message, ...]:
     """What a plain reduction sends bucket by bucket: the lane rides in one of them, if there is one and one can."""
+    assert part.reduction is not None
     del notes[:]
     carrier = None if lane is None else lane_bucket(layout)
     total = torch.ones((), dtype=torch.float64)
+    axis = part.reduction.axis
     if lane is None:
-        psum(total.view(1), part.spec["axis"])
+        psum(total.view(1), axis)
     elif carrier is None:
-        words = encode_lane({"total": total, **lane}, lane_dtype(b.dtype for b in layout), axis_size(part.spec["axis"]))
-        psum(words, part.spec["axis"])
+        psum(encode_lane({"total": total, **lane}, lane_dtype(b.dtype for b in layout), axis_size(axis)), axis)
     for i, bucket in enumerate(layout):
         flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
         extra = {"lane": lane} if i == carrier else {"carried": Carried(lambda: MeanState(total, {}))}

@@ -13,7 +13,7 @@ from .axes._primitive import names
 class Plan(NamedTuple):
     """A hook in four parts, of which the first two exclude each other.
 
-    reduce: `mean` or `sum_over` where that comes first and no later stage reduces: buckets are summed in
+    reduce: a `plain` stage, `mean` or `sum_over`, where that comes first and no later stage reduces: buckets are summed in
         place while backward goes on, and its division is left to the optimizer's kernel.
     early: the stages before the first that needs the whole tree, as one transform: run on each bucket
         while backward goes on.
@@ -34,9 +34,8 @@ class Plan(NamedTuple):
     @property
     def over(self) -> str | None:
         """What `reduce` divides by; None for a sum."""
-        assert self.reduce is not None
-        over: str | None = None if self.reduce.spec.name == "sum_over" else self.reduce.spec["over"]
-        return over
+        assert self.reduce is not None and self.reduce.reduction is not None
+        return self.reduce.reduction.over
 
     @property
     def by_weight(self) -> bool:
@@ -49,8 +48,8 @@ def make_plan(hook: Transform, mesh_axes: Collection[str]) -> Plan:
     reach = axes_of(hook, mesh_axes)
     axes = tuple(name for name in mesh_axes if name in reach) or tuple(mesh_axes)
     first = parts[0] if parts else None
-    if first is not None and first.spec.name in ("mean", "sum_over"):
-        own = names(first.spec["axis"])
+    if first is not None and first.plain and first.reduction is not None:
+        own = names(first.reduction.axis)
         # Where a later stage communicates too, only the last one knows the sums over all ranks.
         if reach <= set(own) and not any(part.sums for part in parts[1:]):
             if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":

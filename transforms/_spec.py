@@ -51,10 +51,6 @@ class Spec:
             search(value)
         return tuple(found)
 
-    def contains(self, name: str) -> bool:
-        """Whether this is what a factory of that name has made, or holds something that is."""
-        return self.name == name or any(child.spec.contains(name) for child in self.children)
-
     def canonical(self) -> str:
         return json.dumps(_encode(self, functions=True), sort_keys=False)
 

@@ -212,4 +212,4 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         return out, fresh(grads, count, inner)
 
     once = ((f"once in {steps} calls", transform),)
-    return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform), phases=once)
+    return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform), pauses=True, phases=once)

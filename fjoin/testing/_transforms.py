@@ -204,8 +204,7 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
 
 def _room(part: tx.Transform) -> float:
     """What another order of additions may change: where their results are encoded, about a step of the code."""
-    coded = part.loses or _holds(part, lambda part: isinstance(part, tx.Codec))
-    return 0.1 if coded else 1e-14
+    return 0.1 if part.loses else 1e-14
 
 
 def _holds(part: Any, what: Callable[[Any], bool]) -> bool:

@@ -43,6 +43,10 @@ X = torch.ones(2)
             lambda: tx.chain(tx.accumulate(2, tx.identity()), tx.mean("data")),
             ValueError, ["behind accumulate", "accumulate(steps, chain(...))"],
         ),
+        (
+            lambda: tx.chain(tx.logged(tx.accumulate(2, tx.identity())), tx.mean("data")),
+            ValueError, ["behind accumulate", "accumulate(steps, chain(...))"],
+        ),
         (lambda: tx.chain(tx.mean), TypeError, ["forget to call the factory"]),
         (lambda: tx.chain(MEAN_SGD), TypeError, ["pipeline is complete already"]),
         (lambda: tx.fuse(tx.mean("data"), tx.mean("data")), TypeError, ["optimizer must be an Optimizer", "fuse(hook, optimizer)"]),

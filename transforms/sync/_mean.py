@@ -97,6 +97,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         sums=lambda state: state,
         wired=True,
         reduction=Reduction(axis, over),
+        plain=True,
     )
 
 

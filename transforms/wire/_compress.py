@@ -141,13 +141,8 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
             f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform with wired=True that "
             f"takes extra['wire']"
         )
-
-    def once(extra: dict[str, Any]) -> None:
-        if (outer := extra.get("wire")) is not None:
-            raise TypeError(
-                f"what {hook!r} sends is to be encoded by {codec!r} and by {outer!r}; leave one of them out"
-            )
-
+    if hook.encodes:
+        raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
     scope = widest([hook], least="element" if codec.elementwise else "message")
     if not codec.noisy:
 
@@ -155,12 +150,12 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         def update(
             grads: Tree, state: State, params: Tree = None, *, donated: bool = False, **extra: Any
         ) -> tuple[Tree, State]:
-            once(extra)
             return hook.update(grads, state, params, **lend(hook, donated), **{**extra, "wire": codec})
 
         return Transform(
-            hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves, reduction=hook.reduction
-        )
+            hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves, encodes=True,
+            reduction=hook.reduction,
+        )  # fmt: skip
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
@@ -170,7 +165,6 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
         **extra: Any,
     ) -> tuple[Tree, CompressState]:  # fmt: skip
-        once(extra)
         wire = replace(codec, key=(seed, state.step))
         out, inner = hook.update(
             grads, state.inner, params, carried=part_of(carried, "inner"), **lend(hook, donated), **{**extra, "wire": wire}
@@ -178,6 +172,6 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         return out, CompressState(inner, state.step + 1)
 
     return Transform(
-        init, noisy, scope=scope, sums=sums_of_inner(hook), wired=True, loses=named_leaves, named=True,
+        init, noisy, scope=scope, sums=sums_of_inner(hook), wired=True, loses=named_leaves, named=True, encodes=True,
         reduction=hook.reduction,
     )  # fmt: skip

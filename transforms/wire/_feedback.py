@@ -11,7 +11,7 @@ from .._base import Transform, check_transform, keeps_all, lend, sums_of_inner, 
 from .._bucketwise import Carried, part_of
 from .._check import whole_number
 from .._combine import widest
-from .._spec import Spec, factory
+from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
 from ._blocks import int8
 from ._codec import Codec, check_codec
@@ -83,7 +83,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         return out, ErrorState(inner, {**state.error, **memory.new})
 
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
-    scope = widest([hook], least="message" if _encodes(hook.spec) else "element")
+    scope = widest([hook], least="message" if hook.encodes else "element")
     return Transform(init, update, scope=scope, sums=sums_of_inner(hook), loses=keeps_all, reduction=hook.reduction)
 
 
@@ -161,10 +161,6 @@ def loco(
         loses=keeps_all,
         reduction=hook.reduction,
     )
-
-
-def _encodes(spec: Spec) -> bool:
-    return spec.name == "cast" or any(isinstance(child, Codec) or _encodes(child.spec) for child in spec.children)
 
 
 def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:

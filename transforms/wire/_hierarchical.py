@@ -84,8 +84,6 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         size = -(-own.numel() // inside)
         rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
         part = psum_scatter(rows, local)
-        if wire is not None and own_wire is not None:
-            raise TypeError(f"hierarchical_mean is to encode by {own_wire!r} and by {wire!r}; leave one of them out")
         codec = wire or own_wire
         if codec is None or nodes == 1:
             part = psum(part, node)
@@ -110,7 +108,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     lossy = wire is not None
     return Transform(
         init_mean, update, scope=scope, sums=lambda state: state, wired=True, loses=named_leaves if lossy else None,
-        reduction=Reduction((local, node), over),
+        encodes=lossy, reduction=Reduction((local, node), over),
     )  # fmt: skip
 
 
