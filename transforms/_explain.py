@@ -118,63 +118,126 @@ def explain_cut(
         module_words: Where the buckets are those of a DistributedDataParallel, so that nothing rides behind their gradients:
             the words in which it says which parameters are used, 0 if it does not. None where they are not.
     """
+    hook, optimizer, after = _parts(pipeline)
     notes: list[Message] = []
     sizes = dict(axes)
     recorders = {name: Recorder(name, n, notes, sizes) for name, n in sizes.items()}
-    rows: list[Row] = []
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
-        paths, leaves, _ = registered(params)
-        fake = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
-        layout = cut(fake)
-        hook, optimizer, after = _parts(pipeline)
-        plan = make_plan(hook, tuple(sizes))
-        ranks = math.prod(sizes.get(name, 1) for name in plan.axes)
-        in_module = module_words is not None
-        lane = None if in_module else dict.fromkeys(step_lane(ranks)[1:], 0.0)
-        wide = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in layout)
-
-        def explain_stage(part: Transform, when: str, carries: bool, per_bucket: bool = False) -> None:
-            inner, first = alternatives(part), len(rows)
-            for child, child_when in inner:
-                for stage in stages(child):
-                    explain_stage(stage, both(when, child_when), carries and stage.sums is not None, per_bucket)
-            if inner:
-                of_phases, whole = sum(row.state_bytes for row in rows[first:]), _state_bytes(part.init(fake))
-                if of_phases > whole:  # they are of one state
-                    rows[first:] = [row._replace(state_bytes=0) for row in rows[first:]]
-                    of_phases = 0
-                if whole > of_phases:
-                    rows.append(Row(f"(state of {part.spec.name})", part.scope, when, (), whole - of_phases))
-                return
-            if part is plan.reduce:
-                messages = _reduction_messages(part, layout, lane, notes)
-            elif per_bucket:
-                messages = _bucket_messages(part, layout, fake, lane if carries else None, wide, flat, notes)
-            else:
-                messages = _messages(part, fake, lane if carries else None, notes)
-            rows.append(Row(repr(part), part.scope, when, messages, _state_bytes(part.init(fake))))
-
-        early = stages(plan.early) if plan.early is not None and layout else []
-        flat = plan.early is not None and takes_flat(plan.early)
-        for i, part in enumerate(stages(hook)):
-            explain_stage(part, "each step", plan.carries and part.sums is not None, i < len(early))
-        if not plan.carries and optimizer is not None and ranks > 1:
-            del notes[:]
-            psum(torch.zeros(1) if lane is None else encode_lane({"total": 1.0, **lane}, wide, ranks), plan.axes)
-            rows.append(Row("(the step's own counts)", "message", "each step", tuple(notes), 0))
+        run = _Run(hook, params, cut, sizes, module_words is not None, notes)
+        rows = run.hook_rows(hook)
+        if optimizer is not None and not run.plan.carries and run.ranks > 1:
+            rows.append(run.message("(the step's own counts)", run.counts(), run.plan.axes))
         if module_words:
-            del notes[:]
-            psum(torch.zeros(module_words), tuple(sizes))
-            rows.append(Row("(parameters that are used)", "message", "each step", tuple(notes), 0))
+            rows.append(run.message("(parameters that are used)", torch.zeros(module_words), tuple(sizes)))
         if optimizer is not None:
-            rows += _optimizer_rows(optimizer, fake)
-        if after is not None:
-            for part in stages(after):
-                explain_stage(part, "each step", False)
+            rows += _optimizer_rows(optimizer, run.params)
+        for part in [] if after is None else stages(after):
+            rows += run.rows(part, "each step")
         if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
             own = pipeline.skips.begin(())
             rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", "tree", "each step", (), _state_bytes(own)))
     return Explanation(tuple(rows), sizes)
+
+
+class _Run:
+    """A step on parameters without data, in which all messages are noted.
+
+    Args:
+        in_module: Whether the buckets are those of a DistributedDataParallel.
+        notes: Where the axes write what they are asked for.
+    """
+
+    def __init__(
+        self, hook: Transform, params: Tree, cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
+        sizes: dict[str, int], in_module: bool, notes: list[Message],
+    ) -> None:  # fmt: skip
+        paths, leaves, _ = registered(params)
+        self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
+        self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, tuple(sizes)), notes
+        self.ranks = math.prod(sizes.get(name, 1) for name in self.plan.axes)
+        self.lane = None if in_module else dict.fromkeys(step_lane(self.ranks)[1:], 0.0)
+        self.dtype = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in self.layout)
+
+    def hook_rows(self, hook: Transform) -> list[Row]:
+        early = self.plan.early
+        count = len(stages(early)) if early is not None and self.layout else 0
+        rows: list[Row] = []
+        for i, part in enumerate(stages(hook)):
+            rows += self.rows(part, "each step", self.plan.carries and part.sums is not None, i < count)
+        return rows
+
+    def rows(self, part: Transform, when: str, carries: bool = False, per_bucket: bool = False) -> list[Row]:
+        """Those of a stage, or of what it runs in one step and another.
+
+        Args:
+            carries: Whether the step's lane rides with its messages.
+            per_bucket: Whether it runs on each bucket.
+        """
+        state_bytes = _state_bytes(part.init(self.params))
+        if not (inner := alternatives(part)):
+            return [Row(repr(part), part.scope, when, self._messages(part, carries, per_bucket), state_bytes)]
+        found: list[Row] = []
+        for child, child_when in inner:
+            for stage in stages(child):
+                found += self.rows(stage, both(when, child_when), carries and stage.sums is not None, per_bucket)
+        of_phases = sum(row.state_bytes for row in found)
+        if of_phases > state_bytes:  # they are of one state
+            found, of_phases = [row._replace(state_bytes=0) for row in found], 0
+        if state_bytes > of_phases:
+            found.append(Row(f"(state of {part.spec.name})", part.scope, when, (), state_bytes - of_phases))
+        return found
+
+    def message(self, name: str, words: Tensor, axes: tuple[str, ...]) -> Row:
+        """One of the step's own."""
+        del self._notes[:]
+        psum(words, axes)
+        return Row(name, "message", "each step", tuple(self._notes), 0)
+
+    def counts(self) -> Tensor:
+        """The lane, where it travels alone; in a module one number."""
+        if self.lane is None:
+            return torch.zeros(1)
+        return encode_lane({"total": 1.0, **self.lane}, self.dtype, self.ranks)
+
+    def _messages(self, part: Transform, carries: bool, per_bucket: bool) -> tuple[Message, ...]:
+        del self._notes[:]
+        lane = self.lane if carries else None
+        if part is self.plan.reduce:
+            self._reduce(part)
+        elif per_bucket:
+            self._update_buckets(part, lane)
+        else:
+            _update(part, self.params, part.init(self.params), lane=lane)
+        return tuple(self._notes)
+
+    def _update_buckets(self, part: Transform, lane: Any) -> None:
+        """Bucket by bucket: what is common goes with the first."""
+        assert self.plan.early is not None
+        flat, full, carried = takes_flat(self.plan.early), part.init(self.params), None
+        for bucket in self.layout:
+            if flat:
+                some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+                state = part.init(some)
+            else:
+                some = {path: self.params[path] for path in bucket.paths}
+                state = restrict(full, self.params, some)
+            told = None if carried else lane
+            _, new = _update(part, some, state, lane=told, carried=carried, lane_dtype=self.dtype)
+            carried = carried or Carried(functools.partial(lambda first: first, new))
+
+    def _reduce(self, part: Transform) -> None:
+        """A plain reduction: the lane rides in one of its messages, if there is a lane and one can."""
+        assert part.reduction is not None
+        axis, total = part.reduction.axis, torch.ones((), dtype=torch.float64)
+        carrier = None if self.lane is None else lane_bucket(self.layout)
+        if self.lane is None:
+            psum(total.view(1), axis)
+        elif carrier is None:
+            psum(encode_lane({"total": total, **self.lane}, self.dtype, axis_size(axis)), axis)
+        for i, bucket in enumerate(self.layout):
+            flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+            extra = {"lane": self.lane} if i == carrier else {"carried": Carried(lambda: MeanState(total, {}))}
+            part.update(flat, part.init(flat), flat, weight=None, **extra)
 
 
 def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None]:
@@ -202,13 +265,6 @@ def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
     return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
 
 
-def _messages(part: Transform, params: dict[str, Tensor], lane: Any, notes: list[Message]) -> tuple[Message, ...]:
-    """What a stage sends that runs on the whole tree."""
-    del notes[:]
-    _update(part, dict(params), part.init(params), lane=lane)
-    return tuple(notes)
-
-
 def _update(part: Transform, params: dict[str, Tensor], state: Any, **extra: Any) -> Any:
     try:
         return part.update(dict(params), state, params, weight=None, **extra)
@@ -217,50 +273,6 @@ def _update(part: Transform, params: dict[str, Tensor], state: Any, **extra: Any
             f"{part!r} reads a tensor's value ({error}), so that what it sends cannot be told before it runs; decide on "
             f"host integers in the state, or with torch.where"
         ) from None
-
-
-def _bucket_messages(
-    part: Transform,
-    layout: tuple[Bucket, ...],
-    params: dict[str, Tensor],
-    lane: Any,
-    dtype: torch.dtype,
-    flat: bool,
-    notes: list[Message],
-) -> tuple[Message, ...]:
-    """What a stage sends that runs bucket by bucket: what is common goes with the first."""
-    del notes[:]
-    full, carried = part.init(params), None
-    for bucket in layout:
-        if flat:
-            some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
-            state = part.init(some)
-        else:
-            some = {path: params[path] for path in bucket.paths}
-            state = restrict(full, params, some)
-        _, new = _update(part, some, state, lane=None if carried else lane, carried=carried, lane_dtype=dtype)
-        carried = carried or Carried(functools.partial(lambda first: first, new))
-    return tuple(notes)
-
-
-def _reduction_messages(
-    part: Transform, layout: tuple[Bucket, ...], lane: Any, notes: list[Message]
-) -> tuple[Message, ...]:
-    """What a plain reduction sends bucket by bucket: the lane rides in one of them, if there is one and one can."""
-    assert part.reduction is not None
-    del notes[:]
-    carrier = None if lane is None else lane_bucket(layout)
-    total = torch.ones((), dtype=torch.float64)
-    axis = part.reduction.axis
-    if lane is None:
-        psum(total.view(1), axis)
-    elif carrier is None:
-        psum(encode_lane({"total": total, **lane}, lane_dtype(b.dtype for b in layout), axis_size(axis)), axis)
-    for i, bucket in enumerate(layout):
-        flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
-        extra = {"lane": lane} if i == carrier else {"carried": Carried(lambda: MeanState(total, {}))}
-        part.update(flat, part.init(flat), flat, weight=None, **extra)
-    return tuple(notes)
 
 
 def _state_bytes(state: Any) -> int:
