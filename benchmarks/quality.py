@@ -122,9 +122,7 @@ def train(method: str, ranks: int, seed: int, steps: int) -> dict[str, Any]:
         params, optimizer_state = optimizer.step(params, outs[0][0], optimizer_state)
     with torch.no_grad():
         losses = [(cross_entropy(apply(params, {}, b.inputs), b).item(), b.tokens) for b in held_out]
-    what = tx.explain(hook, params, {"data": ranks}, bucket_bytes=10**9)
-    settled = [row for row in what.rows if "before" not in row.when]
-    sent = sum(m.sent_bytes for row in settled for m in row.messages)
+    sent = tx.explain(hook, params, {"data": ranks}, bucket_bytes=10**9).sent_bytes
     return {"loss": sum(x * n for x, n in losses) / sum(n for _, n in losses), "sent": sent}
 
 

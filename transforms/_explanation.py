@@ -28,23 +28,30 @@ class Row(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What `explain` returns; print it, or read its rows. All figures are of one rank and one step."""
+    """What `explain` returns; print it, or read its rows. All figures are of one rank and one step.
+
+    Sums of messages and bytes are of a step in which every row of `settled` runs; those of state are of all rows.
+    """
 
     rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in their order
     axes: dict[str, int]  # name -> ranks
 
     @property
+    def settled(self) -> tuple[Row, ...]:
+        """The rows without those of phases that end, such as a warm-up."""
+        return tuple(row for row in self.rows if "before " not in row.when)
+
+    @property
     def messages(self) -> int:
-        """Messages of one step in which every stage runs."""
-        return sum(len(row.messages) for row in self.rows)
+        return sum(len(row.messages) for row in self.settled)
 
     @property
     def payload_bytes(self) -> int:
-        return sum(m.payload_bytes for row in self.rows for m in row.messages)
+        return sum(m.payload_bytes for row in self.settled for m in row.messages)
 
     @property
     def sent_bytes(self) -> int:
-        return sum(m.sent_bytes for row in self.rows for m in row.messages)
+        return sum(m.sent_bytes for row in self.settled for m in row.messages)
 
     @property
     def state_bytes(self) -> int:
@@ -64,8 +71,9 @@ class Explanation(NamedTuple):
             for i, line in enumerate(lines):
                 lead = (_short(row.stage), row.scope, row.when) if i == 0 else ("", "", "")
                 table.append((*lead, *line, _bytes(row.state_bytes) if i == 0 else ""))
+        when = "" if self.settled == self.rows else "at last"
         table.append(
-            ("total per rank and step", "", "", "", "", str(self.messages), _bytes(self.payload_bytes),
+            ("total per rank and step", "", when, "", "", str(self.messages), _bytes(self.payload_bytes),
              _bytes(self.sent_bytes), _bytes(self.state_bytes))
         )  # fmt: skip
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
