@@ -39,6 +39,21 @@ def positive(name: str, value: Any, zero: bool = False) -> float:
     raise ValueError(f"{name} must be a finite number that is {'not negative' if zero else 'above 0'}, got {value!r}")
 
 
+def decay(name: str, value: Any) -> float:
+    """The value, if it is a number from 0 on and below 1: the share that a moving average keeps.
+
+    Raises:
+        ValueError: it is not; a bool is none.
+
+    >>> decay("momentum", 0.9)
+    0.9
+    """
+    fine = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if fine and 0 <= value < 1:
+        return value  # type: ignore[no-any-return]
+    raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+
+
 def flag(name: str, value: Any) -> bool:
     """The value, if it is True or False.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from .._base import Transform, keeps_all
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import flag, one_axis, positive, whole_number
+from .._check import decay, flag, one_axis, positive, whole_number
 from .._spec import factory
 from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, on, wide_zeros
 from .._when import phases_from
@@ -89,23 +88,23 @@ def dgc(
     """
     if not isinstance(k, float) or not 0 < k <= 1:
         raise ValueError(f"dgc: k must be a share in (0.0, 1.0], got {k!r}")
-    if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1):
-        raise ValueError(f"dgc: momentum must be in [0, 1), got {momentum!r}")
+    decay("dgc: momentum", momentum)
     if clip is not None:
         positive("dgc: clip, if not None,", clip)
-    one_axis("dgc", axis)
-    flag("nesterov", nesterov)
-    whole_number("dgc: warmup", warmup, 0)
+    axis = one_axis("dgc", axis)
+    flag("dgc: nesterov", nesterov)
     check_without_input(without_input)
     if values is not None:
         check_codec("dgc: values", values, dice=False)
-    inner = mean(axis, over)
-    shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
-    codecs = [top_k(share, values) for share in [*shares, k]]
-    starts = [-(-i * warmup // _STAGES) for i in range(len(codecs))]  # the step in which each begins
+    inner, codecs = mean(axis, over), _codecs(k, values, whole_number("dgc: warmup", warmup, 0))
 
     def init(params: Tree, step: int = 0) -> DGCState:
         return DGCState(init_mean(params), step, wide_zeros(params), wide_zeros(params))
+
+    def gather(of: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The momenta with these gradients, and what is sent of them."""
+        u = {path: momentum * old[path] + g.to(old[path]) for path, g in of.items()}
+        return u, {path: of[path].to(x) + momentum * x for path, x in u.items()} if nesterov else u
 
     def update(
         grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
@@ -113,27 +112,18 @@ def dgc(
     ) -> tuple[Tree, DGCState]:  # fmt: skip
         live, known = check_weight(weight), known_share(weight, "live")
         of = {path: silenced(torch.as_tensor(g), live, known) for path, g in named_leaves(grads).items()}
-        if clip is not None:
-            factor = clip / global_norm(of).clamp(min=clip)
-            of = {path: g * factor.to(g) for path, g in of.items()}
-        live = on(device_of(of.values()), live)
-        new, sends = {}, {}
-        for path, g in of.items():
-            old = state.momentum[path]
-            u = momentum * old + g.to(old)
-            new[path] = torch.where(live > 0, u, old)
-            sends[path] = g.to(u) + momentum * u if nesterov else u
+        u, sends = gather(of if clip is None else _clipped(of, clip), state.momentum)
         memory = Memory(state.error, without_input == "flush", per_rank=True)
-        codec = codecs[bisect.bisect(starts, state.step) - 1]
+        codec = [codec for start, codec in codecs if start <= state.step][-1]
         out, reduced = inner.update(
             replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
             carried=part_of(carried, "reduced"), **{**extra, "wire": codec, "memory": memory},
         )  # fmt: skip
-        fine = all_finite(out)
-        for path, u in new.items():
-            if path in memory.coded:
-                u = torch.where((memory.coded[path] != 0) & (live > 0), torch.zeros_like(u), u)
-            new[path] = torch.where(fine, u, state.momentum[path])
+        effect = all_finite(out) & (on(device_of(of.values()), live) > 0)
+        new = {
+            path: torch.where(effect, _without(x, memory.coded.get(path)), state.momentum[path])
+            for path, x in u.items()
+        }  # fmt: skip
         back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
         return replace_leaves(grads, back), DGCState(
             reduced, state.step + 1, {**state.momentum, **new}, {**state.error, **memory.new}
@@ -145,5 +135,21 @@ def dgc(
         scope="message",
         sums=lambda state: state.reduced,
         loses=keeps_all,
-        phases=phases_from([(start, functools.partial(init, step=start)) for start in starts]),
+        phases=phases_from([(start, functools.partial(init, step=start)) for start, _ in codecs]),
     )
+
+
+def _codecs(k: float, values: Codec | None, warmup: int) -> list[tuple[int, Codec]]:
+    """The step in which each codec begins: in the warm-up the share that is sent falls by the same factor from one to the next."""
+    shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
+    return [(-(-i * warmup // _STAGES), top_k(share, values)) for i, share in enumerate([*shares, k])]
+
+
+def _clipped(of: dict[str, Tensor], most: float) -> dict[str, Tensor]:
+    factor = most / global_norm(of).clamp(min=most)
+    return {path: g * factor.to(g) for path, g in of.items()}
+
+
+def _without(momentum: Tensor, sent: Tensor | None) -> Tensor:
+    """0 where something was sent."""
+    return momentum if sent is None else torch.where(sent != 0, torch.zeros_like(momentum), momentum)

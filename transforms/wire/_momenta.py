@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base import Transform
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import one_axis, whole_number
+from .._check import decay, one_axis, whole_number
 from .._tree import State, Tree, all_finite, named_leaves
 from .._when import switch_after
 from ..axes._primitive import AxisName
@@ -25,20 +25,22 @@ LIVE = "ranks with input"  # in the lane, where momenta of ranks without count t
 
 
 def momenta(
-    axis: AxisName, warmup: int, b1: float, b2: float, codec: Codec | None, over: Over, without_input: WithoutInput
+    name: str,
+    axis: AxisName,
+    warmup: int,
+    b1: float,
+    b2: float,
+    codec: Codec | None,
+    over: Over,
+    without_input: WithoutInput,
 ) -> Transform:
-    """What sends gradients at first, and momenta later."""
-    one_axis("one_bit", axis)
+    """What sends gradients at first, and momenta later, for the factory of this name."""
+    axis = one_axis(name, axis)
     whole_number("warmup", warmup, 1)  # there is no variance before
-    check_decay("b1", b1)
-    check_decay("b2", b2)
+    decay("b1", b1)
+    decay("b2", b2)
     encoded = quantized_mean(axis, sign() if codec is None else codec, over)
     return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
-
-
-def check_decay(name: str, value: Any) -> None:
-    if not (isinstance(value, (int, float)) and 0 <= value < 1):
-        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
 
 
 class Moments(NamedTuple):

@@ -75,7 +75,7 @@ def one_bit_adam(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -3.0]), torch.tensor([2.0, -1.0])])[0]
     tensor([ 1., -1.])
     """
-    inner = momenta(axis, warmup, b1, b2, codec, over, without_input)
+    inner = momenta("one_bit_adam", axis, warmup, b1, b2, codec, over, without_input)
     positive("eps", eps, zero=True)
 
     def init(params: Tree, step: int = 0) -> OneBitAdamState:

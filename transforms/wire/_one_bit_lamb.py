@@ -11,7 +11,7 @@ from torch import Tensor
 from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
-from .._check import positive
+from .._check import decay, positive
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
 from .._when import phases_from
@@ -19,7 +19,7 @@ from ..axes._primitive import AxisName
 from ..sync._weights import Over, not_zero
 from ._codec import Codec
 from ._feedback import WithoutInput
-from ._momenta import LIVE, check_decay, each, momenta, moments, so_far
+from ._momenta import LIVE, each, momenta, moments, so_far
 
 
 class OneBitLambState(NamedTuple):
@@ -84,8 +84,8 @@ def one_bit_lamb(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -2.0]), torch.tensor([2.0, -2.0])])[0]
     tensor([ 6.0000, -6.0000])
     """
-    inner = momenta(axis, warmup, b1, b2, codec, over, without_input)
-    check_decay("b3", b3)
+    inner = momenta("one_bit_lamb", axis, warmup, b1, b2, codec, over, without_input)
+    decay("b3", b3)
     positive("eps", eps, zero=True)
     for name, pair in (("ratios", ratios), ("changes", changes)):
         if not (isinstance(pair, tuple) and len(pair) == 2 and 0 < positive(name, pair[0]) <= positive(name, pair[1])):
