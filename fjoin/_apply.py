@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from ._state import Body
 from ._storage import apart, put
 from ._wire import Outgoing
 from .transforms._base import Transform
-from .transforms._tree import choose_state
 from .transforms.axes._env import bind_axes
 
 
@@ -40,22 +39,16 @@ def step_bucket(body: Body, index: int, out: Outgoing, verdict: Verdict) -> None
     torch.autograd.graph.increment_version(body.storage.flats[index])
 
 
-def run_after(after: Transform | None, mesh: Mesh, body: Body, weight: float, verdict: Verdict) -> None:
-    """Run the parameter transform on the new parameters."""
-    if after is None:
-        return
-    params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
+def run_after(
+    after: Transform, mesh: Mesh, params: dict[str, Tensor], state: Any, lent: Iterable[Tensor], weight: float, verdict: Verdict
+) -> Any:  # fmt: skip
+    """Run the parameter transform on the new parameters, in place; its new state.
+
+    Args:
+        lent: The memory that the parameters lie in, which a state must not share.
+    """
     with bind_axes(mesh.axes):
-        new, state = after.update(params, body.after, params, weight=weight)
-    state = apart(state, body.storage.flats)
-    if verdict.found_inf is not None:
-        new, state = (keep(verdict.found_inf, *pair) for pair in ((new, params), (state, body.after)))
-    body.after = state
-    if params:
-        put(params, new)
-
-
-def keep(found_inf: Tensor, new: Any, old: Any) -> Any:
-    """The old state where a step has changed nothing."""
-    new, old = (state() if callable(state) else state for state in (new, old))
-    return choose_state(found_inf == 0, new, old)
+        new, fresh = after.update(params, state, params, weight=weight)
+    new, fresh = verdict.keep((new, apart(fresh, lent)), (params, state))
+    put(params, new)
+    return fresh

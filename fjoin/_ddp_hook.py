@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from ._apply import keep
+from ._apply import run_after
 from ._ddp_buckets import FromDDP, first_buckets
 from ._ddp_scale import ScaledLoss
 from ._ddp_sum import PlainSum
@@ -23,7 +23,7 @@ from ._seed import unscale
 from ._side_stream import SideStream
 from ._stages import run_stages
 from ._stepper import Stepper, divides
-from ._storage import apart, put
+from ._storage import apart
 from ._waves import Waves
 from .transforms._base import Pipeline, Transform, lend
 from .transforms._bucketwise import merge, restrict
@@ -32,7 +32,7 @@ from .transforms._explain import explain_cut
 from .transforms._explanation import Explanation
 from .transforms._loss_scale import refuse_float16
 from .transforms._plan import make_plan
-from .transforms._tree import choose_state, on
+from .transforms._tree import on
 from .transforms.axes._env import bind_axes, bound
 from .transforms.sync._mean import MeanState
 
@@ -256,10 +256,7 @@ class DDPRun:
             scale = torch.tensor(divisor, dtype=torch.float64)
         else:
             self._divide(divisor)
-        # Host counters go on in a step that changes nothing: they say what has been called.
-        found_inf = verdict.found_inf if verdict.changes else torch.ones(())
-        new_state = known(used, state, self.hook_state, self.leaves)
-        self.hook_state = new_state if found_inf is None else keep(found_inf, new_state, self.hook_state)
+        self.hook_state = verdict.keep(known(used, state, self.hook_state, self.leaves), self.hook_state)
         if not verdict.changes:
             return
         items = [
@@ -269,13 +266,8 @@ class DDPRun:
         self.stepper.step(items, grad_scale=scale, found_inf=verdict.found_inf)
         if pipeline.after is not None:
             params = {path: p.detach() for path, p in self.leaves.items()}
-            with bind_axes(self._mesh.axes):
-                new, after = pipeline.after.update(params, self.after_state, params, weight=self._weight)
-            after = apart(after, self.flats)
-            if verdict.found_inf is not None:
-                new, after = choose_state(verdict.found_inf == 0, (new, after), (params, self.after_state))
-            self.after_state = after
-            put(params, new)
+            lent, weight = self.flats, self._weight
+            self.after_state = run_after(pipeline.after, self._mesh, params, self.after_state, lent, weight, verdict)
 
     def _used_anywhere(self) -> set[str] | None:
         """The parameters that some rank has used; None: all."""

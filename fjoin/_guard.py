@@ -32,6 +32,17 @@ class Verdict(NamedTuple):
     error: NonFinite | None = None
     idle: Tensor | None = None  # where the host has not looked: whether no rank had weight, 0-d bool
 
+    def keep(self, new: Any, old: Any) -> Any:
+        """What is new, or what was before a step without effect; each may be a function that makes it.
+
+        Host counters go on: they say what has been called.
+        """
+        if self.changes and self.found_inf is None:
+            return new
+        fine = torch.tensor(False) if self.found_inf is None else self.found_inf == 0
+        new, old = (state() if callable(state) else state for state in (new, old))
+        return choose_state(fine, new, old)
+
     def settle(self, skips: Skips, outer: Any) -> Any:
         """What a pipeline that leaves steps out keeps count of, after this one."""
         if self.found_inf is None or self.idle is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._apply import changing, keep, run_after, step_bucket
+from ._apply import changing, run_after, step_bucket
 from ._guard import Guard, Verdict
 from ._hook import HookRun, RunsHook
 from ._join import Turn
@@ -153,11 +153,8 @@ class Run:
             with changing(body):
                 for i, out in enumerate(outgoing):
                     step_bucket(body, i, out, verdict)
-                run_after(self.pipeline.after, self.mesh, body, lane["weight"], verdict)
-                self._keep_buffers(body, buffers, lane["weight"], verdict)
-        # Host counters go on in a step that changes nothing: they say what has been called.
-        found_inf = verdict.found_inf if verdict.changes else torch.ones(())
-        body.hook = hook if found_inf is None else keep(found_inf, hook, body.hook)
+                self._run_after(body, buffers, lane["weight"], verdict)
+        body.hook = verdict.keep(hook, body.hook)
         return sums
 
     def _step_early(
@@ -190,20 +187,20 @@ class Run:
                         body.torn = ""
                     raise error
                 step_bucket(body, i, out, verdict)
-            run_after(self.pipeline.after, self.mesh, body, lane["weight"], verdict)
-            self._keep_buffers(body, buffers, lane["weight"], verdict)
+            self._run_after(body, buffers, lane["weight"], verdict)
         body.hook = hook.state(sums, outgoing)
         return sums
 
-    def _keep_buffers(self, body: Body, buffers: Any, weight: float, verdict: Verdict) -> None:
-        """Run the transform of the buffers on the new ones."""
-        if buffers is None:
-            return
-        with bind_axes(self.mesh.axes):
-            new = self.on_buffers.update(buffers, body.buffers_state, None, weight=weight)
-        if verdict.found_inf is not None:
-            new = keep(verdict.found_inf, new, (body.buffers_before, body.buffers_state))
-        body.buffers, body.buffers_state = new
+    def _run_after(self, body: Body, buffers: Any, weight: float, verdict: Verdict) -> None:
+        """Run the transforms of the new parameters, and of the new buffers."""
+        if self.pipeline.after is not None:
+            params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
+            flats = body.storage.flats
+            body.after = run_after(self.pipeline.after, self.mesh, params, body.after, flats, weight, verdict)
+        if buffers is not None:
+            with bind_axes(self.mesh.axes):
+                new = self.on_buffers.update(buffers, body.buffers_state, None, weight=weight)
+            body.buffers, body.buffers_state = verdict.keep(new, (body.buffers_before, body.buffers_state))
 
     def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
         if turn is not None:
