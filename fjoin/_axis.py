@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from ._errors import JoinError
+from .transforms.axes._env import Axis
 from .transforms.axes._order import from_order, to_order
 
 _REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
@@ -69,7 +70,7 @@ _SWAP_BYTES = 512 * 1024
 _PIECE_BYTES = 512 * 1024
 
 
-class GroupAxis:
+class GroupAxis(Axis):
     """What a real rank binds to one axis name.
 
     Args:
@@ -77,8 +78,6 @@ class GroupAxis:
         ordered: Sum in rank order, bit for bit as the lockstep simulator does: for tests, since it
             gathers every rank's value to do so.
     """
-
-    token: Tensor | None = None
 
     def __init__(
         self,
@@ -88,12 +87,15 @@ class GroupAxis:
     ) -> None:
         self.group: Any = group
         self.size, self.rank = group.size(), group.rank()
-        self.ordered, self.joint = ordered, joint
+        self.ordered, self._joint = ordered, joint
         self.broken = False  # a collective has failed
         self._swaps = self.size == 2 and "gloo" in dist.get_backend_config(group)
 
     def index(self) -> Tensor:
         return torch.tensor(self.rank)
+
+    def joint(self, axes: tuple[str, ...]) -> GroupAxis | None:
+        return self._joint(axes)
 
     def _open(self) -> Any:
         if self.group is None:  # to torch that would mean all ranks

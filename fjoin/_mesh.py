@@ -50,10 +50,8 @@ class Mesh:
                 raise NameError(
                     f"unbound axis name {name!r}; this mesh has {list(self.axes)}; name it in fjoin.mesh(...)"
                 )
-        if len(names) > 1:
-            joint = self.axes[names[0]].joint(names) if hasattr(self.axes[names[0]], "joint") else None
-            if joint is not None:
-                return [joint]
+        if len(names) > 1 and (joint := self.axes[names[0]].joint(names)) is not None:
+            return [joint]
         return [self.axes[name] for name in names]
 
     def reduce_(self, buffer: Tensor, names: tuple[str, ...]) -> Work:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._axis import GroupAxis
 from .transforms._layout import Bucket
-from .transforms.axes._env import bind_axes, bound
+from .transforms.axes._env import Axis, bind_axes, bound
 
 
 class _Abandon(BaseException):
@@ -90,10 +90,8 @@ class Task:
             self._waves.wave()
 
 
-class _Pausing:
+class _Pausing(Axis):
     """An axis for a task: it gives up its turn while a message is on its way."""
-
-    token: Tensor | None = None
 
     def __init__(self, axis: Any, task: Task) -> None:
         self._axis, self._task = axis, task

@@ -26,7 +26,7 @@ from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
 from ._plan import make_plan, takes_flat
 from ._tree import Tree, registered
 from .axes._collectives import axis_size, psum
-from .axes._env import bind_axes
+from .axes._env import Axis, bind_axes
 from .axes._order import to_order
 from .sync._lane import encode_lane, lane_dtype, step_lane
 from .sync._mean import MeanState
@@ -44,10 +44,8 @@ _SENT: dict[str, Callable[[int], float]] = {
 }
 
 
-class Recorder:
+class Recorder(Axis):
     """An axis that notes what is sent and returns values of the right shape."""
-
-    token: Tensor | None = None
 
     def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
         self.name, self.size, self._notes, self._whole = name, size, notes, whole

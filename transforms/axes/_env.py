@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from .._errors import UnboundAxis
 
 
-class Axis(Protocol):
+class Axis:
     """What can run collectives over one named set of ranks.
 
     `run(op, x, arg)` takes and returns plain tensors, with n the size of the axis:
@@ -28,11 +28,27 @@ class Axis(Protocol):
     """
 
     size: int
-    token: Tensor | None
+    token: Tensor | None = None
 
-    def index(self) -> Tensor: ...
+    def index(self) -> Tensor:
+        raise NotImplementedError
 
-    def run(self, op: str, x: Tensor, arg: Any) -> Tensor: ...
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        raise NotImplementedError
+
+    def run_(self, x: Tensor) -> Tensor:
+        """psum of what may be overwritten."""
+        return self.run("psum", x, None)
+
+    def joint(self, axes: tuple[str, ...]) -> Axis | None:
+        """One axis that covers several, this one among them, at once; None where there is none."""
+        return None
+
+    def note(self, what: str) -> None:
+        """Told what the next message carries as bytes: the simulator compares it between ranks."""
+
+    def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
+        """Told how many rows an all_to_all_single of bytes moves: the simulator compares them."""
 
 
 class _Threads(threading.local):
@@ -104,11 +120,10 @@ def lookup(name: str) -> Axis:
     return axis
 
 
-class One:
+class One(Axis):
     """A world of one: every collective is its own identity."""
 
     size = 1
-    token: Tensor | None = None
 
     def index(self) -> Tensor:
         return torch.tensor(0)

@@ -34,10 +34,8 @@ class _Group:
         self.call: tuple[str, int] | None = None  # what is being called, and who came first
 
 
-class SimulatedAxis:
+class SimulatedAxis(Axis):
     """What one simulated rank binds to one axis name."""
-
-    token: Tensor | None = None
 
     def __init__(self, world: _World, group: _Group, me: int) -> None:
         self._world, self._group, self._me = world, group, me

@@ -102,8 +102,7 @@ def names(axis: AxisName) -> tuple[str, ...]:
 def note(axis: AxisName, what: str) -> None:
     """Say what the next message over an axis carries as bytes: the simulator compares it between ranks."""
     for one in _lookup_all(axis):
-        if hasattr(one, "note"):
-            one.note(what)
+        one.note(what)
 
 
 def as_tensor(leaf: Any) -> Tensor:
@@ -149,7 +148,7 @@ def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
 
 def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
     for one in _lookup_all(axis):
-        run_ = getattr(one, "run_", None) if op == "psum" else None
+        run_ = one.run_ if op == "psum" else None
         tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg), run_)  # type: ignore[misc]
     return tree
 
@@ -158,8 +157,6 @@ def _lookup_all(axis: AxisName) -> list[Axis]:
     """The interpreters to reduce over in turn; one that covers several axes at once is used once."""
     wanted = names(axis)
     found = [lookup(name) for name in wanted]
-    for one in found:
-        joint = getattr(one, "joint", None)
-        if joint is not None and len(wanted) > 1 and (merged := joint(wanted)) is not None:
-            return [merged]
+    if len(wanted) > 1 and (joint := found[0].joint(wanted)) is not None:
+        return [joint]
     return found

@@ -12,12 +12,11 @@ from torch import Tensor
 from ._env import Axis, bind_axes
 
 
-class VmappedAxis:
+class VmappedAxis(Axis):
     """An axis that is a level of vmap; the token holds the ranks, batched at that level only."""
 
     def __init__(self, size: int, token: Tensor) -> None:
-        self.size = size
-        self.token: Tensor | None = token
+        self.size, self.token = size, token
 
     def index(self) -> Tensor:
         assert self.token is not None

@@ -147,8 +147,7 @@ def _all_to_all_single(
     give, take = check_splits(x, axis, input_split_sizes, output_split_sizes)
 
     def run(rows: Tensor) -> Tensor:
-        if hasattr(one := lookup(axis), "check_rows"):
-            one.check_rows(rows.shape[1], give, take)
+        lookup(axis).check_rows(rows.shape[1], give, take)
         # A row of bytes for each receiver, as long as what goes there.
         coded = [
             encode_rows(codec, piece.reshape(1, -1), axis_index(axis), i)[0] for i, piece in enumerate(rows.split(give))
