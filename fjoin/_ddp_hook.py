@@ -24,7 +24,7 @@ from ._side_stream import SideStream
 from ._stages import run_stages
 from ._stepper import Stepper, divides
 from ._storage import apart
-from ._waves import Waves
+from ._waves import Waves, travel
 from .transforms._base import Pipeline, Transform, lend
 from .transforms._bucketwise import merge, restrict
 from .transforms._combine import stages
@@ -146,9 +146,10 @@ class DDPRun:
             return
         if self._plan.early is None:
             return
-        if not self._calls and self.ranks > 1:
-            self._waves = Waves(self._mesh.axes) if out.grads.device.type == "cpu" else None
-            self._side = self._side or (SideStream(out.grads.device) if out.grads.is_cuda else None)
+        axes, buckets = self._mesh.axes, self._buckets  # those of the pass before, as many on all ranks
+        if not self._calls:
+            self._waves = Waves(axes) if travel(axes, buckets, "cpu") else None
+            self._side = self._side or (SideStream(out.grads.device) if travel(axes, buckets, "cuda") else None)
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
         count = len(stages(self._plan.early))
         states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])

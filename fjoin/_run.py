@@ -24,6 +24,7 @@ from ._taps import Taps
 from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline, Transform
 from .transforms._plan import make_plan
+from .transforms.axes._collectives import axis_index
 from .transforms.axes._env import bind_axes, bind_weight
 
 NOTHING = Seed(0.0)  # for a backward pass that counts nothing
@@ -48,9 +49,8 @@ class Run:
         self.axes = plan.axes
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
         self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
-        index = 0
-        for name in self.axes:
-            index = index * mesh.axes[name].size + int(mesh.axes[name].index())
+        with bind_axes(mesh.axes):
+            index = int(axis_index(self.axes))
         self._lane = StepLane(mesh, self.axes, self.ranks, index)
         self.hook: RunsHook
         self._early: PlainHook | None = None  # where buckets are stepped as they come

@@ -12,7 +12,7 @@ from torch import Tensor
 from .transforms._base import Optimizer
 from .transforms._state_dict import restored
 from .transforms._tree import fields, with_fields
-from .transforms.optimizers._wrap import step_in_place
+from .transforms.optimizers._wrap import sharing, step_in_place
 
 Item = tuple[Any, Optimizer, Tensor, Any]  # whose, what steps it, the parameter, its gradient
 
@@ -60,7 +60,7 @@ class Stepper:
 
     def share(self, part: Optimizer, key: Any, state: Any, like: Any) -> None:
         """Put a state under a key, its 0-d fields being those of another state."""
-        self.states[key] = _sharing(part, state, like)
+        self.states[key] = sharing(part, state, like)
         self._changed(key, self.states[key])
 
     def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Tensor]]]) -> dict[Any, Any]:
@@ -75,7 +75,7 @@ class Stepper:
             state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
             ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
             like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
-            new[key] = _sharing(part, state, like)
+            new[key] = sharing(part, state, like)
         return new
 
     def adopt(self, states: dict[Any, Any]) -> None:
@@ -92,12 +92,6 @@ def divides(part: Optimizer, dtype: torch.dtype) -> bool:
     param, grad = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 2.0, dtype=dtype)
     step_in_place(part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64))
     return bool((grad == 1.0).all())
-
-
-def _sharing(part: Optimizer, state: Any, like: Any) -> Any:
-    """A state whose 0-d fields are those of another."""
-    pairs = zip(fields(state), fields(like), part.common, strict=True)
-    return with_fields(state, [other if common else own for own, other, common in pairs])
 
 
 def _whose(key: Any) -> str:

@@ -77,15 +77,11 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         grads: Tree, state: SwitchState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
-        if state.step < step:
-            grads, new = before.update(
-                grads, state.before, params, carried=part_of(carried, "before"), **lend(before, donated), **extra
-            )
-            return grads, state._replace(step=state.step + 1, before=new)
-        grads, new = after.update(
-            grads, state.after, params, carried=part_of(carried, "after"), **lend(after, donated), **extra
+        name, part = ("before", before) if state.step < step else ("after", after)
+        grads, new = part.update(
+            grads, getattr(state, name), params, carried=part_of(carried, name), **lend(part, donated), **extra
         )
-        return grads, state._replace(step=state.step + 1, after=new)
+        return grads, state._replace(step=state.step + 1, **{name: new})
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)

@@ -18,6 +18,7 @@ from .._base import Optimizer
 from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
 from ._formula import like
 from ._inplace import copy_like
+from ._wrap import sharing
 
 
 def init(optimizer: Optimizer, params: Tree) -> State:
@@ -30,10 +31,7 @@ def init(optimizer: Optimizer, params: Tree) -> State:
         check_dense(f"params[{name!r}]", param)
         part = optimizer.at(name)
         state = part.init_param(param.detach())
-        # Equal 0-d fields are one tensor, so that `step` sees that one kernel can serve.
-        first = shared.setdefault((id(part), param.dtype, param.device), state)
-        pairs = zip(fields(first), fields(state), part.common, strict=True)
-        return with_fields(state, [a if one_for_all else b for a, b, one_for_all in pairs])
+        return sharing(part, state, shared.setdefault((id(part), param.dtype, param.device), state))
 
     return optree.tree_map_with_path(one, params)
 

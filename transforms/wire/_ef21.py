@@ -14,6 +14,7 @@ from .._combine import widest
 from .._spec import factory
 from .._tree import State, Tree, all_finite, device_of, named_leaves, on
 from ..axes._collectives import axis_index, axis_size
+from ..axes._primitive import names
 from ..sync._lane import Lane
 from ..sync._weights import check_weight, known_share, not_zero, share, silenced
 from ._feedback import WithoutInput, check_lossy, zero_errors
@@ -69,7 +70,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     [[3.0, 0.0, 0.0], [3.0, 0.0, 2.0], [3.0, 1.0, 2.0]]
     """
     check_lossy(hook, without_input, "ef21")
-    if hook.reduction is None or hook.sums is None or not isinstance(hook.reduction.axis, str):
+    if hook.reduction is None or hook.sums is None or len(names(hook.reduction.axis)) > 1:
         raise TypeError(
             f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(quantized_mean(axis, codec)), ...) and let partition, "
             f"switch_after and the like hold ef21, not the other way round"
