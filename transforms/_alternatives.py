@@ -5,25 +5,28 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ._base import Transform
+from ._base import Phase, Transform
 from ._combine import stages
 from ._spec import _FACTORIES, Spec
 
 
-def alternatives(part: Transform) -> list[tuple[Transform, str]]:
-    """What runs inside a transform that decides when others run."""
+def alternatives(part: Transform) -> list[tuple[Transform, Phase]]:
+    """What runs inside a transform that decides when others run, and when."""
     if part.phases:
         return [
-            (what if isinstance(what, Transform) else dataclasses.replace(part, init=what, phases=()), when)
-            for when, what in part.phases
+            (
+                what if isinstance(what := phase.what, Transform) else dataclasses.replace(part, init=what, phases=()),
+                phase,
+            )
+            for phase in part.phases
         ]
     held = {name: value for name, value in part.spec.args if isinstance(value, Transform)}
     if len(held) != 1 or not has_phases(part):
         return []
     ((argument, whole),) = held.items()
     inside = stages(whole)
-    found = [(stage, "each step") for stage in inside] if len(inside) > 1 else alternatives(inside[0])
-    return [(_around(part.spec, argument, stage), when) for stage, when in found]
+    found = [(stage, Phase("each step", stage)) for stage in inside] if len(inside) > 1 else alternatives(inside[0])
+    return [(_around(part.spec, argument, stage), phase) for stage, phase in found]
 
 
 def both(when: str, inner: str) -> str:

@@ -38,6 +38,14 @@ class Reduction(NamedTuple):
     over: Literal["weight", "live", "world"] | None  # what it divides by; None: it sums
 
 
+class Phase(NamedTuple):
+    """What a transform does in some steps, or to some leaves: what runs then, or the `init` of a state in which it does that."""
+
+    when: str  # in words, such as "from step 3"
+    what: Transform | Callable[[Tree], State]
+    ends: bool = False  # whether it comes to an end, as a warm-up does
+
+
 @dataclass(frozen=True, eq=False)
 class _Specified:
     """Equality, hash and repr by spec."""
@@ -88,8 +96,7 @@ class Transform(_Specified):
             state is a `MeanState`. A step then sums buckets in place, and leaves the division to the optimizer's kernel.
         encodes: Whether something that `update` sends is encoded.
         pauses: Whether `update` may return None for the gradients. What is held has these three as its parts do, but for `plain`.
-        phases: For a transform that sends one thing in some steps and another in others: pairs of when, in words, and what: the
-            transform that runs then, or for some leaves, or the `init` of a state in which it does then what it does; `explain` shows them.
+        phases: For a transform that sends one thing in some steps and another in others: what it does when; `explain` shows them.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
@@ -110,7 +117,7 @@ class Transform(_Specified):
     plain: bool = False
     encodes: bool = False
     pauses: bool = False
-    phases: tuple[tuple[str, Transform | Callable[[Tree], State]], ...] = ()
+    phases: tuple[Phase, ...] = ()
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, overload
 import optree
 
 from ._alternatives import has_phases
-from ._base import Optimizer, Scope, Transform, check_transform, keeps_all, lend, takes_donated
+from ._base import Optimizer, Phase, Scope, Transform, check_transform, keeps_all, lend, takes_donated
 from ._bucketwise import Carried, part_of
 from ._combine import widest
 from ._spec import factory
@@ -204,7 +204,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     phases: Any = ()
     if any(map(has_phases, parts.values())):
         phases = tuple(
-            ("each step", replace(_part(parts, pattern), sums=part.sums if i == carrier else None))
+            Phase("each step", replace(_part(parts, pattern), sums=part.sums if i == carrier else None))
             for i, (pattern, part) in enumerate(parts.items())
         )
     scope = _per_path(list(parts.values()))

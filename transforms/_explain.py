@@ -164,20 +164,24 @@ class _Run:
             rows += self.rows(part, "each step", self.plan.carries and part.sums is not None, i < count)
         return rows
 
-    def rows(self, part: Transform, when: str, carries: bool = False, per_bucket: bool = False) -> list[Row]:
+    def rows(
+        self, part: Transform, when: str, carries: bool = False, per_bucket: bool = False, ends: bool = False
+    ) -> list[Row]:
         """Those of a stage, or of what it runs in one step and another.
 
         Args:
             carries: Whether the step's lane rides with its messages.
             per_bucket: Whether it runs on each bucket.
+            ends: Whether that comes to an end.
         """
         state_bytes = _state_bytes(part.init(self.params))
         if not (inner := alternatives(part)):
-            return [Row(repr(part), part.scope, when, self._messages(part, carries, per_bucket), state_bytes)]
+            return [Row(repr(part), part.scope, when, self._messages(part, carries, per_bucket), state_bytes, ends)]
         found: list[Row] = []
-        for child, child_when in inner:
+        for child, phase in inner:
             for stage in stages(child):
-                found += self.rows(stage, both(when, child_when), carries and stage.sums is not None, per_bucket)
+                rides = carries and stage.sums is not None
+                found += self.rows(stage, both(when, phase.when), rides, per_bucket, ends or phase.ends)
         of_phases = sum(row.state_bytes for row in found)
         if of_phases > state_bytes:  # they are of one state
             found, of_phases = [row._replace(state_bytes=0) for row in found], 0

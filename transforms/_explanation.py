@@ -25,12 +25,13 @@ class Row(NamedTuple):
     when: str  # in which steps, or for how many parameters, it runs
     messages: tuple[Message, ...]  # of a step in which it runs
     state_bytes: int  # that one rank keeps between steps
+    ends: bool = False  # whether it stops to run, as what a warm-up does
 
 
 class Explanation(NamedTuple):
     """What `explain` returns; print it, or read its rows. All figures are of one rank and one step.
 
-    Sums of messages and bytes are of a step in which every row of `settled` runs; those of state are of all rows.
+    Sums of messages and bytes are of a step in which every row of `settled` runs; that of state is of all rows.
     """
 
     rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in their order
@@ -39,7 +40,7 @@ class Explanation(NamedTuple):
     @property
     def settled(self) -> tuple[Row, ...]:
         """The rows without those of phases that end, such as a warm-up."""
-        return tuple(row for row in self.rows if "before " not in row.when)
+        return tuple(row for row in self.rows if not row.ends)
 
     @property
     def messages(self) -> int:
@@ -71,7 +72,7 @@ class Explanation(NamedTuple):
             for i, line in enumerate(lines):
                 lead = (_short(row.stage), row.scope, row.when) if i == 0 else ("", "", "")
                 table.append((*lead, *line, _bytes(row.state_bytes) if i == 0 else ""))
-        when = "" if self.settled == self.rows else "at last"
+        when = "" if self.settled == self.rows else "settled"
         table.append(
             ("total per rank and step", "", when, "", "", str(self.messages), _bytes(self.payload_bytes),
              _bytes(self.sent_bytes), _bytes(self.state_bytes))

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from ._base import Transform
 from ._combine import chain, stages
+from ._spec import _FACTORIES
 from .axes._primitive import names
+
+AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
 
 
 class Plan(NamedTuple):
@@ -61,13 +64,15 @@ def make_plan(hook: Transform, mesh_axes: Collection[str]) -> Plan:
 
 
 def axes_of(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
-    """The axes that a transform may communicate over: those in its arguments; all, where it has no spec."""
-    if not hook.spec.name:
+    """The axes that a transform may communicate over: those in its arguments; all, where a function may do anything."""
+    if not hook.spec.name or "function" in dict(hook.spec.args):
         return set(mesh_axes)
     found = set[str]()
+    ours = getattr(_FACTORIES.get(hook.spec.name), "__module__", "").startswith(f"{__package__}.")
     for argument, value in hook.spec.args:
         for name in value if isinstance(value, tuple) else (value,):
-            if isinstance(name, str) and (name in mesh_axes or argument in ("axis", "local", "node")):
+            # Of others' factories any argument may name one.
+            if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
                 found.add(name)
     return found.union(*(axes_of(child, mesh_axes) for child in hook.spec.children if isinstance(child, Transform)))
 

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._base import Transform, check_transform, lend, sums_of_inner, takes_donated
+from ._base import Phase, Transform, check_transform, lend, sums_of_inner, takes_donated
 from ._bucketwise import Carried, part_of
 from ._check import whole_number
 from ._combine import widest
@@ -21,18 +21,18 @@ from ._tree import State, Tree, choose_state, device_of, on, zeros_like
 from .sync._weights import check_weight
 
 
-def phases_from(starts: Sequence[tuple[int, Any]]) -> tuple[tuple[str, Any], ...]:
+def phases_from(starts: Sequence[tuple[int, Any]]) -> tuple[Phase, ...]:
     """`Transform.phases` of which each begins at a step, and ends where the next one begins.
 
-    >>> phases_from([(0, "a"), (3, "b"), (5, "c")])
-    (('before step 3', 'a'), ('from step 3, before step 5', 'b'), ('from step 5', 'c'))
+    >>> [tuple(phase) for phase in phases_from([(0, "a"), (3, "b"), (5, "c")])]
+    [('before step 3', 'a', True), ('from step 3, before step 5', 'b', True), ('from step 5', 'c', False)]
     """
     ends = [*[start for start, _ in starts[1:]], None]
     found = []
     for (start, what), end in zip(starts, ends, strict=True):
         if end is None or end > start:
             limits = [f"from step {start}"] * (start > 0) + ([] if end is None else [f"before step {end}"])
-            found.append((", ".join(limits) or "each step", what))
+            found.append(Phase(", ".join(limits) or "each step", what, end is not None))
     return tuple(found)
 
 
@@ -135,7 +135,7 @@ def every(steps: int, transform: Transform) -> Transform:
         grads, inner = transform.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
         return grads, EveryState(count, inner)
 
-    return Transform(init, update, scope=transform.scope, phases=((f"every {steps} steps", transform),))
+    return Transform(init, update, scope=transform.scope, phases=(Phase(f"every {steps} steps", transform),))
 
 
 class AccumulateState(NamedTuple):
@@ -207,5 +207,5 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         )
         return out, fresh(grads, count, inner)
 
-    once = ((f"once in {steps} calls", transform),)
+    once = (Phase(f"once in {steps} calls", transform),)
     return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform), pauses=True, phases=once)

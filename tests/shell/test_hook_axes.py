@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms._plan import AXES, make_plan
+from fjoin.transforms._spec import _FACTORIES
 
 
 def use_an_outer_axis() -> float:
@@ -64,9 +67,12 @@ def _over_nodes() -> tx.Transform:
 
 
 @pytest.mark.parametrize("first", ["mean", "clip"])
-def test_the_lane_covers_all_axes_that_a_hook_may_use(first: str) -> None:
-    """A stage without a spec may communicate over any axis: nodes of uneven inputs end together."""
-    parts = [tx.mean("local"), _over_nodes()]
+@pytest.mark.parametrize(
+    "over_nodes", [_over_nodes(), tx.stateless(lambda grad: tx.pmean(grad, "node"))], ids=["own", "stateless"]
+)
+def test_the_lane_covers_all_axes_that_a_hook_may_use(first: str, over_nodes: tx.Transform) -> None:
+    """A function may communicate over any axis: nodes of uneven inputs end together."""
+    parts = [tx.mean("local"), over_nodes]
     hook = tx.chain(*parts if first == "mean" else [tx.clip_by_value(1e9), *parts])
 
     def one_rank(batches: list[float]) -> Any:
@@ -96,6 +102,24 @@ def test_the_lane_stays_within_the_axes_of_a_hook() -> None:
         return step.ranks, calls
 
     assert tx.simulate(one_rank, {"node": 2, "local": 2}, [2, 2, 3, 3]) == [(2, 2)] * 2 + [(2, 3)] * 2
+
+
+def test_a_word_that_is_also_an_axis() -> None:
+    """`over`, a pattern and a logger's name are no axes, whatever a mesh calls its own; of others' factories any word may be one."""
+    axes = ("world", "data")
+    assert make_plan(tx.mean("data", over="world"), axes).reduce is not None
+    for hook in (tx.masked(tx.mean("data"), "world"), tx.logged(tx.mean("data"), logger="world"), tx.mean("data")):
+        assert make_plan(tx.chain(tx.clip_by_value(1.0), hook), axes).axes == ("data",)
+    assert make_plan(_pmean_over(where="world"), axes).axes == ("world",)
+    for make in _FACTORIES.values():
+        if make.__module__.startswith("fjoin."):
+            named = {name for name, p in inspect.signature(make).parameters.items() if p.annotation == "AxisName"}
+            assert named <= set(AXES)
+
+
+@tx.factory
+def _pmean_over(where: str) -> tx.Transform:
+    return tx.Transform(lambda params: (), lambda grads, state, params=None, **extra: (tx.pmean(grads, where), state))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])

@@ -30,6 +30,8 @@ def test_explain_covers_what_runs_now_and_then() -> None:
     ]
     text = str(what)
     assert "psum(data)" in text and "total per rank and step" in text and "before step 5" in text
+    assert what.settled == what.rows[1:] and what.messages == 2 and "settled" in text.splitlines()[-1]
+    assert what.sent_bytes == sum(m.sent_bytes for row in what.rows[1:] for m in row.messages)
     assert what.rows[0].messages[0].sent_bytes == round(what.rows[0].messages[0].payload_bytes * 2 * 3 / 4)
 
 
