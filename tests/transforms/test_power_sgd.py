@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms._bucketwise import Carried, restrict
-from fjoin.transforms.axes._env import bind_axes
+from fjoin.transforms.axes._env import Axis, bind_axes
 
 STEPS = 8
 
@@ -202,8 +202,8 @@ def test_mixed_dtypes_travel_in_one_message() -> None:
 def messages(params: Any, **extra: Any) -> list[tuple[int, torch.dtype]]:
     sent: list[tuple[int, torch.dtype]] = []
 
-    class Counting:
-        size, token = 2, None
+    class Counting(Axis):
+        size = 2
 
         def index(self) -> Tensor:
             return torch.tensor(0)
@@ -213,7 +213,7 @@ def messages(params: Any, **extra: Any) -> list[tuple[int, torch.dtype]]:
             return 2 * x
 
     hook = tx.power_sgd("data")
-    with bind_axes({"data": Counting()}):  # type: ignore[dict-item]
+    with bind_axes({"data": Counting()}):
         hook.update(params, hook.init(params), **extra)
     return sent
 

@@ -23,7 +23,7 @@ from ..wire._encoded import encoded_mean
 from ..wire._memory import Memory
 from ._lane import Lane, check_lane, decode_lane, encode_lane
 from ._lane import lane_dtype as dtype_of_lane
-from ._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
+from ._weights import Over, check_over, not_zero, share_of
 
 
 class MeanState(NamedTuple):
@@ -42,11 +42,11 @@ def _weighted_sum(
     grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, carried: Carried | None,
     dtype: torch.dtype | None,
 ) -> tuple[Tree, MeanState]:  # fmt: skip
-    factor = share(check_weight(weight), over)
-    n, known = axis_size(axis), known_share(weight, over)
+    share, n = share_of(weight, over), axis_size(axis)
+    factor, known = share
 
     def scale(g: Tensor) -> Tensor:
-        g = silenced(g, factor, known)
+        g = share.silenced(g)
         return g if known in (0.0, 1.0) else g * (factor.to(g.dtype) if known is None else known)
 
     scaled = optree.tree_map(scale, grads)

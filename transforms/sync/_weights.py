@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,24 +38,33 @@ def check_weight(weight: Any) -> Tensor:
     return torch.tensor(float(weight), dtype=torch.float64)
 
 
-def share(weight: Tensor, over: Over) -> Tensor:
-    """The factor of this rank's gradients in the sum: its weight, or 1 where only counts matter."""
-    return weight if over == "weight" else (weight > 0).to(weight.dtype)
+class Share(NamedTuple):
+    """What a rank counts in a reduction."""
+
+    factor: Tensor  # of its gradients in the sum, 0-d float64
+    known: float | None  # the same where the host knows it, so that 1 and 0 cost nothing
+
+    def to(self, device: torch.device | None) -> Share:
+        return self._replace(factor=on(device, self.factor))
+
+    def silenced(self, x: Tensor) -> Tensor:
+        """`x`, or zeros where this rank counts nothing, whatever it holds: 0 * nan would be nan."""
+        if self.known is None:
+            return torch.where(on(x.device, self.factor) > 0, x, torch.zeros_like(x))
+        return x if self.known else torch.zeros_like(x)
 
 
-def known_share(weight: Any, over: Over) -> float | None:
-    """`share` where it is known on the host, so that 1 and 0 cost nothing; else None."""
-    if isinstance(weight, Tensor):
-        return None
-    given = 1.0 if weight is None else float(weight)
-    return given if over == "weight" else float(given > 0)
+def share_of(weight: Any, over: Over) -> Share:
+    """A rank's weight, or 1 for any where only counts matter.
 
-
-def silenced(x: Tensor, factor: Tensor, known: float | None) -> Tensor:
-    """`x`, or zeros where this rank counts nothing, whatever it holds: 0 * nan would be nan."""
-    if known is None:
-        return torch.where(on(x.device, factor) > 0, x, torch.zeros_like(x))
-    return x if known else torch.zeros_like(x)
+    Raises:
+        ValueError: as `check_weight` does.
+    """
+    factor = check_weight(weight)
+    known = None if isinstance(weight, Tensor) else 1.0 if weight is None else float(weight)
+    if over == "weight":
+        return Share(factor, known)
+    return Share((factor > 0).to(factor.dtype), None if known is None else float(known > 0))
 
 
 def not_zero(divisor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from .._tree import Tree, device_of, on
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
 from ..sync._mean import MeanState, carried_state, init_mean
-from ..sync._weights import check_weight, known_share, not_zero, share, silenced
+from ..sync._weights import not_zero, share_of
 
 
 @factory
@@ -53,16 +53,14 @@ def adasum(axis: str) -> Transform:
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         check_lane(lane)
-        factor, known = share(check_weight(weight), "live"), known_share(weight, "live")
+        share = share_of(weight, "live")
         grads = optree.tree_map(torch.as_tensor, grads)
-        wide = optree.tree_map(
-            lambda g: silenced(g, factor, known).to(torch.promote_types(g.dtype, torch.float32)), grads
-        )
+        wide = optree.tree_map(lambda g: share.silenced(g).to(torch.promote_types(g.dtype, torch.float32)), grads)
         summed = _over_ranks(wide, axis)
         out = optree.tree_map(lambda s, g: s.to(g.dtype), summed, grads)
         if carried is not None:
             return out, carried_state(carried)
-        named = {"total": factor, **(lane or {})}
+        named = {"total": share.factor, **(lane or {})}
         leaves = optree.tree_leaves(grads)
         words = encode_lane(named, torch.float64, 1, device_of(leaves))
         sums = decode_lane(psum(words, axis), named, 1)

@@ -13,12 +13,12 @@ from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._check import decay, flag, one_axis, positive, whole_number
 from .._spec import factory
-from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, on, wide_zeros
+from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, wide_zeros
 from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane
 from ..sync._mean import MeanState, init_mean, mean
-from ..sync._weights import Over, check_weight, known_share, silenced
+from ..sync._weights import Over, share_of
 from ._codec import Codec, check_codec
 from ._feedback import WithoutInput, check_without_input
 from ._memory import Memory
@@ -110,8 +110,8 @@ def dgc(
         grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, **extra: Any,
     ) -> tuple[Tree, DGCState]:  # fmt: skip
-        live, known = check_weight(weight), known_share(weight, "live")
-        of = {path: silenced(torch.as_tensor(g), live, known) for path, g in named_leaves(grads).items()}
+        share = share_of(weight, "live")
+        of = {path: share.silenced(torch.as_tensor(g)) for path, g in named_leaves(grads).items()}
         u, sends = gather(of if clip is None else _clipped(of, clip), state.momentum)
         memory = Memory(state.error, without_input == "flush", per_rank=True)
         codec = [codec for start, codec in codecs if start <= state.step][-1]
@@ -119,7 +119,7 @@ def dgc(
             replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
             carried=part_of(carried, "reduced"), **{**extra, "wire": codec, "memory": memory},
         )  # fmt: skip
-        effect = all_finite(out) & (on(device_of(of.values()), live) > 0)
+        effect = all_finite(out) & (share.to(device_of(of.values())).factor > 0)
         new = {
             path: torch.where(effect, _without(x, memory.coded.get(path)), state.momentum[path])
             for path, x in u.items()

@@ -16,7 +16,7 @@ from .._tree import State, Tree, all_finite, device_of, named_leaves, on
 from ..axes._collectives import axis_index, axis_size
 from ..axes._primitive import names
 from ..sync._lane import Lane
-from ..sync._weights import check_weight, known_share, not_zero, share, silenced
+from ..sync._weights import not_zero, share_of
 from ._feedback import WithoutInput, check_lossy, zero_errors
 from ._memory import Memory
 
@@ -92,8 +92,8 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     ) -> tuple[Tree, EF21State]:  # fmt: skip
         of = {path: torch.as_tensor(g) for path, g in named_leaves(grads).items()}
         device = device_of(of.values())
-        factor = on(device, share(check_weight(weight), over or "weight"))
-        known, nothing = known_share(weight, over or "weight"), torch.zeros_like(factor)
+        share = share_of(weight, over or "weight").to(device)
+        factor, nothing = share.factor, torch.zeros_like(share.factor)
         # The weight of a gradient that is held is carried on, and counts on.
         counted_last = nothing if without_input == "flush" else on(device, state.counts)
         counts = torch.where(factor > 0, factor, counted_last)
@@ -121,7 +121,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             if path not in memory.new:
                 new[path] = came.to(of[path].dtype)
                 continue
-            left, given = memory.new[path], silenced(wide[path], factor, known)
+            left, given = memory.new[path], share.silenced(wide[path])
             told_now = came if over is None else came * sums.total.to(came)
             belief = torch.where(anew, told_now, whole[path] + told_now)
             mean = torch.where(counted == 0, torch.zeros_like(belief), belief / not_zero(counted).to(belief))

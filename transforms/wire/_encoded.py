@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .._check import real
-from .._tree import Tree, device_of, named_leaves, on, on_host, plain
+from .._tree import Tree, device_of, named_leaves, on_host, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
-from ..sync._weights import Over, check_weight, known_share, share, silenced
+from ..sync._weights import Over, Share, share_of
 from ._codec import Codec, refuse_derivative
 from ._memory import Memory
 from ._noise import places_of
@@ -41,23 +41,23 @@ def encoded_mean(
     Raises:
         RuntimeError: something differentiates through the gradients.
     """
-    factor = share(check_weight(weight), over or "weight")
+    share = share_of(weight, over or "weight")
     check_lane(lane)
     of = named_leaves(grads)
     real(of, "what is encoded")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device = device_of(of.values())
-    factor, known = on(device, factor), known_share(weight, over or "weight")
+    share = share.to(device)
     flat, words = ravel(of.values(), device), encode_lane(lane or {}, torch.float64, 1, device)
     room = flat if donated and plain(flat) and flat.is_contiguous() else None
-    flat = silenced(flat, factor, known)
+    flat = share.silenced(flat)
     places = places_of(of, device) if wire.noisy else None
     if memory is None:
-        reduced = reduce(wire, flat, factor, words, axis, places=places, out=room)
+        reduced = reduce(wire, flat, share.factor, words, axis, places=places, out=room)
     else:
         errors = memory.owed(of)
-        owed = Owed(flat, ravel(errors, device), factor, known, memory.flush)
-        reduced = reduce(wire, owed.given, factor, words, axis, times=owed.times, places=places, out=room)
+        owed = Owed(flat, ravel(errors, device), share, memory.flush)
+        reduced = reduce(wire, owed.given, share.factor, words, axis, times=owed.times, places=places, out=room)
         memory.keep(of, split(owed.left(reduced), errors))
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
@@ -77,8 +77,9 @@ class Owed:
     times: What it counts, 0-d float64: the rank's factor, or 1 where that is 0 and the error is flushed.
     """
 
-    def __init__(self, flat: Tensor, error: Tensor, factor: Tensor, known: float | None, flush: bool) -> None:
+    def __init__(self, flat: Tensor, error: Tensor, share: Share, flush: bool) -> None:
         self._error = error
+        factor, known = share
         if known is None:
             self._owed = flat * factor.to(torch.float32) + error
             self.times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))

@@ -17,7 +17,7 @@ from ..axes._collectives import all_gather, axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, init_mean, mean_state
-from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
+from ..sync._weights import Over, check_over, not_zero, share_of
 from ._codec import Codec, as_bytes, poison, read
 from ._digits import pack, unpack, width
 from ._encoded import encoded_mean
@@ -67,13 +67,12 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
             out, total, sums = encoded_mean(wire, grads, axis, weight, over, told, memory, gathered_mean, donated)
             return out, mean_state(total, sums, carried)
         check_lane(told)
-        ranks, factor = axis_size(axis), share(check_weight(weight), over)
+        ranks, share = axis_size(axis), share_of(weight, over)
         leaves = optree.tree_leaves(grads)
         dtype, device = lane_dtype(leaf.dtype for leaf in leaves), device_of(leaves)
-        named = {"total": factor, **(told or {})}
-        known = known_share(weight, over)
+        named = {"total": share.factor, **(told or {})}
         all_grads, words = all_gather(
-            (optree.tree_map(lambda g: silenced(g, factor, known), grads), encode_lane(named, dtype, 1, device)), axis
+            (optree.tree_map(share.silenced, grads), encode_lane(named, dtype, 1, device)), axis
         )
         each = [decode_lane(row, named, 1) for row in words.unbind(0)]
         sums = {name: torch.stack([one[name] for one in each]).sum(0) for name in named}

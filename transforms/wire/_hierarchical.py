@@ -15,7 +15,7 @@ from .._tree import Tree, device_of, named_leaves, on
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, init_mean, mean_state
-from ..sync._weights import Over, check_over, check_weight, known_share, not_zero, share, silenced
+from ..sync._weights import Over, Share, check_over, not_zero, share_of
 from ._codec import Codec, check_codec, refuse_derivative
 from ._encoded import Owed, ravel, split, unravel
 from ._memory import Memory
@@ -71,15 +71,14 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         check_lane(lane)
         of = {path: torch.as_tensor(leaf) for path, leaf in named_leaves(grads).items()}
         real(of, "hierarchical_mean")
-        inside, nodes, factor = axis_size(local), axis_size(node), share(check_weight(weight), over)
+        inside, nodes, share = axis_size(local), axis_size(node), share_of(weight, over)
         dtype = lane_dtype(leaf.dtype for leaf in of.values())
         flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [
             torch.zeros(0, dtype=dtype, device=device_of(()))
         ]
-        own, known = flat[0] if len(flat) == 1 else torch.cat(flat), known_share(weight, over)
-        own = silenced(own, factor, known)
-        own = own if known == 1.0 else own * factor.to(own.dtype)
-        named = {"total": factor, **({} if carried is not None else lane or {})}
+        own = share.silenced(flat[0] if len(flat) == 1 else torch.cat(flat))
+        own = own if share.known == 1.0 else own * share.factor.to(own.dtype)
+        named = {"total": share.factor, **({} if carried is not None else lane or {})}
         words = encode_lane(named, dtype, inside * nodes, own.device)
         size = -(-own.numel() // inside)
         rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
@@ -136,7 +135,7 @@ def _across(
     if memory.per_rank:
         raise TypeError("between nodes a rank keeps what its node has lost, which ef21 cannot use; use error_feedback")
     errors = memory.owed(of)
-    owed = Owed(mean, mine(ravel(errors, part.device)), here, None, memory.flush)
+    owed = Owed(mean, mine(ravel(errors, part.device)), Share(here, None), memory.flush)
     reduced = coded_mean(codec, owed.given, here, said, node, owed.times, places)
     rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
     left = torch.where(rows, owed.left(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()

@@ -33,11 +33,11 @@ def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor)
     return (2 * unit - (1 - 2**-24)).to(torch.promote_types(like.dtype, torch.float32)).view(rank, columns)
 
 
-class Share(NamedTuple):
-    """What this rank counts in a sum."""
+class Owing(NamedTuple):
+    """A `Share` of a rank that may owe something."""
 
-    factor: Tensor  # of its gradients, 0-d float64
-    known: float | None  # the same, where it is known on the host
+    factor: Tensor
+    known: float | None
     flush: bool  # whether it sends its errors where the factor is 0
 
     def owed(self, grad: Tensor, error: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -151,7 +151,7 @@ def blocks_of(
     return made
 
 
-def right(block: Block, p: Tensor, share: Share, old: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def right(block: Block, p: Tensor, share: Owing, old: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Of each matrix this rank's part of Q = P^T M, (rank, columns); and of those in `old`, the errors, what this rank owes
     after this step: M - P Q."""
     own: list[Tensor] = []
@@ -162,7 +162,7 @@ def right(block: Block, p: Tensor, share: Share, old: Mapping[str, Tensor]) -> t
         if path not in old:
             continue
         if sent is not None and share.known and plain([sent]):
-            # Nobody else's: see `Share.owed`. Transposed, which takes three quarters of the time.
+            # Nobody else's: see `Owing.owed`. Transposed, which takes three quarters of the time.
             owes[path] = sent.T.addmm_(own[i].T, thin, alpha=-1.0).T
             continue
         kept = as_dtype(old[path], p.dtype).reshape(p.shape[2], -1)

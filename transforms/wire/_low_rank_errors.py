@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._tree import plain
-from ._low_rank import Block, Outcome, Share, cut
+from ._low_rank import Block, Outcome, Owing, cut
 
 
 def owing(
@@ -39,7 +39,7 @@ def owing(
 
 
 def owing_of_loose(
-    shapes: Mapping[str, torch.Size], lost: Tensor, came: Tensor, old: Mapping[str, Tensor], share: Share, outcome: Outcome
+    shapes: Mapping[str, torch.Size], lost: Tensor, came: Tensor, old: Mapping[str, Tensor], share: Owing, outcome: Outcome
 ) -> dict[str, Tensor]:  # fmt: skip
     """Of leaves that travel as they are, encoded.
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from .._base import Reduction, Scope, Transform, takes_donated
 from .._bucketwise import Carried, part_of
 from .._check import flag, positive, real, whole_number
-from .._tree import Tree, device_of, named_leaves, on, plain
+from .._tree import Tree, device_of, named_leaves, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean, mean
-from ..sync._weights import Over, check_over, check_weight, known_share, share
+from ..sync._weights import Over, check_over, share_of
 from ._codec import Codec, refuse_derivative
-from ._low_rank import Exchange, Share, as_dtype, blocks_of, cut, look, next_start, orthonormal, products, right, shaped
+from ._low_rank import Exchange, Owing, as_dtype, blocks_of, cut, look, next_start, orthonormal, products, right, shaped
 from ._low_rank_errors import owing, owing_of_loose
 from ._memory import Memory
 
@@ -103,7 +103,7 @@ def reducing(
             out, reduced = alone.update(
                 grads, state.reduced, weight=weight, lane=lane, carried=part_of(carried, "reduced"), **extra
             )
-            counted = share(check_weight(weight), over) if carried is None else carried.get().counted
+            counted = share_of(weight, over).factor if carried is None else carried.get().counted
             return out, state._replace(reduced=reduced, counted=counted, step=step)
         leaves = named_leaves(grads)
         real(leaves, "power_sgd")
@@ -136,9 +136,8 @@ def low_rank_mean(
     """The mean of leaves, of which those in `q` travel as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = device_of(leaves.values())
-    factor = on(device, share(check_weight(given.weight), over))
-    mine = Share(factor, known_share(given.weight, over), given.flush)
-    named = {} if given.carried is not None else {"total": factor, **(given.lane or {})}
+    mine = Owing(*share_of(given.weight, over).to(device), given.flush)
+    named = {} if given.carried is not None else {"total": mine.factor, **(given.lane or {})}
     check_lane(given.lane)
     coded = given.wire is not None
     dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())

@@ -15,7 +15,7 @@ from .._tree import State, Tree, all_finite, named_leaves
 from .._when import switch_after
 from ..axes._primitive import AxisName
 from ..sync._mean import mean
-from ..sync._weights import Over, check_weight, known_share, not_zero, silenced
+from ..sync._weights import Over, not_zero, share_of
 from ._codec import Codec
 from ._compress import quantized_mean
 from ._feedback import WithoutInput, error_feedback
@@ -74,16 +74,14 @@ def moments(
     extra: dict[str, Any],
 ) -> Moments:  # fmt: skip
     """Send gradients or momenta; the new momentum and variance of these leaves."""
-    weight = extra.get("weight")
-    live, known = check_weight(weight), known_share(weight, "live")
+    share = share_of(extra.get("weight"), "live")
     wide = {
-        path: silenced(torch.as_tensor(g), live, known).to(state.momentum[path])
-        for path, g in named_leaves(grads).items()
+        path: share.silenced(torch.as_tensor(g)).to(state.momentum[path]) for path, g in named_leaves(grads).items()
     }
     first = state.step < warmup
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
     if over == "world":  # a rank without input has a gradient of 0, and everybody's momentum
-        told = {**(extra.get("lane") or {}), LIVE: (live > 0).to(torch.float64)} if carried is None else None
+        told = {**(extra.get("lane") or {}), LIVE: share.factor} if carried is None else None
         extra = {**extra, "weight": 1.0, "lane": told}
     out, new = inner.update(replace_leaves(grads, sends), state.inner, carried=part_of(carried, "inner"), **extra)
     came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
