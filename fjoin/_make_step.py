@@ -63,7 +63,7 @@ def train_step(
     Raises:
         TypeError, ValueError: an argument that cannot be used.
 
-    Same as: torch's DistributedDataParallel, Join and optimizer in one, without their faults.
+    Same as: torch's DistributedDataParallel, Join and optimizer in one.
 
     >>> from fjoin import transforms as tx
     >>> def loss_fn(params, batch):

@@ -28,7 +28,7 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: An `Optimizer` of fjoin.transforms.
 
     Raises:
-        TypeError: `optimizer` is none; at a step: a sparse gradient.
+        TypeError: `optimizer` is not an Optimizer; at a step: a sparse gradient.
         ValueError: a `partition` without names; parameters that the optimizer cannot serve; at a step: hyperparameters
             out of their range.
 

@@ -1,6 +1,6 @@
 """Pure transforms for distributed training: what crosses the network, and what becomes of it.
 
-kinds        Transform  Optimizer  Pipeline  Schedule
+kinds        Transform  Optimizer  Pipeline  Schedule  Reduction  Phase
 combine      chain  identity  stateless  masked  partition  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
@@ -19,7 +19,7 @@ collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_
              axis_index  axis_size
 run          simulate
 optax        from_optax  to_optax
-look         tap  logged  explain  fingerprint  to_json  from_json  factory
+look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict
 """
 
@@ -30,7 +30,9 @@ if __name__ != "fjoin.transforms":
     )
 
 from ._base import Optimizer as Optimizer
+from ._base import Phase as Phase
 from ._base import Pipeline as Pipeline
+from ._base import Reduction as Reduction
 from ._base import Transform as Transform
 from ._by_path import masked as masked
 from ._by_path import partition as partition
@@ -44,6 +46,7 @@ from ._errors import CollectiveMismatch as CollectiveMismatch
 from ._errors import NotVmappable as NotVmappable
 from ._errors import UnboundAxis as UnboundAxis
 from ._explain import explain as explain
+from ._explanation import Explanation as Explanation
 from ._fuse import PipelineState as PipelineState
 from ._fuse import fuse as fuse
 from ._join import JoinHook as JoinHook

@@ -51,7 +51,8 @@ def masked(transform: Transform, which: Which) -> Transform:
         A `Transform`; its state is that of `transform` on the chosen leaves.
 
     Raises:
-        ValueError: at `init`: nothing is chosen; the message lists the paths.
+        ValueError: at `init`: nothing is chosen; the message lists the paths. At `update`: `accumulate` inside.
+        TypeError: `transform` is not a Transform.
 
     Same as: optax.masked.
 
@@ -117,7 +118,7 @@ def partition(parts: Mapping[Patterns, Any]) -> Any:
 
     Raises:
         ValueError: `parts` is empty; at `init`: a path that nothing matches, or a pattern that is
-            left without a path. The message lists them.
+            left without a path. The message lists them. At `update`: `accumulate` inside.
         TypeError: transforms and optimizers mixed, or something else.
 
     Same as: optax.partition (multi_transform); torch.optim's param_groups.

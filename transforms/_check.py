@@ -12,7 +12,7 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     """The value, if it is an int in a range.
 
     Raises:
-        ValueError: it is not; a bool is none.
+        ValueError: it is not; a bool does not count as one.
 
     >>> whole_number("steps", 3, least=1)
     3
@@ -28,7 +28,7 @@ def positive(name: str, value: Any, zero: bool = False) -> float:
     """The value, if it is a finite number above 0; `zero`: or 0.
 
     Raises:
-        ValueError: it is not; a bool is none.
+        ValueError: it is not; a bool does not count as one.
 
     >>> positive("eps", 0, zero=True)
     0
@@ -43,7 +43,7 @@ def decay(name: str, value: Any) -> float:
     """The value, if it is a number from 0 on and below 1: the share that a moving average keeps.
 
     Raises:
-        ValueError: it is not; a bool is none.
+        ValueError: it is not; a bool does not count as one.
 
     >>> decay("momentum", 0.9)
     0.9
@@ -72,7 +72,7 @@ def one_axis(name: str, axis: Any) -> str:
     """The name of the axis, if it is one.
 
     Raises:
-        ValueError: it is none, or several.
+        ValueError: it is no name, or several.
 
     >>> one_axis("dgc", ("data",))
     'data'
@@ -81,7 +81,7 @@ def one_axis(name: str, axis: Any) -> str:
         return axis
     if isinstance(axis, tuple) and len(axis) == 1 and isinstance(axis[0], str):
         return axis[0]
-    raise ValueError(f"{name} feeds back errors over one axis, got {axis!r}")
+    raise ValueError(f"{name} takes one axis, got {axis!r}")
 
 
 def real(of: Mapping[str, Any], where: str) -> None:

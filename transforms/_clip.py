@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -15,8 +16,8 @@ from .axes._primitive import AxisName
 
 
 def _positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} must be above 0, got {value!r}")
+    if not (isinstance(value, numbers.Real) and value > 0):
+        raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

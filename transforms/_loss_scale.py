@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -76,12 +77,12 @@ def dynamic_loss_scale(
     """
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"dynamic_loss_scale takes a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
-    if not 2.0**-126 <= init_scale <= 2.0**127:
+    if not (isinstance(init_scale, numbers.Real) and 2.0**-126 <= init_scale <= 2.0**127):
         raise ValueError(f"init_scale must be a number above 0 that float32 holds, got {init_scale!r}")
-    if not (growth_factor > 1 and math.isfinite(growth_factor)):
+    if not (isinstance(growth_factor, numbers.Real) and growth_factor > 1 and math.isfinite(growth_factor)):
         raise ValueError(f"growth_factor must be a finite number above 1, got {growth_factor!r}")
-    if not 0 < backoff_factor < 1:
-        raise ValueError(f"backoff_factor must be between 0 and 1, got {backoff_factor!r}")
+    if not (isinstance(backoff_factor, numbers.Real) and 0 < backoff_factor < 1):
+        raise ValueError(f"backoff_factor must be a number between 0 and 1, got {backoff_factor!r}")
     whole_number("growth_interval", growth_interval, 1)
 
     def begin(inner: State) -> LossScaleState:

@@ -68,7 +68,7 @@ def axes_of(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
     if not hook.spec.name or "function" in dict(hook.spec.args):
         return set(mesh_axes)
     found = set[str]()
-    ours = getattr(_FACTORIES.get(hook.spec.name), "__module__", "").startswith(f"{__package__}.")
+    ours = str(getattr(_FACTORIES.get(hook.spec.name), "__module__", "")).startswith(f"{__package__}.")
     for argument, value in hook.spec.args:
         for name in value if isinstance(value, tuple) else (value,):
             # Of others' factories any argument may name one.

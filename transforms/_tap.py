@@ -75,6 +75,7 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
         A `Transform` with state `LoggedState(inner, step)`.
 
     Raises:
+        TypeError: `hook` is not a Transform.
         ValueError: `every` is no whole number above 0.
         NotVmappable: under the vmap engine.
 

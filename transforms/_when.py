@@ -111,7 +111,7 @@ def every(steps: int, transform: Transform) -> Transform:
 
     Raises:
         ValueError: `steps` is no whole number, or below 1.
-        TypeError: `transform` is none.
+        TypeError: `transform` is not a Transform.
 
     >>> from fjoin import transforms as tx
     >>> second = tx.every(2, tx.stateless(torch.neg))
@@ -167,7 +167,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 
     Raises:
         ValueError: `steps` is no whole number, or below 1.
-        TypeError: `transform` is none.
+        TypeError: `transform` is not a Transform.
 
     Same as: optax.MultiSteps.
 

@@ -65,7 +65,7 @@ def test_deep_gradient_compression_of_a_rank_without_input() -> None:
 
 def test_one_bit_adam_begins_as_adam() -> None:
     """Four steps of torch.optim.Adam on the mean of the gradients."""
-    pipeline = tx.fuse(tx.one_bit_adam("data", warmup=4, b1=0.8, b2=0.95, eps=1e-6), tx.sgd(0.01))
+    pipeline = tx.fuse(tx.one_bit_adam("data", warmup=4, betas=(0.8, 0.95), eps=1e-6), tx.sgd(0.01))
 
     def one_rank(rank: int) -> Any:
         params, state = PARAMS[0], pipeline.init(PARAMS[0])
@@ -172,7 +172,7 @@ def test_what_is_refused() -> None:
     raises_text(ValueError, lambda: tx.dgc("data", without_input="keep"), "'keep'")  # type: ignore[arg-type]
     for make in (tx.one_bit_adam, tx.one_bit_lamb):
         raises_text(ValueError, lambda: make("data", 0), "warmup", "0")  # noqa: B023
-        raises_text(ValueError, lambda: make("data", 1, b1=1.0), "b1", "1.0")  # noqa: B023
+        raises_text(ValueError, lambda: make("data", 1, betas=(1.0, 0.9)), "betas", "(1.0, 0.9)")  # noqa: B023
     raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, ratios=(2.0, 1.0)), "ratios", "(2.0, 1.0)")
     raises_text(ValueError, lambda: tx.one_bit_lamb("data", 1, threshold=0.0), "threshold", "0.0")
     hook = tx.one_bit_lamb("data", 1)

@@ -132,6 +132,9 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
         Leaves `(..., n, ...)` with n, the size of the axis, at `dim`; tiled: dimension `dim` is n
         times as long. Over a tuple of axes the last one varies fastest.
 
+    Raises:
+        UnboundAxis: nothing binds the axis.
+
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda x: tx.all_gather(x, "data"), {"data": 2}, [1.0, 2.0])
     [tensor([1., 2.]), tensor([1., 2.])]
@@ -164,6 +167,7 @@ def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) 
         The same structure, new tensors: this rank's pieces of the sums.
 
     Raises:
+        UnboundAxis: nothing binds the axis.
         ValueError: the dimension does not divide, with the path.
 
     >>> from fjoin import transforms as tx
@@ -198,6 +202,7 @@ def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, t
         The same structure, new tensors: the pieces received.
 
     Raises:
+        UnboundAxis: nothing binds the axis.
         ValueError: the dimension does not divide, with the path.
 
     >>> from fjoin import transforms as tx

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from .._base import Transform
 from .._bucketwise import Carried
+from .._check import one_axis
 from .._spec import factory
 from .._tree import Tree, device_of, on
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
+from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
 from ..sync._mean import MeanState, carried_state, init_mean
 from ..sync._weights import not_zero, share_of
 
 
 @factory
-def adasum(axis: str) -> Transform:
+def adasum(axis: AxisName) -> Transform:
     """Add gradients pairwise, each less half of its part along the other: orthogonal ones are summed, parallel ones averaged.
 
         a + b  becomes  (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b,    for each leaf
@@ -29,11 +31,14 @@ def adasum(axis: str) -> Transform:
     not count. `explain` announces a message in every round, which the ranks that have none to send leave out.
 
     Args:
-        axis: The axis.
+        axis: One axis.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit. Sums are taken in at least float32.
         State: `MeanState(total, lane)`, total being the ranks with input.
+
+    Raises:
+        ValueError: several axes.
 
     Source: Maleki et al., Scaling Distributed Training with Adaptive Summation, arXiv:2006.02924, section 3.
 
@@ -46,6 +51,8 @@ def adasum(axis: str) -> Transform:
     >>> tx.simulate(one_rank, {"data": 3}, [torch.tensor([v, v]) for v in (1.0, 2.0, 3.0)])[2]
     tensor([2., 2.])
     """
+
+    axis = one_axis("adasum", axis)
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,

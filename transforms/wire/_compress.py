@@ -52,8 +52,10 @@ def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         A `Transform` with the state of `hook`; for codecs that throw dice, `CompressState(inner, step)`.
 
     Raises:
-        TypeError: `codec` is no codec; nothing in `hook` sends what can be encoded.
+        TypeError: `codec` is no codec; nothing in `hook` sends what can be encoded, or something is encoded already; at `update`: a
+            complex gradient.
         ValueError: `seed` is no whole number.
+        RuntimeError: at `update`: something differentiates through the gradients.
 
     Same as: torch's fp16_compress_wrapper, bf16_compress_wrapper, for any codec.
 
@@ -84,7 +86,7 @@ def cast(dtype: torch.dtype, hook: Transform) -> Transform:
 
     Raises:
         ValueError: another dtype.
-        TypeError: nothing in `hook` sends what can be cast.
+        TypeError, RuntimeError: as `compress`.
 
     Same as: torch's fp16_compress_wrapper and bf16_compress_wrapper.
 
@@ -119,7 +121,7 @@ def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight", seed: in
         State: `MeanState(total, lane)`; for codecs that throw dice, `CompressState(inner, step)` around it.
 
     Raises:
-        TypeError, ValueError: as `compress` and `mean`.
+        TypeError, ValueError, RuntimeError: as `compress` and `mean`.
 
     Same as: torch's quantization_pertensor_hook and quantization_perchannel_hook, which send ranks / 8 times the bytes of
         float32.

@@ -49,7 +49,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             "flush" takes it back, encoded, so that the result nears the mean over those that have input.
 
     Returns:
-        A `Transform` with state `EF21State(inner, own, whole, counts, place)`; the last four but `whole` differ between ranks.
+        A `Transform` with state `EF21State(inner, own, whole, counts, place)`; `own`, `counts` and `place` differ between ranks.
 
     Raises:
         TypeError: nothing is encoded in `hook`, or it is more than a mean: other stages, `switch_after`, `partition` and so on hold

@@ -111,6 +111,7 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
 
     Raises:
         ValueError: `over` is none of the three.
+        TypeError, RuntimeError: at `update`: as `compress`.
 
     Source: Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, arXiv:1810.05291,
         whose votes have no 0.

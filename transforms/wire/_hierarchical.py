@@ -45,7 +45,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     Raises:
         ValueError: `over` is none of the three; `local` and `node` are the same axis; `wire` throws dice.
 
-    Same as: torch's hierarchical sharding of HYBRID_SHARD; NCCL's trees.
+    Same as: torch's hierarchical sharding of HYBRID_SHARD.
 
     >>> from fjoin import transforms as tx
     >>> hook = hierarchical_mean("local", "node")

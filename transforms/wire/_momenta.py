@@ -10,10 +10,11 @@ from torch import Tensor
 from .._base import Transform
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import decay, one_axis, whole_number
+from .._check import one_axis, whole_number
 from .._tree import State, Tree, all_finite, named_leaves
 from .._when import switch_after
 from ..axes._primitive import AxisName
+from ..optimizers._inplace import check_betas
 from ..sync._mean import mean
 from ..sync._weights import Over, not_zero, share_of
 from ._codec import Codec
@@ -28,8 +29,7 @@ def momenta(
     name: str,
     axis: AxisName,
     warmup: int,
-    b1: float,
-    b2: float,
+    betas: tuple[float, float],
     codec: Codec | None,
     over: Over,
     without_input: WithoutInput,
@@ -37,8 +37,7 @@ def momenta(
     """What sends gradients at first, and momenta later, for the factory of this name."""
     axis = one_axis(name, axis)
     whole_number("warmup", warmup, 1)  # there is no variance before
-    decay("b1", b1)
-    decay("b2", b2)
+    check_betas(betas)
     encoded = quantized_mean(axis, sign() if codec is None else codec, over)
     return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
 

@@ -34,8 +34,7 @@ class OneBitAdamState(NamedTuple):
 def one_bit_adam(
     axis: AxisName,
     warmup: int,
-    b1: float = 0.9,
-    b2: float = 0.999,
+    betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     codec: Codec | None = None,
     over: Over = "weight",
@@ -53,7 +52,7 @@ def one_bit_adam(
     Args:
         axis: One axis.
         warmup: Calls in which gradients are averaged as they are, at least 1; the paper takes 15 to 20 % of all.
-        b1, b2: Decay of momentum and variance, in [0, 1).
+        betas: (b1, b2), of momentum and variance, at least 0 and below 1.
         eps: Added to the root of the variance.
         codec: What momenta travel as; None: `sign()`.
         over: What to divide by; see `mean`.
@@ -75,7 +74,8 @@ def one_bit_adam(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -3.0]), torch.tensor([2.0, -1.0])])[0]
     tensor([ 1., -1.])
     """
-    inner = momenta("one_bit_adam", axis, warmup, b1, b2, codec, over, without_input)
+    inner = momenta("one_bit_adam", axis, warmup, betas, codec, over, without_input)
+    b1, b2 = betas
     positive("eps", eps, zero=True)
 
     def init(params: Tree, step: int = 0) -> OneBitAdamState:

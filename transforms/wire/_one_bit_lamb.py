@@ -38,8 +38,7 @@ class OneBitLambState(NamedTuple):
 def one_bit_lamb(
     axis: AxisName,
     warmup: int,
-    b1: float = 0.9,
-    b2: float = 0.999,
+    betas: tuple[float, float] = (0.9, 0.999),
     b3: float = 0.9,
     eps: float = 1e-6,
     ratios: tuple[float, float] = (0.01, 10.0),
@@ -60,7 +59,8 @@ def one_bit_lamb(
     Args:
         axis: One axis.
         warmup: Calls in which gradients are averaged as they are, at least 1.
-        b1, b2, b3: Decay of momentum, variance and ratio, in [0, 1).
+        betas: (b1, b2), of momentum and variance, at least 0 and below 1.
+        b3: Decay of the ratio, likewise.
         eps: Added to the roots of variances.
         ratios: The smallest and the largest |x| / |u|. Where either norm is 0 it is 1.
         changes: The smallest and the largest r.
@@ -84,7 +84,8 @@ def one_bit_lamb(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -2.0]), torch.tensor([2.0, -2.0])])[0]
     tensor([ 6.0000, -6.0000])
     """
-    inner = momenta("one_bit_lamb", axis, warmup, b1, b2, codec, over, without_input)
+    inner = momenta("one_bit_lamb", axis, warmup, betas, codec, over, without_input)
+    b1, b2 = betas
     decay("b3", b3)
     positive("eps", eps, zero=True)
     for name, pair in (("ratios", ratios), ("changes", changes)):
