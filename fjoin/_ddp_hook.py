@@ -80,6 +80,7 @@ class DDPRun:
         self._weight = 1.0
         self._outs: list[FromDDP] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
+        self._missing = set[str]()  # the parameters whose buckets are still to come in this pass
         self._calls: list[Call] = []
         self._waves: Waves | None = None
         self._side: SideStream | None = None  # on CUDA
@@ -103,9 +104,11 @@ class DDPRun:
             raise TypeError(
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
-        if bucket.index() == 0:
-            self._begin()
         out = FromDDP(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
+        # Not by `index` and `is_last`: in the first pass of a static graph all buckets have index 0, and none is the last.
+        if not self._missing or not self._missing.issuperset(out.bucket.paths):  # the pass before was broken off
+            self._begin()
+        self._missing.difference_update(out.bucket.paths)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if out.grads.is_cuda else None
         )
@@ -114,7 +117,7 @@ class DDPRun:
         try:
             with torch.no_grad():
                 self._launch(out)
-                if bucket.is_last():
+                if not self._missing:
                     self._finish()
         except BaseException:
             self._forget()
@@ -126,13 +129,14 @@ class DDPRun:
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.scaling is not None and not shadows:
             self.scaling.check()
+        self._missing = set(self.leaves)
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
 
     def _forget(self) -> None:
         """Drop a pass that has ended, or failed."""
         if self._waves is not None:
             self._waves.clear()
-        self._outs, self._futures, self._calls, self._waves, self._sum = [], [], [], None, None
+        self._outs, self._futures, self._calls, self._waves, self._sum, self._missing = [], [], [], None, None, set()
 
     def _launch(self, out: FromDDP) -> None:
         if self.scaling is not None:

@@ -188,6 +188,40 @@ def test_what_is_announced_is_sent(pool: Any, hook: str, alone: bool, options: d
         assert all(announced) or (hook == "noop" and alone)
 
 
+class TwoDtypes(nn.Module):
+    """Whose gradients never lie in one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow, self.wide = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x).double()).square().mean()
+
+
+def two_dtypes(codec: str | None, static: bool) -> dict[str, Tensor]:
+    ddp = DistributedDataParallel(TwoDtypes(), static_graph=static)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    if codec is not None:
+        fjoin.ddp.register(ddp, tx.quantized_mean("data", tx.float32()) if codec else tx.mean("data"))
+    x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for batch in x:
+        optimizer.zero_grad()
+        ddp(batch).backward()
+        optimizer.step()
+    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["", "static"])
+def test_parameters_of_two_dtypes(pool: Any, static: bool) -> None:
+    """In the first pass of a static graph both buckets have index 0, and none says that it is the last."""
+    want = pool.run(2, two_dtypes, None, static)
+    for codec in ("", "float32"):
+        for got, expected in zip(pool.run(2, two_dtypes, codec, static), want, strict=True):
+            assert max_diff(got, expected) < 1e-6
+
+
 class Images(nn.Module):
     """A convolution whose weights lie in channels-last order, and a transposed matrix."""
 
