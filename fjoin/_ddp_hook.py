@@ -21,7 +21,7 @@ from ._hook import Call
 from ._mesh import Mesh
 from ._seed import unscale
 from ._side_stream import SideStream
-from ._stages import run_stages
+from ._stages import last_sums, run_stages
 from ._stepper import Stepper, divides
 from ._storage import apart
 from ._waves import Waves, travel
@@ -33,7 +33,9 @@ from .transforms._explanation import Explanation
 from .transforms._loss_scale import refuse_float16
 from .transforms._plan import make_plan
 from .transforms._tree import on
+from .transforms.axes._collectives import axis_index
 from .transforms.axes._env import bind_axes, bound
+from .transforms.sync._lane import mask_words, rank_bit
 from .transforms.sync._mean import MeanState
 
 
@@ -58,6 +60,8 @@ class DDPRun:
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
         self.ranks = math.prod(axis.size for axis in mesh.over(plan.axes))
+        with bind_axes(mesh.axes):
+            self._rank = int(axis_index(plan.axes))
         self._guard = Guard(self.ranks, skips=self.skips is not None)
         held = {path: p.detach() for path, p in params.items()}
         if self.skips and self.skips.scaled:
@@ -198,6 +202,8 @@ class DDPRun:
             states = run_stages(
                 rest, states, self, self._outs, self._mesh, weight=weight, lane=None, lane_dtype=torch.float64
             )
+            if (sums := last_sums(rest, states)) is not None:
+                self.total = float(sums.total)
         if self.pipeline is None:
             self.hook_state = known(self._used_anywhere(), (*new, *states), self.hook_state, self.leaves)
         else:
@@ -242,12 +248,9 @@ class DDPRun:
         if not self._bare:
             for out in outs:
                 self._guard.look(out)
-        total = self.total if not math.isnan(self.total) else 1.0
-        sums: dict[str, Any] = {"weight": total, "total": total, "loss": 0.0}
-        if not self._plan.carries:  # the ranks' gradients differ, and so may what they make of them
-            bad = on(self._mesh.device, torch.tensor([float(self._guard.bad(outs))]))
-            self._mesh.reduce_(bad, self._plan.axes).wait()
-            sums["nonfinite0"] = float(bad.item())
+        # Where the hook does not carry them the ranks' gradients differ, and so may what they make of them.
+        counts = {} if self._plan.carries else self._count()
+        sums: dict[str, Any] = {"weight": self.total, "total": self.total, "loss": 0.0, **counts}
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
         if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
             _raise_after_backward(missed)
@@ -273,6 +276,16 @@ class DDPRun:
             params = {path: p.detach() for path, p in self.leaves.items()}
             lent, weight = self.flats, self._weight
             self.after_state = run_after(pipeline.after, self._mesh, params, self.after_state, lent, weight, verdict)
+
+    def _count(self) -> dict[str, float]:
+        """Sum the ranks' weights; by name the words with a bit for each rank whose gradients are not finite."""
+        words = torch.zeros(1 + mask_words(self.ranks), dtype=torch.float64)
+        word, bit = rank_bit(self._rank)
+        words[0], words[1 + word] = self._weight, float(self._guard.bad(self._outs)) * bit
+        words = on(self._mesh.device, words)
+        self._mesh.reduce_(words, self._plan.axes).wait()
+        self.total, *masks = words.tolist()
+        return {f"nonfinite{i}": mask for i, mask in enumerate(masks)}
 
     def _used_anywhere(self) -> set[str] | None:
         """The parameters that some rank has used; None: all."""

@@ -14,7 +14,7 @@ from ._hook_state import FLAT, Form, HookState
 from ._lane import StepLane
 from ._mesh import Mesh
 from ._side_stream import SideStream
-from ._stages import run_stages
+from ._stages import last_sums, run_stages
 from ._storage import Storage, apart, put
 from ._waves import Waves, travel
 from ._wire import Outgoing
@@ -208,10 +208,8 @@ class HookRun:
 
     def _last_sums(self, state: HookState) -> Any:
         """What the hook's last reduction has summed besides the gradients."""
-        for part, inner in zip(self._stages[: -len(state.rest) - 1 : -1], state.rest[::-1], strict=True):
-            if part.sums is not None:
-                return part.sums(inner)
-        return self._early.sums(state.buckets[0])  # type: ignore[union-attr,misc]
+        found = last_sums(self._stages[state.form.n_early :], state.rest)
+        return found or self._early.sums(state.buckets[0])  # type: ignore[union-attr,misc]
 
 
 class GivesCalls(Protocol):

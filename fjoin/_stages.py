@@ -45,3 +45,11 @@ def run_stages(
                 extra = {**extra, "weight": sums.total, "lane": sums.lane}
         put(held, grads)
     return tuple(new)
+
+
+def last_sums(parts: Sequence[Transform], states: Sequence[Any]) -> Any:
+    """What the last of these stages that reduces has summed besides the gradients, a `MeanState`; None if none does."""
+    for part, state in zip(reversed(parts), reversed(states), strict=True):
+        if part.sums is not None:
+            return part.sums(state)
+    return None

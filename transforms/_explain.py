@@ -28,7 +28,7 @@ from ._tree import Tree, registered
 from .axes._collectives import axis_size, psum
 from .axes._env import Axis, bind_axes
 from .axes._order import to_order
-from .sync._lane import encode_lane, lane_dtype, step_lane
+from .sync._lane import encode_lane, lane_dtype, mask_words, step_lane
 from .sync._mean import MeanState
 
 # What one rank sends, in units of its payload, on an axis of n ranks.
@@ -196,9 +196,9 @@ class _Run:
         return Row(name, "message", "each step", tuple(self._notes), 0)
 
     def counts(self) -> Tensor:
-        """The lane, where it travels alone; in a module one number."""
+        """The lane, where it travels alone; in a module the weight, and the ranks whose gradients are not finite."""
         if self.lane is None:
-            return torch.zeros(1)
+            return torch.zeros(1 + mask_words(self.ranks), dtype=torch.float64)
         return encode_lane({"total": 1.0, **self.lane}, self.dtype, self.ranks)
 
     def _messages(self, part: Transform, carries: bool, per_bucket: bool) -> tuple[Message, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from typing import Any
 
 import pytest
@@ -220,6 +221,37 @@ def test_parameters_of_two_dtypes(pool: Any, static: bool) -> None:
     for codec in ("", "float32"):
         for got, expected in zip(pool.run(2, two_dtypes, codec, static), want, strict=True):
             assert max_diff(got, expected) < 1e-6
+
+
+AFTER_BACKWARD = {
+    "clip first": lambda: tx.chain(tx.clip_by_global_norm(1.0), tx.mean("data")),
+    "skip": lambda: tx.skip_if_nonfinite(tx.quantized_mean("data", tx.int8())),
+    "noop": tx.noop,
+}
+
+
+def passes_of(hook: str, weights: list[list[float]], bad: list[int]) -> Any:
+    """In each pass the total and whether parameters have moved; the ranks that are found to be bad in the last one."""
+    torch.manual_seed(0)
+    ddp, rank, seen = DistributedDataParallel(nn.Linear(3, 2)), dist.get_rank(), []
+    handle = fjoin.ddp.register(ddp, tx.fuse(AFTER_BACKWARD[hook](), tx.adamw(0.1, weight_decay=0.5)))
+    for own in weights:
+        before = ddp.module.weight.detach().clone()
+        handle.weight(own[rank])
+        ddp(torch.ones(1, 3)).sum().backward()
+        seen.append((handle.total, not torch.equal(before, ddp.module.weight)))
+    try:
+        ddp(torch.full((1, 3), math.nan if rank in bad else 1.0)).sum().backward()
+    except fjoin.NonFinite as error:
+        return seen, error.ranks
+    return seen, None
+
+
+@pytest.mark.parametrize("hook", AFTER_BACKWARD)
+def test_ranks_that_are_summed_after_backward_are_counted(pool: Any, hook: str) -> None:
+    for seen, ranks in pool.run(3, passes_of, hook, [[1.0, 2.0, 0.0], [0.0] * 3], [0, 2]):
+        assert seen == [(3.0, True), (0.0, False)]
+        assert ranks == ((0, 2) if hook == "noop" else None if hook == "skip" else ())
 
 
 class Images(nn.Module):
