@@ -219,14 +219,17 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
 
     def one_rank() -> None:
         part, me = make(), rank_in(make)
-        state = part.init(params)
+        state, bad = part.init(params), False
         for step in range(6):
             grads = grads_of(10 * step + me)
             if step in (1, 4) and me == 1:
                 grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
             out, state = part.update(grads, state, params, weight=1.0)
-            fine = out is not None and all(torch.isfinite(leaf).all() for leaf in out.values())
-            assert fine or step in (1, 4), f"step {step} is not finite, as steps before it"
+            bad = bad or step in (1, 4)
+            if out is not None:  # the end of a window, which may have begun with what is not finite
+                fine = all(torch.isfinite(leaf).all() for leaf in out.values())
+                assert fine or bad, f"step {step} is not finite, as steps before it"
+                bad = False
 
     tx.simulate(one_rank, axes_for(make))
 

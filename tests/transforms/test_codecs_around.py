@@ -102,6 +102,9 @@ def test_what_is_encoded_twice_is_refused() -> None:
     later, nodes = tx.switch_after(5, tx.mean("data"), inner), tx.hierarchical_mean("local", "node", tx.int8())
     for hook in (inner, tx.error_feedback(inner), later, nodes):
         raises_text(TypeError, lambda h=hook: tx.compress(tx.int4(), h), "int4()", "int8()", "leave one")
+    for part in (tx.dgc("data"), tx.one_bit_adam("data", 9), tx.one_bit_lamb("data", 9)):
+        held = tx.partition({"b": tx.mean("data"), "*": part})
+        raises_text(TypeError, lambda h=held: tx.cast(torch.bfloat16, h), "bfloat16()", repr(part)[:4], "leave one")
 
 
 @pytest.mark.parametrize(

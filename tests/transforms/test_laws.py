@@ -24,7 +24,11 @@ def _negate(g: Tensor) -> Tensor:
 
 # One row or more for each public factory: what `make` returns is put under all laws of its kind.
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
-    "accumulate": [lambda: tx.accumulate(2, tx.mean("data")), lambda: tx.accumulate(1, tx.mean("data"))],
+    "accumulate": [
+        lambda: tx.accumulate(2, tx.mean("data")),
+        lambda: tx.accumulate(1, tx.mean("data")),
+        lambda: tx.accumulate(2, tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
+    ],
     "adasum": [lambda: tx.adasum("data")],
     "all_gather_mean": [
         lambda: tx.all_gather_mean("data"),

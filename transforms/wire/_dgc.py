@@ -135,6 +135,7 @@ def dgc(
         scope="message",
         sums=lambda state: state.reduced,
         loses=keeps_all,
+        encodes=True,
         phases=phases_from([(start, functools.partial(init, step=start)) for start, _ in codecs]),
     )
 

@@ -92,5 +92,6 @@ def one_bit_adam(
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
     return Transform(
-        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, phases=phases
-    )
+        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, encodes=True,
+        phases=phases,
+    )  # fmt: skip

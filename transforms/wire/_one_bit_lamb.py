@@ -130,8 +130,9 @@ def one_bit_lamb(
 
     phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
     return Transform(
-        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, phases=phases
-    )
+        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, encodes=True,
+        phases=phases,
+    )  # fmt: skip
 
 
 def _ratio(param: Tensor, direction: Tensor) -> Tensor:
