@@ -17,17 +17,19 @@ INPUTS = [(1.0, 1.0, 1.0, 1.0), (0.0, 1.0, 1.0, 1.0), (0.0,) * 4, (1.0, 0.0, 0.0
 
 
 def pays_what_it_owes(make: Callable[[], tx.Transform]) -> None:
-    """Over all steps, what came out times what it was divided by, and what the ranks owe, is what went in."""
+    """Over all steps, what came out, and what the ranks owe divided as the last one, is what came in."""
     for without_input in ("freeze", "flush"):
         outs, errors = _run(make, without_input)
+        totals = [total for _, total in outs]
         for path, p in params_like().items():
             went = sum(
-                w * grads_of(10 * i + r)[path]
+                w * grads_of(10 * i + r)[path] / totals[i]
                 for i, ws in enumerate(INPUTS)
                 for r, w in enumerate(ws[: ranks_of(make)])
+                if w
             )
-            came = sum(total * out[path] for out, total in outs)
-            owed = sum(error[path] for error in errors if path in error)
+            came = sum(out[path] for out, _ in outs)
+            owed = sum(error[path] for error in errors if path in error) / [t for t in totals if t][-1]
             gap = torch.as_tensor(came + owed - went)
             assert p.numel() == 0 or gap.abs().max() < 1e-5, f"{path} with {without_input}: off by {gap.abs().max()}"
 

@@ -45,12 +45,12 @@ def _weight(rank: int, step: int, idle: bool) -> float:
 
 
 def _run(hook: tx.Transform, idle: bool) -> Any:
-    """All that came out, times what it was divided by, the error at the end, and all that went in."""
+    """All that came out, what is owed at the end, divided as the last sum, and all that went in, divided as each sum."""
     rank, ranks = int(tx.axis_index("data")), tx.axis_size("data")
     state = hook.init(_grads(rank, 0))
     out: dict[str, Tensor] = {k: torch.zeros_like(v) for k, v in _grads(0, 0).items()}
     given = {k: torch.zeros_like(v) for k, v in out.items()}
-    counted = "live" in repr(hook) or "world" in repr(hook)
+    counted, last = "live" in repr(hook) or "world" in repr(hook), 1.0
     for step in range(STEPS):
         weight = _weight(rank, step, idle)
         grads = _grads(rank, step) if weight else {k: v * float("nan") for k, v in _grads(rank, step).items()}
@@ -62,10 +62,10 @@ def _run(hook: tx.Transform, idle: bool) -> Any:
             divisor = ranks
         else:
             divisor = sum(w > 0 for w in weights) if counted else sum(weights)
-        out = {k: v + new[k] * divisor for k, v in out.items()}
-        factor = float(weight > 0) if counted else weight
-        given = {k: v + factor * _grads(rank, step)[k] for k, v in given.items()}
-    return out, state.error, given
+        out = {k: v + new[k] for k, v in out.items()}
+        factor, last = float(weight > 0) if counted else weight, divisor or last
+        given = {k: v + factor * _grads(rank, step)[k] / last for k, v in given.items()}
+    return out, {k: e / last for k, e in state.error.items()}, given
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["all live", "some idle"])
@@ -91,7 +91,7 @@ def test_what_came_out_and_what_is_owed_is_what_went_in(codec: str, over: str, w
 
 def _sums(hook: tx.Transform, idle: bool) -> Any:
     wrapped = tx.Transform(
-        lambda p: tx.ErrorState(hook.init(p), {}), lambda g, s, p=None, **e: _around(hook, g, s, **e)
+        lambda p: tx.ErrorState(hook.init(p), {}, {}), lambda g, s, p=None, **e: _around(hook, g, s, **e)
     )
 
     def around() -> Any:
@@ -112,11 +112,11 @@ class _Named:
 
 def _around(hook: tx.Transform, grads: Any, state: Any, **extra: Any) -> Any:
     out, inner = hook.update(grads, state.inner, **extra)
-    return out, tx.ErrorState(inner, {})
+    return out, tx.ErrorState(inner, {}, {})
 
 
 def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
-    """Two ranks; the second has input in the first step alone."""
+    """Two ranks; the second has input in the first step alone. What is owed of a mean of two counts twice in the sum of one."""
     first = torch.tensor([127.0, 0.4])
 
     def one_rank(how: Any) -> Any:
@@ -128,9 +128,41 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
         return owed.tolist(), out.tolist(), state.error[""].tolist()
 
     for how, arrived in (("freeze", 0.4), ("flush", 0.8)):
-        (owed, out, _), (_, _, left) = tx.simulate(one_rank, {"data": 2}, [how, how])
+        (owed, out, too_much), (_, _, left) = tx.simulate(one_rank, {"data": 2}, [how, how])
         assert owed == pytest.approx([0.0, 0.4]) and out == pytest.approx([0.0, arrived], abs=0.01)
-        assert left == pytest.approx([0.0, 0.4 if how == "freeze" else 0.0], abs=0.01)
+        assert too_much == pytest.approx([0.0, -0.2], abs=0.01)
+        assert left == pytest.approx([0.0, 0.2 if how == "freeze" else -0.2], abs=0.01)
+
+
+WEIGHTS = [256.0] * 6 + [2.0] + [256.0] * 3
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["all", "one rank"])
+@pytest.mark.parametrize("how", ["error_feedback", "loco", "ef21", "dgc", "power_sgd"])
+def test_a_small_batch_does_not_pay_what_large_ones_owe(how: str, alone: bool) -> None:
+    """In a step of small weights, of all ranks or of one, nothing larger comes out than in others; and then all is paid."""
+    encoded, matrix = tx.quantized_mean("data", tx.top_k(0.1)), tx.power_sgd("data", 2, min_compression_rate=1.0)
+    hook: tx.Transform = {
+        "error_feedback": tx.error_feedback(encoded), "loco": tx.loco(encoded), "ef21": tx.ef21(encoded),
+        "dgc": tx.dgc("data", 0.1, momentum=0.0), "power_sgd": tx.error_feedback(matrix),
+    }[how]  # fmt: skip
+
+    def one_rank(rank: int) -> Any:
+        state, outs, went = hook.init(torch.zeros(20, 20)), [], torch.zeros(20, 20)
+        for step, weight in enumerate(WEIGHTS):
+            both = [torch.randn(20, 20, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(2)]
+            weights = torch.tensor([weight, 256.0 if alone else weight])
+            out, state = hook.update(both[rank], state, weight=float(weights[rank]))
+            outs.append(out)
+            went += (weights[0] * both[0] + weights[1] * both[1]) / weights.sum()
+        last = weights.sum()
+        return outs, went, None if how in ("ef21", "loco") else state.error[""] / last
+
+    (outs, went, owed), (_, _, other) = tx.simulate(one_rank, {"data": 2}, [0, 1])
+    sizes = [float(out.norm()) for out in outs]
+    assert max(sizes[6:8]) < 1.5 * max(sizes[:6] + sizes[8:])
+    if owed is not None:
+        assert max_diff(sum(outs) + owed + other, went) < 1e-4
 
 
 def _loss(params: Any, batch: Tensor) -> Tensor:

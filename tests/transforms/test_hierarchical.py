@@ -49,21 +49,21 @@ def test_it_is_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tenso
 @pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any) -> None:
-    """What came out and what all ranks owe is what went in, also where a whole node has no input for a while."""
+    """What came out and what all ranks owe is what came in, also where a whole node has no input for a while."""
 
     def one_rank(hook: tx.Transform) -> Any:
         rank, node = int(tx.axis_index(("node", "local"))), int(tx.axis_index("node"))
-        state, given, came = hook.init(_grads(0)), _zeros(), _zeros()
+        state, given, came, total = hook.init(_grads(0)), _zeros(), _zeros(), 1.0
         for step in range(8):
             weight = 0.0 if (node + step) % 3 == 0 and step < 7 else 1.0 + rank
             grads = _grads(100 * step + rank)
             out, state = hook.update(
                 grads if weight else {k: v * float("nan") for k, v in grads.items()}, state, weight=weight
             )
-            total = tx.psum(weight, ("node", "local"))
-            came = {k: v + out[k] * total for k, v in came.items()}
-            given = {k: v + weight * grads[k] for k, v in given.items()}
-        return came, given, state.error
+            total = float(tx.psum(weight, ("node", "local"))) or total
+            came = {k: v + out[k] for k, v in came.items()}
+            given = {k: v + weight * grads[k] / total for k, v in given.items()}
+        return came, given, {k: e / total for k, e in state.error.items()}
 
     for hook in (
         tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int4(block=4)), without_input),

@@ -63,7 +63,7 @@ def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float6
     state = hook.init(draws(rank, dtype))
     out = {path: torch.zeros(shape, dtype=torch.float64) for path, shape in SHAPES.items()}
     given = {path: v.clone() for path, v in out.items()}
-    over = "live" if "live" in repr(hook) else "world" if "world" in repr(hook) else "weight"
+    over, last = "live" if "live" in repr(hook) else "world" if "world" in repr(hook) else "weight", 1.0
     for step in range(STEPS):
         weights = [0.0 if idle and (r + step) % 3 != 0 else 0.5 + r for r in range(ranks)]
         weights = [0.0] * ranks if idle and step == 4 else weights
@@ -75,9 +75,10 @@ def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float6
             sum(weights) if over == "weight" else ranks if over == "world" else sum(w > 0 for w in weights)
         )
         factor = weight if over == "weight" else float(weight > 0)
-        out = {path: v + new[path].double() * total for path, v in out.items()}
-        given = {path: v + factor * grads[path].double() for path, v in given.items()}
-    return out, state.error if wrapped else {}, given
+        last = total if total else last
+        out = {path: v + new[path].double() for path, v in out.items()}
+        given = {path: v + factor * grads[path].double() / last for path, v in given.items()}
+    return out, {path: e / last for path, e in state.error.items()} if wrapped else {}, given
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["all live", "some idle"])

@@ -21,7 +21,7 @@ from ..sync._mean import MeanState, init_mean, mean
 from ..sync._weights import Over, share_of
 from ._codec import Codec, check_codec
 from ._feedback import WithoutInput, check_without_input
-from ._memory import Memory
+from ._memory import Memory, init_last
 from ._sparse import top_k
 
 _FIRST = 0.25  # the share that is sent at the beginning of the warm-up
@@ -33,6 +33,7 @@ class DGCState(NamedTuple):
     step: int  # calls so far, on the host
     momentum: dict[str, Tensor]  # by path, of this rank's gradients, at least float32
     error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * momentum
+    last: dict[str, Tensor]  # as in `ErrorState`
 
 
 @factory
@@ -52,8 +53,8 @@ def dgc(
         u <- m u + g,  v <- v + w u,  the largest k of v are sent; v <- v - sent,  u <- 0 where v was sent
 
     The momentum is inside, so the optimizer behind it has none: `fuse(dgc(axis), sgd(lr))`. What is sent in each call, as all is at
-    k = 1.0, so has no momentum; on an axis of one rank nothing is sent, and all of it has. Where a sum is not finite the state stays
-    as it was.
+    k = 1.0, so has no momentum; v is scaled and sent as e in `error_feedback`. On an axis of one rank nothing is sent, and all of it
+    has momentum. Where a sum is not finite the state stays as it was.
 
     Args:
         axis: One axis.
@@ -68,7 +69,7 @@ def dgc(
         without_input: What a rank of weight 0 does: "freeze" keeps its momentum and its error, "flush" sends the error.
 
     Returns:
-        A `Transform` with state `DGCState(reduced, step, momentum, error)`; the last two differ between ranks.
+        A `Transform` with state `DGCState(reduced, step, momentum, error, last)`; the last three differ between ranks.
 
     Raises:
         ValueError: an argument out of range.
@@ -99,7 +100,7 @@ def dgc(
     inner, codecs = mean(axis, over), _codecs(k, values, whole_number("dgc: warmup", warmup, 0))
 
     def init(params: Tree, step: int = 0) -> DGCState:
-        return DGCState(init_mean(params), step, wide_zeros(params), wide_zeros(params))
+        return DGCState(init_mean(params), step, wide_zeros(params), wide_zeros(params), init_last(params))
 
     def gather(of: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The momenta with these gradients, and what is sent of them."""
@@ -113,7 +114,7 @@ def dgc(
         share = share_of(weight, "live")
         of = {path: share.silenced(torch.as_tensor(g)) for path, g in named_leaves(grads).items()}
         u, sends = gather(of if clip is None else _clipped(of, clip), state.momentum)
-        memory = Memory(state.error, without_input == "flush", per_rank=True)
+        memory = Memory(state.error, without_input == "flush", state.last, per_rank=True)
         codec = [codec for start, codec in codecs if start <= state.step][-1]
         out, reduced = inner.update(
             replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
@@ -126,7 +127,7 @@ def dgc(
         }  # fmt: skip
         back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
         return replace_leaves(grads, back), DGCState(
-            reduced, state.step + 1, {**state.momentum, **new}, {**state.error, **memory.new}
+            reduced, state.step + 1, {**state.momentum, **new}, {**state.error, **memory.new}, memory.last
         )  # fmt: skip
 
     return Transform(

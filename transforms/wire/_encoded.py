@@ -55,10 +55,13 @@ def encoded_mean(
     if memory is None:
         reduced = reduce(wire, flat, share.factor, words, axis, places=places, out=room)
     else:
-        errors = memory.owed(of)
+        errors = memory.owed(of, share)
         owed = Owed(flat, ravel(errors, device), share, memory.flush)
         reduced = reduce(wire, owed.given, share.factor, words, axis, times=owed.times, places=places, out=room)
-        memory.keep(of, split(owed.left(reduced), errors))
+        divisor = reduced.total
+        if over in (None, "world"):
+            divisor = torch.full_like(divisor, 1 if over is None else axis_size(axis))
+        memory.keep(of, split(owed.left(reduced), errors), share, divisor)
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
     total, full = reduced.total, reduced.mean

@@ -15,7 +15,7 @@ from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
 from ._blocks import int8
 from ._codec import Codec, check_codec
-from ._memory import Memory
+from ._memory import Memory, init_last
 
 WithoutInput: TypeAlias = Literal["freeze", "flush"]
 
@@ -23,6 +23,9 @@ WithoutInput: TypeAlias = Literal["freeze", "flush"]
 class ErrorState(NamedTuple):
     inner: State
     error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * gradient, at least float32
+    last: dict[
+        str, Tensor
+    ]  # by path this rank's factor when it last had input, and the divisor then: (2,), float64; 0 at first
 
 
 @factory
@@ -32,8 +35,12 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         u <- w g + e,  u' is what the others decode of u,  e <- u - u'
 
     On three ranks and more the mean is encoded on its way back too; what is lost there is kept by the rank that summed.
-    So nothing is lost for ever: over all steps, the sum of what the hook gave times the total weights, plus the ranks' errors,
-    is the sum of all weighted gradients, rounded to float32 where something is encoded. A step in which no rank has input, or
+    So nothing is lost for ever: over all steps, the sum of what the hook gave, plus the ranks' errors divided as the last sum was,
+    is the sum of all means, rounded to float32 where something is encoded.
+
+    Errors are sums of weight * gradient, and scaled as what those are divided by changes. Of what it owes a rank sends
+    min(1, w / its last w): a small batch does not pay, divided by little, what large ones owe; what is paid too little, or too
+    much where other ranks have ended, is owed on. A step in which no rank has input, or
     that is not finite, pays nothing (`power_sgd` judges each matrix by itself, `hierarchical_mean` each rank's part). The
     errors stay bounded only where a code loses less than it is given, as casts, `int8`, `sign`, `top_k`, `random_k` and
     `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on average and do not.
@@ -45,7 +52,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
             sends it, so that the others learn with it what it has learned before.
 
     Returns:
-        A `Transform` with state `ErrorState(inner, error)`; `error` differs between ranks.
+        A `Transform` with state `ErrorState(inner, error, last)`; `error` and `last` differ between ranks.
 
     Raises:
         TypeError: nothing is encoded in `hook`.
@@ -68,19 +75,20 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     check_lossy(hook, without_input, "error_feedback")
 
     def init(params: Tree) -> ErrorState:
-        return ErrorState(hook.init(params), zero_errors(hook, params))
+        errors = zero_errors(hook, params)
+        return ErrorState(hook.init(params), errors, init_last(errors))
 
     @takes_donated
     def update(
         grads: Tree, state: ErrorState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
         **extra: Any,
     ) -> tuple[Tree, ErrorState]:  # fmt: skip
-        memory = Memory(state.error, without_input == "flush")
+        memory = Memory(state.error, without_input == "flush", state.last)
         out, inner = hook.update(
             grads, state.inner, params, carried=part_of(carried, "inner"),
             **{**extra, **lend(hook, donated), "memory": memory},
         )  # fmt: skip
-        return out, ErrorState(inner, {**state.error, **memory.new})
+        return out, ErrorState(inner, {**state.error, **memory.new}, memory.last)
 
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
     scope = widest([hook], least="message" if hook.encodes else "element")
@@ -91,6 +99,7 @@ class LocoState(NamedTuple):
     inner: State
     step: int  # calls so far, on the host
     error: dict[str, Tensor]  # by path, as encoded, uint8
+    last: dict[str, Tensor]  # as in `ErrorState`
 
 
 @factory
@@ -105,7 +114,8 @@ def loco(
 
         e <- (1 - beta) e + beta (u - u'),  kept encoded; 0 in every `reset`-th call
 
-    with u = w g + e and u' what the others decode of it. What the average leaves out and what encoding e loses is lost.
+    with u = w g + e and u' what the others decode of it, e scaled and sent as in `error_feedback`. What the average leaves out and
+    what encoding e loses is lost.
 
     Args:
         hook: As for `error_feedback`.
@@ -115,7 +125,7 @@ def loco(
         without_input: As for `error_feedback`.
 
     Returns:
-        A `Transform` with state `LocoState(inner, step, error)`; `error` differs between ranks.
+        A `Transform` with state `LocoState(inner, step, error, last)`; `error` and `last` differ between ranks.
 
     Raises:
         TypeError: nothing is encoded in `hook`; `memory` is no codec.
@@ -138,20 +148,24 @@ def loco(
         return {path: codec.encode(e.reshape(1, -1).to(torch.float32))[0] for path, e in error.items()}
 
     def init(params: Tree) -> LocoState:
-        return LocoState(hook.init(params), 0, stored(zero_errors(hook, params)))
+        errors = zero_errors(hook, params)
+        return LocoState(hook.init(params), 0, stored(errors), init_last(errors))
 
     def update(
         grads: Tree, state: LocoState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, LocoState]:
         of = {path: g for path, g in named_leaves(grads).items() if path in state.error}
         old = {path: codec.decode(state.error[path].unsqueeze(0), g.numel()).view(g.shape) for path, g in of.items()}
-        errors = Memory(old, without_input == "flush")
+        errors = Memory(old, without_input == "flush", {path: state.last[path] for path in old})
         out, inner = hook.update(
             grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "memory": errors}
         )
         last = (state.step + 1) % reset == 0
-        new = {path: torch.zeros_like(e) if last else torch.lerp(old[path], e, beta) for path, e in errors.new.items()}
-        return out, LocoState(inner, state.step + 1, {**state.error, **stored(new)})
+        new = {
+            path: torch.zeros_like(e) if last else torch.lerp(errors.before(path), e, beta)
+            for path, e in errors.new.items()
+        }
+        return out, LocoState(inner, state.step + 1, {**state.error, **stored(new)}, {**state.last, **errors.last})
 
     return Transform(
         init,

@@ -94,7 +94,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
             sums = decode_lane(part[size:], named, inside * nodes)
             here = sums.pop("total")
             said = torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)
-            reduced = _across(codec, part[:size], here, said, local, node, of, memory)
+            reduced = _across(codec, part[:size], here, said, local, node, of, memory, over)
             total, part = reduced.total, reduced.mean
             sums = dict(zip(sums, reduced.words.unbind(0), strict=True))
         if over == "world":
@@ -112,7 +112,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
 
 
 def _across(
-    codec: Codec, part: Tensor, here: Tensor, said: Tensor, local: str, node: str, of: dict[str, Tensor], memory: Memory | None
+    codec: Codec, part: Tensor, here: Tensor, said: Tensor, local: str, node: str, of: dict[str, Tensor], memory: Memory | None, over: Over
 ) -> Reduced:  # fmt: skip
     """The mean over the nodes of this rank's part of the gradients.
 
@@ -134,10 +134,13 @@ def _across(
         return coded_mean(codec, mean, here, said, node, places=places)
     if memory.per_rank:
         raise TypeError("between nodes a rank keeps what its node has lost, which ef21 cannot use; use error_feedback")
-    errors = memory.owed(of)
-    owed = Owed(mean, mine(ravel(errors, part.device)), Share(here, None), memory.flush)
+    share = Share(here, None)
+    errors = memory.owed(of, share)
+    owed = Owed(mean, mine(ravel(errors, part.device)), share, memory.flush)
     reduced = coded_mean(codec, owed.given, here, said, node, owed.times, places)
+    ranks = inside * axis_size(node)
+    divisor = torch.full_like(reduced.total, ranks) if over == "world" else reduced.total
     rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
     left = torch.where(rows, owed.left(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()
-    memory.keep(of, split(left[: sum(e.numel() for e in errors)], errors))
+    memory.keep(of, split(left[: sum(e.numel() for e in errors)], errors), share, divisor)
     return reduced

@@ -109,11 +109,14 @@ def reducing(
         real(leaves, "power_sgd")
         if wire is not None:
             refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
-        known = {path: memory.error[path] for path in leaves if path in memory.error} if memory is not None else {}
+        share, known = share_of(weight, over), dict[str, Tensor]()
+        if memory is not None:
+            mine = {path: leaf for path, leaf in leaves.items() if path in memory}
+            known = dict(zip(mine, memory.owed(mine, share), strict=True))
         given = Given(weight, lane, carried, wire, known, memory is not None and memory.flush, donated)
         made = reduce(leaves, state, given)
         if memory is not None:
-            memory.keep(made.errors, made.errors.values())
+            memory.keep(made.errors, made.errors.values(), share, made.reduced.total)
         out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
         q = {path: made.q.get(path, old) for path, old in state.q.items()}
         return out, PowerSGDState(made.reduced, made.counted, q, step)
