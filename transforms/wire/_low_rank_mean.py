@@ -128,7 +128,7 @@ def reducing(
         sums=lambda state: state.reduced,
         wired=True,
         loses=loses,
-        named=scope == "leaf",
+        named=True,
         reduction=Reduction(axis, over),
     )
 

@@ -127,8 +127,8 @@ def batched_power_sgd(
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks that compute alike.
-        State: `PowerSGDState`; in `q` all paths of a bucket have the bucket's Q, (rank, rows of its matrix). A bucket that
-        has other parameters than in the step before, so that its matrix has another size, starts from random numbers.
+        State: `PowerSGDState`; in `q` all paths of a bucket have its Q, in the first columns of a matrix that has as many as one of
+        all parameters would have. So buckets may be cut anew: each starts from the Q of its first parameter.
 
     Same as: torch's batched_powerSGD_hook, which raises AssertionError in its first compressed pass.
     Source: Vogels et al., PowerSGD, arXiv:1905.13727.
@@ -166,9 +166,9 @@ def batched_power_sgd(
             return low_rank_mean(
                 leaves, {}, lambda _, like: like, settings, given._replace(errors=given.errors if given.wire else {})
             )
-        start = state.q.get(next(iter(leaves)))
-        if start is None or start.shape != (rank, side):
-            start = drawn(leaves, state.step)
+        kept = state.q.get(next(iter(leaves)), torch.empty(0, 0))
+        fits = kept.shape[0] >= rank and kept.shape[1] >= side
+        start = kept[:rank, :side] if fits else drawn(leaves, state.step)
         errors = {"": _square(given.errors, leaves, side)} if given.errors.keys() >= leaves.keys() else {}
         made = low_rank_mean(
             {"": _square(leaves, leaves, side)}, {"": start}, lambda _, like: draw(seed, "", 0, rank, side, like),
@@ -177,7 +177,7 @@ def batched_power_sgd(
         return made._replace(
             means=_pieces(made.means[""], leaves),
             errors=_pieces(made.errors[""], given.errors, leaves) if errors else {},
-            q=dict.fromkeys(leaves, made.q[""]) if made.q else {},
+            q=dict.fromkeys(leaves, _inside(kept, made.q[""])) if made.q and fits else {},
         )
 
     def loses(params: Tree) -> list[str]:
@@ -185,6 +185,12 @@ def batched_power_sgd(
         return list(leaves) if size(leaves)[1] else []
 
     return reducing(settings, "message", first, reduce, loses)
+
+
+def _inside(whole: Tensor, corner: Tensor) -> Tensor:
+    """A matrix with another one in its first rows and columns."""
+    rows, columns = corner.shape
+    return torch.cat([torch.cat([corner, whole[:rows, columns:]], dim=1), whole[rows:]])
 
 
 def _square(values: Mapping[str, Tensor], paths: Iterable[str], side: int) -> Tensor:
