@@ -209,7 +209,7 @@ class _Run:
         elif per_bucket:
             self._update_buckets(part, lane)
         else:
-            _update(part, self.params, part.init(self.params), lane=lane)
+            _update(part, self.params, part.init(self.params), lane=lane, lane_dtype=self.dtype)
         return tuple(self._notes)
 
     def _update_buckets(self, part: Transform, lane: Any) -> None:

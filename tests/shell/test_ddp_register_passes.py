@@ -238,7 +238,10 @@ def passes_of(hook: str, weights: list[list[float]], bad: list[int]) -> Any:
     for own in weights:
         before = ddp.module.weight.detach().clone()
         handle.weight(own[rank])
-        ddp(torch.ones(1, 3)).sum().backward()
+        with watched() as sent:
+            ddp(torch.ones(1, 3)).sum().backward()
+        announced = [m.payload_bytes for row in handle.explain().rows for m in row.messages]
+        assert sorted(one.bytes for one in sent) == sorted(announced)
         seen.append((handle.total, not torch.equal(before, ddp.module.weight)))
     try:
         ddp(torch.full((1, 3), math.nan if rank in bad else 1.0)).sum().backward()

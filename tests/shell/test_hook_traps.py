@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import max_diff, raises_text
 from small import net_batch, net_loss, net_params
 from torch import Tensor
@@ -262,6 +263,19 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, w
         assert task._thread is not None
         task._thread.join(10)
         assert task.done and not task._thread.is_alive() and not said
+
+
+def adaptive_sums_of_strided() -> bool:
+    """Whether both ranks have the same bits: a sum over other strides than those of what came rounds in another order."""
+    rank, hook = dist.get_rank(), tx.adasum("data")
+    grad = torch.randn(50, 70, generator=torch.Generator().manual_seed(rank)).t()
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        out, _ = hook.update(grad, hook.init(grad))
+        return all(torch.equal(out, x) for x in tx.all_gather(out, "data"))
+
+
+def test_adaptive_sums_of_strided_gradients_are_equal_on_all_ranks(pool: Any) -> None:
+    assert all(pool.run(2, adaptive_sums_of_strided))
 
 
 GIVES_BACK = """

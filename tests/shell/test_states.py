@@ -165,3 +165,35 @@ def freed_without_looking_for_cycles() -> list[bool]:
 def test_process_groups_go_with_the_step(pool: Any) -> None:
     """Left to the end of the interpreter, gloo's threads may abort the process."""
     assert pool.run(2, freed_without_looking_for_cycles) == [[True] * 3] * 2
+
+
+OWING = {
+    "fed back": lambda: tx.error_feedback(tx.quantized_mean("data", tx.int4())),
+    "loco": lambda: tx.loco(tx.quantized_mean("data", tx.int4())),
+    "dgc": lambda: tx.dgc("data", k=0.5),
+    "power_sgd": lambda: tx.error_feedback(tx.power_sgd("data", 1, min_compression_rate=0.1)),
+    "batched": lambda: tx.error_feedback(tx.batched_power_sgd("data", 1, min_compression_rate=0.1)),
+    "ef21": lambda: tx.ef21(tx.quantized_mean("data", tx.int4())),
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("hook", OWING)
+def test_what_is_owed_is_by_path(hook: str, bucket_bytes: int) -> None:
+    """Whatever the buckets, also where one has as many elements as a field of the state; so a loop of one's own goes on with it."""
+    params = {"a": torch.ones(1), "b": torch.ones(1), "m": torch.ones(6, 6)}
+    pipeline = tx.fuse(OWING[hook](), tx.sgd(0.1))
+
+    def one_rank() -> Any:
+        step = fjoin.train_step(
+            lambda p, x: (p["m"] @ x).square().sum() + p["a"].sum() * x.sum() + p["b"].sum(), pipeline,
+            bucket_bytes=bucket_bytes,
+        )  # fmt: skip
+        state = step.init(params)
+        for i in range(2):
+            state, _ = step(state, torch.arange(6.0) + i + tx.axis_index("data"))
+        return tx.to_state_dict(state.pipeline)
+
+    for saved in tx.simulate(one_rank, {"data": 2}):
+        loaded = tx.from_state_dict(pipeline.init(params), saved)
+        assert same_bits(tx.to_state_dict(loaded), saved)

@@ -51,7 +51,6 @@ def adasum(axis: AxisName) -> Transform:
     >>> tx.simulate(one_rank, {"data": 3}, [torch.tensor([v, v]) for v in (1.0, 2.0, 3.0)])[2]
     tensor([2., 2.])
     """
-
     axis = one_axis("adasum", axis)
 
     def update(
@@ -62,7 +61,10 @@ def adasum(axis: AxisName) -> Transform:
         check_lane(lane)
         share = share_of(weight, "live")
         grads = optree.tree_map(torch.as_tensor, grads)
-        wide = optree.tree_map(lambda g: share.silenced(g).to(torch.promote_types(g.dtype, torch.float32)), grads)
+        # Contiguous, as what comes from others: sums over other strides round in another order.
+        wide = optree.tree_map(
+            lambda g: share.silenced(g).to(torch.promote_types(g.dtype, torch.float32)).contiguous(), grads
+        )
         summed = _over_ranks(wide, axis)
         out = optree.tree_map(lambda s, g: s.to(g.dtype), summed, grads)
         if carried is not None:

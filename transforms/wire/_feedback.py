@@ -25,7 +25,7 @@ class ErrorState(NamedTuple):
     error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * gradient, at least float32
     last: dict[
         str, Tensor
-    ]  # by path this rank's factor when it last had input, and the divisor then: (2,), float64; 0 at first
+    ]  # by path this rank's factor when it last had input, and the divisor then: (1, 2), float64; 0 at first
 
 
 @factory
@@ -121,7 +121,7 @@ def loco(
         hook: As for `error_feedback`.
         beta: The share of the newest error, in (0, 1].
         reset: Calls after which the errors begin anew, at least 1.
-        memory: What errors are encoded with, a leaf of a bucket at a time; None: `int8()`. One without dice.
+        memory: What errors are encoded with, a leaf at a time; None: `int8()`. One without dice.
         without_input: As for `error_feedback`.
 
     Returns:
@@ -173,6 +173,7 @@ def loco(
         scope=widest([hook], least="message"),
         sums=sums_of_inner(hook),
         loses=keeps_all,
+        named=True,  # errors are encoded leaf by leaf
         reduction=hook.reduction,
     )
 

@@ -28,8 +28,8 @@ class Memory:
         flush: Whether a rank of weight 0 sends what it owes.
         per_rank: Whether each rank must keep what it has lost itself, and say what the others decode of it.
         new: By path what it owes afterwards.
-        last: By path this rank's factor when it last had input, and the divisor then: (2,), float64; 0 at first. Empty where
-            errors are not to be scaled.
+        last: By path this rank's factor when it last had input, and the divisor then: (1, 2), float64; 0 at first. Empty
+            where errors are not to be scaled.
         coded: Where `per_rank`, by path what the others decode of this rank's message.
     """
 
@@ -93,7 +93,7 @@ def init_last(tree: Tree) -> dict[str, Tensor]:
     """`Memory.last` before the first call."""
     found: dict[torch.device, Tensor] = {}
     return {
-        path: found.setdefault(leaf.device, torch.zeros(2, dtype=torch.float64, device=leaf.device))
+        path: found.setdefault(leaf.device, torch.zeros(1, 2, dtype=torch.float64, device=leaf.device))
         for path, leaf in named_leaves(tree).items()
     }
 
@@ -101,24 +101,26 @@ def init_last(tree: Tree) -> dict[str, Tensor]:
 def _sent(last: Tensor, share: Share) -> float | Tensor:
     """The part of what is owed that is sent: a number where the host may look."""
     if share.known is not None and on_host(last):
-        before = float(last[0])
+        before = float(last[0, 0])
         return min(1.0, share.known / before) if share.known and before else 1.0
-    factor = on(last.device, share.factor)
-    return torch.where((factor > 0) & (last[0] > 0), (factor / not_zero(last[0])).clamp(max=1.0), 1.0)
+    factor, factors = on(last.device, share.factor), last[0, 0]
+    return torch.where((factor > 0) & (factors > 0), (factor / not_zero(factors)).clamp(max=1.0), 1.0)
 
 
 def _change(last: Tensor, share: Share, divisor: Tensor) -> tuple[float | Tensor, float | Tensor, Tensor]:
     """What has been sent, as `_sent` says; by how much the divisor has grown; and what is last now."""
     sent = _sent(last, share)
     if isinstance(sent, float) and on_host(divisor):
-        (own, before), total = last.tolist(), float(divisor)
+        ((own, before),), total = last.tolist(), float(divisor)
         if not (total > 0 and math.isfinite(total)):
             return sent, 1.0, last
-        return sent, total / before if before else 1.0, last.new_tensor([share.known or own, total])
+        return sent, total / before if before else 1.0, last.new_tensor([[share.known or own, total]])
     now, factor = on(last.device, divisor, last.dtype), on(last.device, share.factor)
+    factors, divisors = last.unbind(1)
     counts = torch.isfinite(now) & (now > 0)
-    grown = torch.where(counts & (last[1] > 0), now / not_zero(last[1]), 1.0)
-    return sent, grown, torch.where(counts, torch.stack([torch.where(factor > 0, factor, last[0]), now]), last)
+    grown = torch.where(counts & (divisors[0] > 0), now / not_zero(divisors[0]), 1.0)
+    new = torch.stack([torch.where(factor > 0, factor, factors[0]), now]).unsqueeze(0)
+    return sent, grown, torch.where(counts, new, last)
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
