@@ -32,7 +32,9 @@ HOOKS: dict[str, Any] = {
     "sum": lambda: tx.sum_over("data"),
     "leaf, mean": lambda: tx.chain(tx.stateless(torch.neg), tx.mean("data")),
     "clip, mean": lambda: tx.chain(tx.clip_by_value(1.0), tx.mean("data")),
-    "mean, some again": lambda: tx.chain(tx.mean("data"), tx.masked(tx.majority_vote("data"), "a")),
+    "mean, some again": lambda: tx.chain(
+        tx.quantized_mean("data", tx.int8()), tx.masked(tx.majority_vote("data"), "a")
+    ),
     "noop": lambda: tx.noop(),
     "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),
 }
@@ -72,6 +74,7 @@ CASES = [
     for hook in HOOKS
     if hook not in ("by path", "mean, some again")
     or {"a"} < params().keys()  # there must be an "a", and something besides
+    if hook != "mean, some again" or "big" not in params()  # what is large leaves in pieces; see test_wire.py
 ]
 
 
