@@ -32,7 +32,7 @@ from .transforms._explain import explain_cut
 from .transforms._explanation import Explanation
 from .transforms._loss_scale import refuse_float16
 from .transforms._plan import make_plan
-from .transforms._tree import on
+from .transforms._tree import check_dense, on
 from .transforms.axes._collectives import axis_index
 from .transforms.axes._env import bind_axes, bound
 from .transforms.sync._lane import mask_words, rank_bit
@@ -64,6 +64,9 @@ class DDPRun:
             self._rank = int(axis_index(plan.axes))
         self._guard = Guard(self.ranks, skips=self.skips is not None)
         held = {path: p.detach() for path, p in params.items()}
+        if pipeline is not None:
+            for path, p in held.items():
+                check_dense(f"parameter {path!r}", p)
         if self.skips and self.skips.scaled:
             refuse_float16(held)
         self.hook_state: tuple[Any, ...] = apart(tuple(part.init(held) for part in self._stages), self.flats)

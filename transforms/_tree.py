@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -23,11 +24,18 @@ def path_string(path: tuple[Any, ...]) -> str:
 def named_leaves(tree: Tree) -> dict[str, Tensor]:
     """Path -> leaf, in optree's order (dict keys sorted).
 
+    Raises:
+        ValueError: two leaves have the same path.
+
     >>> named_leaves({"b": [torch.tensor(1)], "a": torch.tensor(2)})
     {'a': tensor(2), 'b.0': tensor(1)}
     """
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    return {path_string(p): leaf for p, leaf in zip(paths, leaves, strict=True)}
+    named = {path_string(p): leaf for p, leaf in zip(paths, leaves, strict=True)}
+    if len(named) < len(leaves):
+        twice = sorted(name for name, n in Counter(map(path_string, paths)).items() if n > 1)
+        raise ValueError(f"several leaves have the paths {twice}; rename them")
+    return named
 
 
 def registered(tree: Tree) -> tuple[list[str], list[Tensor], Any]:

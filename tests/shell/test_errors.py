@@ -68,6 +68,7 @@ X = torch.ones(2)
         (lambda: tx.dynamic_loss_scale(MEAN_SGD, growth_factor=None), ValueError, ["growth_factor", "None"]),
         (lambda: tx.adasum(("node", "local")), ValueError, ["adasum takes one axis", "('node', 'local')"]),
         (lambda: tx.masked(3, "*"), TypeError, ["3"]),
+        (lambda: tx.dgc("data").init({"a": {"b": X}, "a.b": X}), ValueError, ["several leaves", "'a.b'", "rename"]),
         (lambda: tx.clip_by_global_norm(1.0, mode="late"), ValueError, ["mode", "'exact' or 'previous'", "'late'"]),
         (lambda: tx.stateless(torch.sign, scope="tree"), ValueError, ["'leaf' or 'element'"]),
         (lambda: tx.sgd(-0.1), ValueError, ["lr", "-0.1"]),

@@ -46,6 +46,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
         lambda: tx.compress(tx.bfloat16(), tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")})),
         lambda: tx.compress(tx.qsgd(127), tx.chain(tx.mean("data"), tx.clip_by_value(0.5))),
+        lambda: tx.compress(tx.bfloat16(stochastic=True), tx.mean("data"), seed=2),
     ],
     "hierarchical_mean": [
         lambda: tx.hierarchical_mean("local", "node"),

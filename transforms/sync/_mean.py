@@ -127,7 +127,8 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         over="world"    sum_r [w_r > 0] g_r / size of the axis
 
     The weight and the lane ride in the message that carries the gradients. Where all weights are
-    0 the result is 0.
+    0 the result is 0. What travels, the sum of weight * gradient, must fit the gradient's dtype: only the weights' ratios count,
+    so for float16 parameters take thousands of tokens, or shares of a batch.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._base import Transform, check_transform, lend, sums_of_inner, takes_donated
+from .._base import Scope, Transform, check_transform, lend, sums_of_inner, takes_donated
 from .._bucketwise import Carried, part_of
 from .._check import whole_number
 from .._combine import widest
@@ -145,7 +145,8 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         )
     if hook.encodes:
         raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
-    scope = widest([hook], least="element" if codec.elementwise else "message")
+    alone: Scope = "leaf" if codec.noisy else "element"  # dice are keyed by path
+    scope = widest([hook], least=alone if codec.elementwise else "message")
     if not codec.noisy:
 
         @takes_donated

@@ -17,13 +17,18 @@ class Dice:
         places: (n,) int32, where each of them stands; None: as if all were one leaf.
         rank: This rank's index.
         message: A number for each message of one call.
+        group: The index, among others, of the ranks that an answer goes to. It is the same whoever gives it, and so are its
+            dice: which rank sums an element depends on what stands beside it.
 
     Raises:
         ValueError: the codec throws dice and has no key.
     """
 
-    def __init__(self, codec: Codec, flat: Tensor, places: Tensor | None, rank: Tensor | int, message: int = 0) -> None:
-        self._codec, self._rank, self._message = codec, rank, message
+    def __init__(
+        self, codec: Codec, flat: Tensor, places: Tensor | None, rank: Tensor | int, message: int = 0,
+        group: Tensor | int = 0,
+    ) -> None:  # fmt: skip
+        self._codec, self._rank, self._message, self._group = codec, rank, message, group
         self.places = flat.new_zeros(0, dtype=torch.int32)
         if codec.noisy:
             if codec.key is None:
@@ -33,12 +38,13 @@ class Dice:
                 )
             self.places = places_of({"": flat}, flat.device) if places is None else places
 
-    def encode(self, rows: Tensor, places: Tensor, back: int = 0) -> Tensor:
+    def encode(self, rows: Tensor, places: Tensor, back: bool = False) -> Tensor:
         """(rows, n) at such places to (rows, width); `back`: whether it is the answer to a message."""
         if not self._codec.noisy:
             return self._codec.encode(rows)
         assert self._codec.key is not None
-        own = key_of(self._codec.key, self._rank, 2 * self._message + back, device=rows.device)
+        whose = self._group if back else self._rank
+        own = key_of(self._codec.key, whose, 2 * self._message + back, device=rows.device)
         return self._codec.encode(rows, Noise(places, own, key_of(self._codec.key, device=rows.device)))
 
 

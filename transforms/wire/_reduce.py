@@ -56,7 +56,8 @@ def coded_mean(
     for i, name in reversed(list(enumerate(names(axis)))):
         note(name, f"{flat.numel()} floats")
         # Ranks that hold the same throw the same.
-        dice = Dice(codec, flat, places, axis_index(names(axis)[: i + 1]) if codec.noisy else 0, i)
+        rank, group = (axis_index(names(axis)[:n]) if codec.noisy and n else 0 for n in (i + 1, i))
+        dice = Dice(codec, flat, places, rank, i, group)
         reduced = _over_one(codec, dice, flat, factor, words, name, times, settle, out)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
     return reduced
@@ -81,7 +82,7 @@ def _over_one(
     rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
     mean, total = _mean(iter(rows.unbind(0)), said[:, :head])
     mean = settle(mean)
-    coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=1)
+    coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=True)
     back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
     lost = decoded = None
     if times is not None:
