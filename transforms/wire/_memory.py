@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -47,17 +46,12 @@ class Memory:
 
     def owed(self, of: Mapping[str, Tensor], share: Share) -> list[Tensor]:
         """What is to be sent of what is owed, of leaves in their order."""
-        found, parts = [], dict[int, Any]()
+        rows, table = self._rows(of)
+        sent = _scalars(_sent(table, share))
+        found = []
         for path, leaf in of.items():
-            error = self._error.get(path)
-            if error is None:
-                error = torch.zeros_like(leaf, dtype=torch.float32)
-            elif path in self.last:
-                last = self.last[path]
-                if id(last) not in parts:
-                    parts[id(last)] = _sent(last, share)
-                error = _times(error, parts[id(last)])
-            found.append(error)
+            error = self._error[path] if path in self._error else torch.zeros_like(leaf, dtype=torch.float32)
+            found.append(_times(error, sent[rows[path]]) if path in rows else error)
         return found
 
     def keep(self, paths: Iterable[str], left: Iterable[Tensor], share: Share, divisor: Tensor) -> None:
@@ -67,22 +61,32 @@ class Memory:
             left: What is left of what was `owed` to that share.
             divisor: Of the sums of this call, 0-d.
         """
-        changes = dict[int, Any]()
-        for path, value in zip(paths, left, strict=True):
-            if path not in self._error:
-                continue
+        values = {path: value for path, value in zip(paths, left, strict=True) if path in self._error}
+        rows, table = self._rows(values)
+        grown, new = _change(table, share, divisor)
+        last, rest, ratios = new.split(1), _scalars(grown - _sent(table, share)), _scalars(grown)
+        for path, value in values.items():
             if path in self.new:
                 raise ValueError(
                     f"the gradient at {path!r} is encoded twice inside one error feedback, which has one memory; write "
                     f"chain(error_feedback(a), error_feedback(b))"
                 )
             self.new[path] = value
-            if path in self.last:
+            if path in rows:
+                row = rows[path]
+                self.new[path] = _plus(value, self._error[path], rest[row])
+                self.last[path], self._grown[path] = last[row], ratios[row]
+
+    def _rows(self, paths: Iterable[str]) -> tuple[dict[str, int], Tensor]:
+        """What is in `last` of paths, (rows, 2), each tensor once; and path -> row."""
+        rows: dict[str, int] = {}
+        distinct: dict[int, tuple[int, Tensor]] = {}
+        for path in paths:
+            if path in self._error and path in self.last:
                 last = self.last[path]
-                if id(last) not in changes:
-                    changes[id(last)] = (last, *_change(last, share, divisor))
-                _, sent, self._grown[path], self.last[path] = changes[id(last)]
-                self.new[path] = _plus(value, self._error[path], self._grown[path] - sent)
+                rows[path] = distinct.setdefault(id(last), (len(distinct), last))[0]
+        found = [last for _, last in distinct.values()]
+        return rows, torch.cat(found) if found else torch.zeros(0, 2, dtype=torch.float64)
 
     def before(self, path: str) -> Tensor:
         """What was owed before this call, in sums as they are divided now."""
@@ -98,29 +102,23 @@ def init_last(tree: Tree) -> dict[str, Tensor]:
     }
 
 
-def _sent(last: Tensor, share: Share) -> float | Tensor:
-    """The part of what is owed that is sent: a number where the host may look."""
-    if share.known is not None and on_host(last):
-        before = float(last[0, 0])
-        return min(1.0, share.known / before) if share.known and before else 1.0
-    factor, factors = on(last.device, share.factor), last[0, 0]
-    return torch.where((factor > 0) & (factors > 0), (factor / not_zero(factors)).clamp(max=1.0), 1.0)
+def _sent(last: Tensor, share: Share) -> Tensor:
+    """The parts of what is owed that are sent, (rows,)."""
+    factor, before = on(last.device, share.factor), last[:, 0]
+    return torch.where((factor > 0) & (before > 0), (factor / not_zero(before)).clamp(max=1.0), 1.0)
 
 
-def _change(last: Tensor, share: Share, divisor: Tensor) -> tuple[float | Tensor, float | Tensor, Tensor]:
-    """What has been sent, as `_sent` says; by how much the divisor has grown; and what is last now."""
-    sent = _sent(last, share)
-    if isinstance(sent, float) and on_host(divisor):
-        ((own, before),), total = last.tolist(), float(divisor)
-        if not (total > 0 and math.isfinite(total)):
-            return sent, 1.0, last
-        return sent, total / before if before else 1.0, last.new_tensor([[share.known or own, total]])
-    now, factor = on(last.device, divisor, last.dtype), on(last.device, share.factor)
-    factors, divisors = last.unbind(1)
-    counts = torch.isfinite(now) & (now > 0)
-    grown = torch.where(counts & (divisors[0] > 0), now / not_zero(divisors[0]), 1.0)
-    new = torch.stack([torch.where(factor > 0, factor, factors[0]), now]).unsqueeze(0)
-    return sent, grown, torch.where(counts, new, last)
+def _change(last: Tensor, share: Share, divisor: Tensor) -> tuple[Tensor, Tensor]:
+    """How many times the divisors of before the new one is, (rows,), and what is last now."""
+    factor, now = on(last.device, share.factor), on(last.device, divisor, last.dtype)
+    (own, before), counts = last.unbind(1), torch.isfinite(now) & (now > 0)
+    grown = torch.where(counts & (before > 0), now / not_zero(before), 1.0)
+    return grown, torch.where(counts, torch.stack([torch.where(factor > 0, factor, own), now.expand_as(own)], 1), last)
+
+
+def _scalars(x: Tensor) -> list[Any]:
+    """Numbers where the host may look, else 0-d tensors."""
+    return x.tolist() if on_host(x) else list(x.unbind(0))
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:
