@@ -47,7 +47,7 @@ class Memory:
     def owed(self, of: Mapping[str, Tensor], share: Share) -> list[Tensor]:
         """What is to be sent of what is owed, of leaves in their order."""
         rows, table = self._rows(of)
-        sent = _scalars(_sent(table, share))
+        sent = _scalars(_sent(table, share)) if rows else []
         found = []
         for path, leaf in of.items():
             error = self._error[path] if path in self._error else torch.zeros_like(leaf, dtype=torch.float32)
@@ -63,8 +63,9 @@ class Memory:
         """
         values = {path: value for path, value in zip(paths, left, strict=True) if path in self._error}
         rows, table = self._rows(values)
-        grown, new = _change(table, share, divisor)
-        last, rest, ratios = new.split(1), _scalars(grown - _sent(table, share)), _scalars(grown)
+        if rows:
+            grown, new = _change(table, share, divisor)
+            last, rest, ratios = new.split(1), _scalars(grown - _sent(table, share)), _scalars(grown)
         for path, value in values.items():
             if path in self.new:
                 raise ValueError(
@@ -86,7 +87,7 @@ class Memory:
                 last = self.last[path]
                 rows[path] = distinct.setdefault(id(last), (len(distinct), last))[0]
         found = [last for _, last in distinct.values()]
-        return rows, torch.cat(found) if found else torch.zeros(0, 2, dtype=torch.float64)
+        return rows, torch.cat(found) if found else torch.empty(0)
 
     def before(self, path: str) -> Tensor:
         """What was owed before this call, in sums as they are divided now."""
