@@ -38,8 +38,7 @@ def run_stages(
     grads, new = dict(held), []
     with torch.no_grad(), bind_axes(mesh.axes):
         for part, state in zip(parts, states, strict=True):
-            told = {**extra, "lane": extra["lane"] if part.sums is not None else None}
-            grads, after = part.update(grads, state, params, **told)
+            grads, after = part.update(grads, state, params, **extra)
             new.append(apart(after, [*(out.grads for out in outgoing), *storage.flats]))
             if part.sums is not None:
                 sums = part.sums(after)

@@ -75,7 +75,7 @@ def chain(*transforms: Transform) -> Transform:
             there = part_of(carried, i)
             lent = lend(part, donated and i == 0)  # what a stage gives, it may have kept
             grads, new[i] = part.update(
-                grads, state[i], params, weight=weight, lane=lane if part.sums else None, carried=there, **lent, **extra
+                grads, state[i], params, weight=weight, lane=lane, carried=there, **lent, **extra
             )
             if grads is None:
                 break

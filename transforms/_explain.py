@@ -161,7 +161,7 @@ class _Run:
         count = len(stages(early)) if early is not None and self.layout else 0
         rows: list[Row] = []
         for i, part in enumerate(stages(hook)):
-            rows += self.rows(part, "each step", self.plan.carries and part.sums is not None, i < count)
+            rows += self.rows(part, "each step", self.plan.carries, i < count)
         return rows
 
     def rows(

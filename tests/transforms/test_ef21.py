@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import max_diff
 from torch import Tensor
 
 from fjoin import transforms as tx
@@ -65,3 +66,18 @@ def test_loaded_on_other_ranks(case: str, flush: Any, over: Any) -> None:
     want = torch.stack(xs[:ranks]).mean(0)
     for out in tx.simulate(after, {"data": ranks}, xs[:ranks], states):
         assert (out - want).abs().max() < 1e-5
+
+
+def test_what_loses_nothing_is_the_mean_however_weights_change() -> None:
+    weights = [[256.0, 1.0], [2.0, 1.0], [2.0, 256.0], [64.0, 512.0], [256.0, 2.0]]
+    hook, mean = tx.ef21(tx.quantized_mean("data", tx.top_k(1.0))), tx.mean("data")
+
+    def one_rank(rank: int) -> float:
+        state, gap = hook.init(torch.zeros(30)), 0.0
+        for step, of in enumerate(weights):
+            grad = torch.randn(30, generator=torch.Generator().manual_seed(10 * step + rank))
+            out, state = hook.update(grad, state, weight=of[rank])
+            gap = max(gap, max_diff(out, mean.update(grad, mean.init(grad), weight=of[rank])[0]))
+        return gap
+
+    assert max(tx.simulate(one_rank, {"data": 2}, [0, 1])) < 1e-4

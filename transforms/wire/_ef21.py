@@ -29,7 +29,6 @@ class EF21State(NamedTuple):
     own: dict[str, Tensor]  # by path what the others believe of this rank's weight * gradient, at least float32
     whole: dict[str, Tensor]  # by path the sum of all ranks' beliefs, equal on all ranks
     counts: Tensor  # what this rank counted when it last had input, 0-d float64
-    divisor: Tensor  # what `whole` was divided by, 0-d float64, equal on all ranks; 0 at first
     place: Tensor  # (2,) int64, the rank and the number of ranks that `own` is of; -1 at first
 
 
@@ -39,13 +38,13 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
 
         c <- what the others decode of w g - h,  h <- h + c,  H <- H + sum of all c,  the result: H / sum of w
 
-    With H the sum of all ranks' h. So gradients that settle are sent ever more exactly. Where the sum of w becomes less, h and H
-    are scaled with it, and what is sent is how far w g is from min(1, w / its last w) h: in a small batch nothing is to be sent
-    for what all weights have changed by alike.
+    With H the sum of all ranks' h. So gradients that settle are sent ever more exactly. Weights that change are changes to be sent too,
+    and what a small batch does not send of them is divided by little: where batches differ much take means `over="live"`, or
+    `error_feedback`.
 
-    As for `error_feedback`, a code must lose less than it is given. Where the sum is not finite, so is the result, and beliefs stay
-    as they were. Where a rank has the state of another one, or of another number of ranks, as after loading, all beliefs begin anew
-    in that call, with what is sent in it.
+    As for that, a code must lose less than it is given. Where the sum is not finite, so is the result, and beliefs stay as they
+    were. Where a rank has the state of another one, or of another number of ranks, as after loading, all beliefs begin anew in that
+    call, with what is sent in it.
 
     Args:
         hook: A mean over one axis in which something is encoded, and nothing else: `quantized_mean`, or `compress` or `cast` of a
@@ -54,7 +53,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             "flush" takes it back, encoded, so that the result nears the mean over those that have input.
 
     Returns:
-        A `Transform` with state `EF21State(inner, own, whole, counts, divisor, place)`; `own`, `counts` and `place` differ between ranks.
+        A `Transform` with state `EF21State(inner, own, whole, counts, place)`; `own`, `counts` and `place` differ between ranks.
 
     Raises:
         TypeError: nothing is encoded in `hook`, or it is more than a mean: other stages, `switch_after`, `partition` and so on hold
@@ -88,7 +87,6 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             zero_errors(hook, params),
             zero_errors(hook, params),
             torch.zeros((), dtype=torch.float64),
-            torch.zeros((), dtype=torch.float64),
             torch.full((2,), -1),
         )
 
@@ -110,12 +108,8 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         believed = {path: torch.where(moved, torch.zeros_like(h), h) for path, h in state.own.items()}
         # As wide as beliefs, or what is rounded of a result would stay in them.
         wide = {path: of[path].to(h.dtype) for path, h in state.own.items() if path in of}
-        # What is owed is w g - h, with h as it will be; what is left of it makes h + c = w g - left.
-        last = on(device, state.counts)
-        scale = torch.where(
-            (factor > 0) & (last > 0) & (over == "weight"), (factor / not_zero(last)).clamp(max=1.0), 1.0
-        )
-        memory = Memory({path: -scale * h for path, h in believed.items()}, without_input == "flush", per_rank=True)
+        # What is owed is w g - h; what is left of it when c has been sent makes h + c = w g - left.
+        memory = Memory({path: -h for path, h in believed.items()}, without_input == "flush", per_rank=True)
         told = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if carried is None else None
         out, inner = hook.update(
             replace_leaves(grads, wide), state.inner, params, weight=weight, lane=told,
@@ -125,27 +119,22 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         fine = all_finite(results)
         own, whole, new = dict(state.own), dict(state.whole), {}
         anew = sums.lane.get(_MOVED, torch.zeros(())) > 0
-        also, divided = torch.where(anew, 0.0, sums.lane.get(_HELD, torch.zeros(()))), on(device, state.divisor)
-        settled = fine & ~anew & (divided > 0) & (sums.total + also > 0) & (over is not None)
-        shrunk = torch.where(settled, ((sums.total + also) / not_zero(divided)).clamp(max=1.0), 1.0)
-        counted = sums.total + shrunk * also
-        stays = torch.where(anew, nothing, shrunk)  # of what was believed before
-        counts = torch.where(factor > 0, counts, stays * counts)
+        counted = sums.total + torch.where(anew, 0.0, sums.lane.get(_HELD, torch.zeros(())))
+        counts = torch.where(anew & (factor == 0), nothing, counts)
         for path, came in results.items():
             if path not in memory.new:
                 new[path] = came.to(of[path].dtype)
                 continue
             left, given = memory.new[path], share.silenced(wide[path])
             told_now = came if over is None else came * sums.total.to(came)
-            belief = torch.where(anew, told_now, whole[path] * shrunk.to(came) + told_now)
+            belief = torch.where(anew, told_now, whole[path] + told_now)
             mean = torch.where(counted == 0, torch.zeros_like(belief), belief / not_zero(counted).to(belief))
             new[path] = (belief if over is None else mean).to(of[path].dtype)
-            mine = given * factor.to(given) - left + (stays - scale).to(given) * believed[path]
+            mine = given * factor.to(given) - left
+            mine = torch.where(anew, mine - believed[path], mine)  # only what has been sent now
             own[path] = torch.where(fine, mine, own[path])
             whole[path] = torch.where(fine, belief, whole[path])
-        return replace_leaves(out, new), EF21State(
-            inner, own, whole, counts, torch.where(fine, counted, divided), torch.where(fine, here, before)
-        )
+        return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
 
     return Transform(
         init,

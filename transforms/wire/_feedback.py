@@ -25,7 +25,7 @@ class ErrorState(NamedTuple):
     error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * gradient, at least float32
     last: dict[
         str, Tensor
-    ]  # by path this rank's factor when it last had input, and the divisor then: (1, 2), float64; 0 at first
+    ]  # by path the weight that errors are worth, and what they are divided by: (1, 2), float64; 0 at first
 
 
 @factory
@@ -38,9 +38,9 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     So nothing is lost for ever: over all steps, the sum of what the hook gave, plus the ranks' errors divided as the last sum was,
     is the sum of all means, rounded to float32 where something is encoded.
 
-    Errors are sums of weight * gradient, and scaled as what those are divided by changes. Of what it owes a rank sends
-    min(1, w / its last w): a small batch does not pay, divided by little, what large ones owe; what is paid too little, or too
-    much where other ranks have ended, is owed on. A step in which no rank has input, or
+    Errors are sums of weight * gradient, and scaled as what those are divided by changes. Of what it owes a rank sends no more than
+    its weight bears, min(1, w / the weight that the errors are worth): a small batch does not pay, divided by little, what large
+    ones owe. What is paid too little, or too much where other ranks have ended, is owed on. A step in which no rank has input, or
     that is not finite, pays nothing (`power_sgd` judges each matrix by itself, `hierarchical_mean` each rank's part). The
     errors stay bounded only where a code loses less than it is given, as casts, `int8`, `sign`, `top_k`, `random_k` and
     `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on average and do not.
@@ -49,7 +49,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         hook: One in which something is encoded over one axis, or projected: `quantized_mean`, `compress`, `cast`,
             `power_sgd`, alone or in `partition`, or in a `chain` with stages that send nothing.
         without_input: What a rank of weight 0 does with its error: "freeze" keeps it until it has input again, "flush"
-            sends it, so that the others learn with it what it has learned before.
+            sends it, so that the others learn with it what it has learned before: all of it, however little they have.
 
     Returns:
         A `Transform` with state `ErrorState(inner, error, last)`; `error` and `last` differ between ranks.

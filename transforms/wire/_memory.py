@@ -19,16 +19,16 @@ class Memory:
     nothing is owed, and nothing kept.
 
     Errors are sums of weight * gradient, which count by what these are divided by: as that changes, they are scaled with it. A
-    rank does not know the divisor when it sends. It sends of what it owes as much as it did when that was lost, or less by as
-    much as its own weight is less: a small batch would else pay, divided by little, what large ones owe. What was too little or
-    too much stays owed.
+    rank does not know the divisor when it sends. It sends no more of what it owes than its own weight bears, that is min(1, w / the
+    weight that the errors are worth): a small batch would else pay, divided by little, what large ones owe. What was too little
+    or too much stays owed.
 
     Attributes:
         flush: Whether a rank of weight 0 sends what it owes.
         per_rank: Whether each rank must keep what it has lost itself, and say what the others decode of it.
         new: By path what it owes afterwards.
-        last: By path this rank's factor when it last had input, and the divisor then: (1, 2), float64; 0 at first. Empty
-            where errors are not to be scaled.
+        last: By path the weight that this rank's errors are worth, and what they are divided by: (1, 2), float64; 0 at first.
+            Empty where errors are not to be scaled.
         coded: Where `per_rank`, by path what the others decode of this rank's message.
     """
 
@@ -64,8 +64,8 @@ class Memory:
         values = {path: value for path, value in zip(paths, left, strict=True) if path in self._error}
         rows, table = self._rows(values)
         if rows:
-            grown, new = _change(table, share, divisor)
-            last, rest, ratios = new.split(1), _scalars(grown - _sent(table, share)), _scalars(grown)
+            grown, rest, new = _change(table, share, divisor, self.flush)
+            last, left_of, ratios = new.split(1), _scalars(rest), _scalars(grown)
         for path, value in values.items():
             if path in self.new:
                 raise ValueError(
@@ -75,7 +75,7 @@ class Memory:
             self.new[path] = value
             if path in rows:
                 row = rows[path]
-                self.new[path] = _plus(value, self._error[path], rest[row])
+                self.new[path] = _plus(value, self._error[path], left_of[row])
                 self.last[path], self._grown[path] = last[row], ratios[row]
 
     def _rows(self, paths: Iterable[str]) -> tuple[dict[str, int], Tensor]:
@@ -105,16 +105,20 @@ def init_last(tree: Tree) -> dict[str, Tensor]:
 
 def _sent(last: Tensor, share: Share) -> Tensor:
     """The parts of what is owed that are sent, (rows,)."""
-    factor, before = on(last.device, share.factor), last[:, 0]
-    return torch.where((factor > 0) & (before > 0), (factor / not_zero(before)).clamp(max=1.0), 1.0)
+    factor, worth = on(last.device, share.factor), last[:, 0]
+    return torch.where((factor > 0) & (worth > 0), (factor / not_zero(worth)).clamp(max=1.0), 1.0)
 
 
-def _change(last: Tensor, share: Share, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    """How many times the divisors of before the new one is, (rows,), and what is last now."""
+def _change(last: Tensor, share: Share, divisor: Tensor, flush: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """How many times the divisors of before the new one is, (rows,); what stays of the errors beside what is left of those
+    sent, (rows,); and what is last now."""
     factor, now = on(last.device, share.factor), on(last.device, divisor, last.dtype)
-    (own, before), counts = last.unbind(1), torch.isfinite(now) & (now > 0)
+    (worth, before), counts = last.unbind(1), torch.isfinite(now) & (now > 0)
     grown = torch.where(counts & (before > 0), now / not_zero(before), 1.0)
-    return grown, torch.where(counts, torch.stack([torch.where(factor > 0, factor, own), now.expand_as(own)], 1), last)
+    stays = grown - _sent(last, share)
+    # What a rank without input keeps is worth what it was, of a larger or smaller divisor.
+    new = torch.where((factor > 0) | flush, torch.maximum(stays.abs() * worth, factor), grown * worth)
+    return grown, stays, torch.where(counts, torch.stack([new, now.expand_as(new)], 1), last)
 
 
 def _scalars(x: Tensor) -> list[Any]:
