@@ -113,7 +113,7 @@ class DDPRun:
             )
         out = FromDDP(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
         # Not by `index` and `is_last`: in the first pass of a static graph all buckets have index 0, and none is the last.
-        if not self._missing or not self._missing.issuperset(out.bucket.paths):  # the pass before was broken off
+        if not self._missing:
             self._begin()
         self._missing.difference_update(out.bucket.paths)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
