@@ -157,8 +157,8 @@ class DDPRun:
             return
         if self._plan.early is None:
             return
-        axes, buckets = self._mesh.axes, self._buckets  # those of the pass before, as many on all ranks
         if not self._calls:
+            axes, buckets = self._mesh.axes, self._buckets  # those of the pass before, as many on all ranks
             self._waves = Waves(axes) if travel(axes, buckets, "cpu") else None
             self._side = self._side or (SideStream(out.grads.device) if travel(axes, buckets, "cuda") else None)
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}

@@ -10,14 +10,13 @@ from ._combine import stages
 from ._spec import _FACTORIES, Spec
 
 
-def alternatives(part: Transform) -> list[tuple[Transform, Phase]]:
-    """What runs inside a transform that decides when others run, and when."""
+def alternatives(part: Transform) -> list[Phase]:
+    """What runs inside a transform that decides when others run, each a transform, and when."""
     if part.phases:
         return [
-            (
-                what if isinstance(what := phase.what, Transform) else dataclasses.replace(part, init=what, phases=()),
-                phase,
-            )
+            phase
+            if isinstance(phase.what, Transform)
+            else phase._replace(what=dataclasses.replace(part, init=phase.what, phases=()))
             for phase in part.phases
         ]
     held = {name: value for name, value in part.spec.args if isinstance(value, Transform)}
@@ -25,8 +24,8 @@ def alternatives(part: Transform) -> list[tuple[Transform, Phase]]:
         return []
     ((argument, whole),) = held.items()
     inside = stages(whole)
-    found = [(stage, Phase("each step", stage)) for stage in inside] if len(inside) > 1 else alternatives(inside[0])
-    return [(_around(part.spec, argument, stage), phase) for stage, phase in found]
+    found = [Phase("each step", stage) for stage in inside] if len(inside) > 1 else alternatives(inside[0])
+    return [phase._replace(what=_around(part.spec, argument, phase.what)) for phase in found]
 
 
 def both(when: str, inner: str) -> str:
@@ -40,7 +39,7 @@ def has_phases(part: Any) -> bool:
     return bool(getattr(part, "phases", ())) or any(has_phases(child) for child in part.spec.children)
 
 
-def _around(spec: Spec, argument: str, stage: Transform) -> Transform:
+def _around(spec: Spec, argument: str, stage: Any) -> Transform:
     """What a factory makes of one stage of what it was given; the stage itself where that is none of its business."""
     try:
         made: Transform = _FACTORIES[spec.name](**{**dict(spec.args), argument: stage})

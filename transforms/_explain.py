@@ -178,8 +178,9 @@ class _Run:
         if not (inner := alternatives(part)):
             return [Row(repr(part), part.scope, when, self._messages(part, carries, per_bucket), state_bytes, ends)]
         found: list[Row] = []
-        for child, phase in inner:
-            for stage in stages(child):
+        for phase in inner:
+            assert isinstance(phase.what, Transform)
+            for stage in stages(phase.what):
                 rides = carries and stage.sums is not None
                 found += self.rows(stage, both(when, phase.when), rides, per_bucket, ends or phase.ends)
         of_phases = sum(row.state_bytes for row in found)

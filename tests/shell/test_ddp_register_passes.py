@@ -1,8 +1,7 @@
-"""What passes of a registered module may be like: accumulation, unused parameters, resuming, memory layouts, few bits."""
+"""What passes of a registered module may be like: accumulation, unused parameters, resuming, what is sent and counted."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 from typing import Any
@@ -189,40 +188,6 @@ def test_what_is_announced_is_sent(pool: Any, hook: str, alone: bool, options: d
         assert all(announced) or (hook == "noop" and alone)
 
 
-class TwoDtypes(nn.Module):
-    """Whose gradients never lie in one bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.narrow, self.wide = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.narrow(x).double()).square().mean()
-
-
-def two_dtypes(codec: str | None, static: bool) -> dict[str, Tensor]:
-    ddp = DistributedDataParallel(TwoDtypes(), static_graph=static)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-    if codec is not None:
-        fjoin.ddp.register(ddp, tx.quantized_mean("data", tx.float32()) if codec else tx.mean("data"))
-    x = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for batch in x:
-        optimizer.zero_grad()
-        ddp(batch).backward()
-        optimizer.step()
-    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["", "static"])
-def test_parameters_of_two_dtypes(pool: Any, static: bool) -> None:
-    """In the first pass of a static graph both buckets have index 0, and none says that it is the last."""
-    want = pool.run(2, two_dtypes, None, static)
-    for codec in ("", "float32"):
-        for got, expected in zip(pool.run(2, two_dtypes, codec, static), want, strict=True):
-            assert max_diff(got, expected) < 1e-6
-
-
 AFTER_BACKWARD = {
     "clip first": lambda: tx.chain(tx.clip_by_global_norm(1.0), tx.mean("data")),
     "skip": lambda: tx.skip_if_nonfinite(tx.quantized_mean("data", tx.int8())),
@@ -255,135 +220,3 @@ def test_ranks_that_are_summed_after_backward_are_counted(pool: Any, hook: str) 
     for seen, ranks in pool.run(3, passes_of, hook, [[1.0, 2.0, 0.0], [0.0] * 3], [0, 2]):
         assert seen == [(3.0, True), (0.0, False)]
         assert ranks == ((0, 2) if hook == "noop" else None if hook == "skip" else ())
-
-
-class Images(nn.Module):
-    """A convolution whose weights lie in channels-last order, and a transposed matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last)
-        self.turned = nn.Parameter(torch.randn(4, 2, dtype=torch.float64).t())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.turned @ self.conv(x).amax((2, 3)).t()).square().mean()
-
-
-def layouts(how: str) -> Any:
-    ddp = DistributedDataParallel(Images(), gradient_as_bucket_view=how == "views")
-    optimizer = torch.optim.AdamW(ddp.parameters(), 0.05, weight_decay=0.1)
-    if how in ("fused", "views"):
-        fjoin.ddp.register(
-            ddp, tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), tx.adamw(0.05, weight_decay=0.1))
-        )
-    rank = dist.get_rank()
-    with (
-        fjoin.Join([ddp] if how in ("fused", "views") else [ddp, optimizer])
-        if how != "plain"
-        else contextlib.nullcontext()
-    ):
-        for step in range(3 - (rank if how == "join" else 0)):
-            g = torch.Generator().manual_seed(10 * step + rank)
-            ddp.zero_grad()
-            ddp(torch.randn(2, 3, 5, 5, generator=g, dtype=torch.float64)).backward()
-            if how == "plain":
-                nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
-            if how in ("plain", "join"):
-                optimizer.step()
-    moments = {
-        f"{path}, moment": optimizer.state[p]["exp_avg"] for path, p in ddp.module.named_parameters() if optimizer.state
-    }
-    return {path: p.detach().clone() for path, p in ddp.module.named_parameters()} | (moments if how == "join" else {})
-
-
-@pytest.mark.parametrize("how", ["fused", "views"])
-def test_parameters_that_lie_otherwise_in_memory(pool: Any, how: str) -> None:
-    """torch's views in a bucket have other strides than the parameters."""
-    ours, theirs = pool.run(2, layouts, how), pool.run(2, layouts, "plain")
-    assert max_diff(ours[0], theirs[0]) < 1e-12 and same_bits(ours[0], ours[1])
-
-
-def test_they_do_so_in_our_join_too(pool: Any) -> None:
-    """A rank without input steps with what it receives: the optimizer's state stays equal too."""
-    a, b = pool.run(2, layouts, "join")
-    assert len(a) == 6 and same_bits(a, b)
-
-
-def weighted_halves(weight: float) -> Any:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    ddp = DistributedDataParallel(model.half())
-    handle = fjoin.ddp.register(ddp, tx.mean("data"))
-    seen = []
-    for step in range(2):
-        ddp.zero_grad()
-        handle.weight(weight * (1 + dist.get_rank()))
-        ddp(torch.full((1, 1), 30.0 * (step + 1)).half()).sum().backward()
-        seen.append(model.weight.grad.item())
-    return seen
-
-
-@pytest.mark.parametrize("weight", [4096.0, 1e-6])
-def test_weights_do_not_overflow_16_bits(pool: Any, weight: float) -> None:
-    assert pool.run(2, weighted_halves, weight) == [[30.0, 60.0]] * 2
-
-
-def widely_weighted(hook: str, dtype: torch.dtype) -> Any:
-    """The gradient of each pass, which is 0.5 whatever the weights are, and the parameter behind the first."""
-    module = nn.Linear(3, 1, bias=False, dtype=dtype)
-    nn.init.ones_(module.weight)
-    made = {"mean": tx.mean("data"), "mean, clip": tx.chain(tx.mean("data"), tx.clip_by_global_norm(100.0))}[hook]
-    ddp = DistributedDataParallel(module)
-    handle = fjoin.ddp.register(ddp, tx.fuse(made, tx.sgd(1.0)))
-    grads, params = [], []
-    for weight in (512.0, 1e-6, 3.0, 50000.0):
-        ddp.zero_grad()
-        handle.weight(weight)
-        ddp(torch.full((1, 3), 0.5, dtype=dtype)).sum().backward()
-        grads += module.weight.grad.flatten().tolist()
-        params += module.weight.flatten().tolist()
-    return grads, params[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("hook", ["mean", "mean, clip"])
-def test_weights_of_any_size_and_few_bits(pool: Any, hook: str, dtype: torch.dtype) -> None:
-    """What gradients are multiplied with on their way is taken off once; sums fit when weights grow at once."""
-    for grads, param in pool.run(2, widely_weighted, hook, dtype):
-        assert grads == pytest.approx([0.5] * 12, rel=1e-3) and param == 0.5
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda: tx.adamw(0.05),
-    "sgd": lambda: tx.sgd(0.05, momentum=0.9),
-    "lion": lambda: tx.lion(0.05),
-    "masters": lambda: tx.mixed_precision(tx.adamw(0.05)),
-    "frozen": lambda: tx.partition({"*bias": tx.frozen(), "*": tx.adamw(0.05)}),  # its kernel divides nothing
-    "skipped": lambda: tx.adamw(0.05),
-}
-
-
-def gradients_left(optimizer: str, dtype: torch.dtype) -> Any:
-    """After the first pass: with a pipeline, and with its hook alone."""
-    left = []
-    for alone in (False, True):
-        ddp = DistributedDataParallel(make_model().to(dtype))
-        pipeline = tx.fuse(tx.mean("data"), OPTIMIZERS[optimizer]())
-        handle = fjoin.ddp.register(ddp, tx.mean("data") if alone else tx.skip_if_nonfinite(pipeline))
-        x, y = make_batches(1, EVEN)[dist.get_rank()][0]
-        x = x * float("inf") if optimizer == "skipped" else x
-        handle.weight(samples((x, y)))
-        mean_loss(ddp, (x.to(dtype), y)).backward()
-        left.append({path: p.grad.clone() for path, p in ddp.module.named_parameters() if p.grad is not None})
-    return left
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_gradients_are_left_as_the_hook_made_them(pool: Any, optimizer: str, dtype: torch.dtype) -> None:
-    """Means, where the optimizer's kernel has divided the sums too."""
-    for with_pipeline, alone in pool.run(2, gradients_left, optimizer, dtype):
-        assert len(alone) == 4
-        for path, g in alone.items():
-            assert torch.allclose(with_pipeline[path], g, rtol=1e-6, atol=0, equal_nan=True), path

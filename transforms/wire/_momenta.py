@@ -10,11 +10,10 @@ from torch import Tensor
 from .._base import Transform
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
-from .._check import one_axis, whole_number
+from .._check import decay, one_axis, whole_number
 from .._tree import State, Tree, all_finite, named_leaves
 from .._when import switch_after
 from ..axes._primitive import AxisName
-from ..optimizers._inplace import check_betas
 from ..sync._mean import mean
 from ..sync._weights import Over, not_zero, share_of
 from ._codec import Codec
@@ -37,7 +36,10 @@ def momenta(
     """What sends gradients at first, and momenta later, for the factory of this name."""
     axis = one_axis(name, axis)
     whole_number("warmup", warmup, 1)  # there is no variance before
-    check_betas(betas)
+    if not (isinstance(betas, tuple) and len(betas) == 2):
+        raise ValueError(f"{name}: betas must be two numbers, got {betas!r}")
+    for beta in betas:
+        decay(f"{name}: betas", beta)
     encoded = quantized_mean(axis, sign() if codec is None else codec, over)
     return switch_after(warmup, mean(axis, over), error_feedback(encoded, without_input))
 

@@ -1,0 +1,83 @@
+"""Whoever waits for a device hears of a failure meanwhile, and does not wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ranks import Ranks
+
+Report = Callable[[Any], None]
+
+
+class Later:
+    """An event of a device, that has come when it has been asked for some times; `synchronize` would wait for ever."""
+
+    def __init__(self, times: float) -> None:
+        self.left = times
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def wait_for_a_device(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+    from fjoin._guard import Guard
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=300)
+    if rank == 1:
+        mesh.failed(ValueError("bad batch"), 3)
+        return
+    guard = Guard(2, mesh=mesh)
+    guard._pending.append((2, {}, torch.zeros(()), Later(3)))
+    guard.attend()
+    guard.raise_pending(newest=True)
+    guard._pending.append((3, {}, torch.zeros(()), Later(float("inf"))))
+    for wait in (guard.attend, lambda: guard.raise_pending(newest=True)):
+        try:
+            wait()
+        except fjoin.PeerLost as error:
+            report((str(error), error.rank, error.step))
+
+
+def test_who_waits_for_a_device_hears_of_a_failure() -> None:
+    """A kernel of NCCL's that waits for a rank that has failed does not end."""
+    with Ranks(2, wait_for_a_device) as run:
+        for _ in range(2):
+            rank, _, (text, who, step) = run.next(30)
+            assert (rank, who, step) == (0, 1, 3) and "bad batch" in text
+
+
+def test_nobody_waits_for_a_device_for_ever(pool: Any) -> None:
+    (texts,) = pool.run(1, wait_in_vain)
+    assert "has not ended a step within 0.05 s" in texts[0] and texts[1:] == [True, False]
+
+
+def wait_in_vain() -> Any:
+    from unittest import mock
+
+    import torch
+
+    import fjoin
+    from fjoin import _group_mesh
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=0.05)
+    out: list[Any] = []
+    try:
+        mesh.await_event(Later(float("inf")))
+    except fjoin.CollectiveTimeout as error:
+        out.append(str(error))
+    for times in (float("inf"), 3):  # at the end of a program what is under way is cut only if it does not end
+        event = Later(times)
+        event.record = lambda: None  # type: ignore[attr-defined]
+        with (
+            mock.patch.object(torch.cuda, "is_initialized", lambda: True),
+            mock.patch.object(torch.cuda, "Event", lambda event=event: event),
+            mock.patch.object(_group_mesh, "_LAST_S", 0.05),
+            mock.patch.object(mesh, "take_down", out.append),
+        ):
+            mesh.close()
+    return out
