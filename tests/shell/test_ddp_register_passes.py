@@ -188,6 +188,21 @@ def test_what_is_announced_is_sent(pool: Any, hook: str, alone: bool, options: d
         assert all(announced) or (hook == "noop" and alone)
 
 
+def averaged(weight: float) -> Any:
+    """The parameter after a pass whose gradients stay as they are on each rank."""
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    handle = fjoin.ddp.register(ddp, tx.fuse(tx.noop(), tx.sgd(1.0), after=tx.mean("data")))
+    with torch.no_grad():
+        ddp.module.weight.zero_()
+    handle.weight(weight if dist.get_rank() else 1.0)
+    ddp(torch.full((1, 1), 4.0 * dist.get_rank())).sum().backward()
+    return ddp.module.weight.item()
+
+
+def test_parameters_are_averaged_by_weight(pool: Any) -> None:
+    assert pool.run(2, averaged, 3.0) == [-3.0, -3.0]
+
+
 AFTER_BACKWARD = {
     "clip first": lambda: tx.chain(tx.clip_by_global_norm(1.0), tx.mean("data")),
     "skip": lambda: tx.skip_if_nonfinite(tx.quantized_mean("data", tx.int8())),

@@ -114,6 +114,45 @@ def test_messages_travel_while_backward_goes_on(pool: Any, hook: str, messages: 
         assert took == time
 
 
+class Layers(torch.nn.Module):
+    def __init__(self, slow: Any) -> None:
+        super().__init__()
+        self._slow = slow
+        for name in LAYERS:
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(8)))
+
+    def forward(self, x: Any) -> Any:
+        for name in LAYERS:
+            x = in_backward(x * getattr(self, name), functools.partial(self._slow, name))
+        return x.sum()
+
+
+def a_pass(hook: str) -> tuple[list[str], int]:
+    """The same of a DistributedDataParallel, in the pass after it has cut its buckets anew."""
+    order: list[str] = []
+    clock = Clock()
+
+    def slow(name: str) -> None:
+        clock.now += 1
+        order.append(f"gradient of {name}")
+
+    ddp = torch.nn.parallel.DistributedDataParallel(Layers(slow), bucket_cap_mb=1e-5)
+    fjoin.ddp.register(ddp, HOOKS[hook]())
+    with slow_messages(order, clock):
+        for _ in range(3):
+            order.clear()
+            start = clock.now
+            ddp(torch.ones(8)).backward()
+    return order, clock.now - start
+
+
+@pytest.mark.parametrize(("hook", "time"), [("mean", 4 + 1), ("two messages", 4 + 2)])
+def test_they_do_so_in_a_module_too(pool: Any, hook: str, time: int) -> None:
+    for order, took in pool.run(2, a_pass, hook):
+        assert order.index("sum") < order.index("gradient of p0"), order
+        assert took == time, order
+
+
 def steps_of(clip: str | None, overlap_step: bool) -> list[list[str]]:
     """For each of two steps, when messages arrived and buckets were stepped."""
     order: list[str] = []

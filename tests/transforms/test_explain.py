@@ -32,6 +32,8 @@ def test_explain_covers_what_runs_now_and_then() -> None:
     assert "psum(data)" in text and "total per rank and step" in text and "before step 5" in text
     assert what.settled == what.rows[1:] and what.messages == 2 and "settled" in text.splitlines()[-1]
     assert what.sent_bytes == sum(m.sent_bytes for row in what.rows[1:] for m in row.messages)
+    inside = tx.explain(tx.switch_after(5, tx.every(3, tx.mean("data")), tx.sum_over("data")), params, {"data": 4})
+    assert [row.ends for row in inside.rows] == [True, False] and inside.messages == 1
     assert what.rows[0].messages[0].sent_bytes == round(what.rows[0].messages[0].payload_bytes * 2 * 3 / 4)
 
 
