@@ -42,7 +42,7 @@ def check_program(
         "weight": weighs,
     }
     shown = {**mine, "pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)}
-    problem = mesh.exchange([mine, shown], _compare)
+    problem = mesh.exchange("step.init", [mine, shown], _compare)
     if problem:
         raise DesyncError(problem[1], rank=problem[0])
 
@@ -81,7 +81,7 @@ def same_values(mesh: Mesh, params: Mapping[str, Tensor], buffers: Mapping[str, 
         DesyncError: naming a rank and the first tensor that differs.
     """
     digests = {path: _digest(t) for path, t in {**params, **(buffers or {})}.items()}
-    problem = mesh.exchange(digests, _compare_digests)
+    problem = mesh.exchange("step.init", digests, _compare_digests)
     if problem:
         raise DesyncError(problem[1], rank=problem[0])
 
@@ -106,7 +106,7 @@ def sum_names(mesh: Mesh, axes: tuple[str, ...], mine: list[str] | None) -> tupl
     Raises:
         DesyncError: two ranks with a batch have different names.
     """
-    found = mesh.exchange(mine, _common_names, axes)
+    found = mesh.exchange("the first step", mine, _common_names, axes)
     if "problem" in found:
         raise DesyncError(found["problem"], rank=found["rank"])
     return None if found["names"] is None else tuple(found["names"])
@@ -161,6 +161,6 @@ def same_hook(mesh: Mesh, what: Transform | Pipeline) -> None:
                 ]
         return None
 
-    problem = mesh.exchange([what.spec.canonical(), repr(what)], odd)
+    problem = mesh.exchange("fjoin.ddp.register", [what.spec.canonical(), repr(what)], odd)
     if problem:
         raise DesyncError(problem[1], rank=problem[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import math
 from collections.abc import Callable
@@ -31,30 +32,44 @@ class Done:
         return None
 
 
-class _Swapped:
-    """A sum of two ranks in which each has sent its buffer to the other."""
+class _Message:
+    """A message over an axis. While it is under way, a look at failures now and then ends the wait for a rank that has one.
 
-    def __init__(self, work: Work, buffer: Tensor, received: Tensor) -> None:
-        self._work, self._buffer, self._received = work, buffer, received
+    Args:
+        work: The handle of torch, which is let go of after the wait: in a traceback it would keep a broken connection open.
+        cpu: Whether the message is in the memory of the host; otherwise a stream waits, and not the host.
+        after: Called when the message has arrived.
+    """
 
-    def wait(self) -> None:
-        self._work.wait()
-        self._buffer.add_(self._received)  # a + b = b + a, to the bit: both ranks have the same
-
-
-class Once:
-    """Messages that are waited for once, and then let go of: a handle in a traceback would keep a broken connection open."""
-
-    def __init__(self, *works: Work) -> None:
-        self._works: list[Work] = list(works)
+    def __init__(
+        self, axis: GroupAxis, work: Any, cpu: bool = True, after: Callable[[], object] = lambda: None
+    ) -> None:
+        self._axis, self._work, self._cpu, self._after = axis, work, cpu, after
 
     def wait(self) -> None:
-        works, self._works = self._works, []
+        work, self._work = self._work, None
         try:
-            while works:
-                works.pop(0).wait()
+            while work is not None and not self._arrives(work):
+                self._axis.check()
+        except BaseException:
+            self._axis.broken = True
+            raise
         finally:
-            del works
+            del work
+        after, self._after = self._after, lambda: None
+        after()
+
+    def _arrives(self, work: Any) -> bool:
+        if not self._cpu:
+            work.wait()
+            return True
+        try:
+            work.wait(_LOOK_AFTER)
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error):  # the limit of this call; the group's own reads otherwise
+                raise
+            return False
+        return True
 
 
 def _named(new: str, old: str) -> Any:
@@ -62,6 +77,8 @@ def _named(new: str, old: str) -> Any:
     return getattr(dist, new if hasattr(dist, new) else old)
 
 
+# How long a message is waited for before a look at failures.
+_LOOK_AFTER = datetime.timedelta(seconds=1)
 # Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
 # same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
 # gains nothing.
@@ -77,6 +94,8 @@ class GroupAxis(Axis):
         group: The process group.
         ordered: Sum in rank order, bit for bit as the lockstep simulator does: for tests, since it
             gathers every rank's value to do so.
+        joint: From axis names to the one axis that covers them all, if there is one.
+        check: Raises where another rank has failed; called now and then while a message is under way.
     """
 
     def __init__(
@@ -84,10 +103,11 @@ class GroupAxis(Axis):
         group: dist.ProcessGroup,
         ordered: bool = False,
         joint: Callable[[tuple[str, ...]], GroupAxis | None] = lambda axes: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.group: Any = group
         self.size, self.rank = group.size(), group.rank()
-        self.ordered, self._joint = ordered, joint
+        self.ordered, self._joint, self.check = ordered, joint, check
         self.broken = False  # a collective has failed
         self._swaps = self.size == 2 and "gloo" in dist.get_backend_config(group)
 
@@ -99,7 +119,9 @@ class GroupAxis(Axis):
 
     def _open(self) -> Any:
         if self.group is None:  # to torch that would mean all ranks
-            raise JoinError("this mesh was taken down after a failure; make another one with fjoin.mesh(...)")
+            raise JoinError(
+                "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
+            )
         return self.group
 
     def reduce_(self, buffer: Tensor) -> Work:
@@ -110,15 +132,16 @@ class GroupAxis(Axis):
             return Done()
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(buffer)
-            return _Swapped(self._swap(buffer, received), buffer, received)
-        return dist.all_reduce(buffer, group=group, async_op=True)  # type: ignore[no-any-return]
+            # a + b = b + a, to the bit: both ranks have the same.
+            return _Message(self, self._swap(buffer, received), after=lambda: buffer.add_(received))
+        return _Message(self, dist.all_reduce(buffer, group=group, async_op=True), buffer.device.type == "cpu")
 
-    def _swap(self, given: Tensor, taken: Tensor) -> Work:
+    def _swap(self, given: Tensor, taken: Tensor) -> Any:
         """Send the other one of two ranks a flat buffer, and get its."""
         sizes = [0, given.numel()] if self.rank == 0 else [given.numel(), 0]
-        return dist.all_to_all_single(taken, given, sizes, sizes, group=self.group, async_op=True)  # type: ignore[no-any-return]
+        return dist.all_to_all_single(taken, given, sizes, sizes, group=self.group, async_op=True)
 
-    def _gather(self, x: Tensor, out: Tensor) -> list[Work]:
+    def _gather(self, x: Tensor, out: Tensor) -> list[Any]:
         """Start filling `out`, (n, ...), with what the ranks have in the place of `x`."""
         flat, rows = x.view(-1), out.view(self.size, x.numel())
         if x.device.type != "cpu":  # NCCL gathers into one tensor, and copies from there into a list of several
@@ -143,16 +166,13 @@ class GroupAxis(Axis):
             return self._traced(op, x.contiguous(), arg)
         return self.begin(op, x, arg)()
 
-    def _after(self, out: Tensor, *works: Work) -> Callable[[], Tensor]:
-        """Wait for messages, then give what they have brought."""
-        once = Once(*works)
+    def _after(self, out: Tensor, *works: Any) -> Callable[[], Tensor]:
+        """Wait for messages, then give the tensor that they have filled."""
+        messages = [_Message(self, work, out.device.type == "cpu") for work in works]
 
         def wait() -> Tensor:
-            try:
-                once.wait()
-            except BaseException:
-                self.broken = True
-                raise
+            for message in messages:
+                message.wait()
             return out
 
         return wait
@@ -166,7 +186,13 @@ class GroupAxis(Axis):
             return lambda: functools.reduce(torch.add, parts().unbind(0)).clone()
         if op == "psum":
             out = x.clone()
-            return self._after(out, self.reduce_(out))
+            work = self.reduce_(out)
+
+            def total() -> Tensor:
+                work.wait()
+                return out
+
+            return total
         if op in _REDUCE:
             out = to_order(x, op == "pmax")
             out = out.clone() if out is x else out

@@ -60,7 +60,7 @@ def evaluate(
     mesh = mesh or everyone()
     try:
         mine = _go_through(metric_fn, loader, weight)
-        found = mesh.exchange(mine, _combine)
+        found = mesh.exchange("fjoin.evaluate", mine, _combine)
     except BaseException as error:
         mesh.end(error, None)
     if "problem" in found:

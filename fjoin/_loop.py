@@ -7,8 +7,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
-from ._axis import Once
-from ._errors import EarlyTermination, JoinError, PeerLost
+from ._errors import EarlyTermination, JoinError
 from ._join import _END, NO_BATCH, join_steps
 from ._loss import weigh
 from ._make_mesh import everyone
@@ -84,16 +83,11 @@ class Loop(Generic[B]):
             self._running = False
             if not finished and self._mesh.size > 1:
                 # A body that ended by the loss of a peer is not the first to have left.
-                lost = self._mesh.broken()
-                self._mesh.failed(
-                    PeerLost("a peer was lost")
-                    if lost
-                    else JoinError(
-                        f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
-                        f"exception; to stop all ranks after n batches, loop over fjoin.join(itertools.islice(loader, n))"
-                    ),
-                    self.number,
+                left = JoinError(
+                    f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
+                    f"exception; to stop all ranks after n batches, loop over fjoin.join(itertools.islice(loader, n))"
                 )
+                self._mesh.failed(self._mesh.lost() or left, self.number)
 
     def _load(self, batches: Iterator[B]) -> tuple[Any, float]:
         batch = next(batches, _END)
@@ -108,7 +102,7 @@ class _Sum:
 
     def __init__(self, mesh: Mesh, weight: float, has: bool) -> None:
         self._words = on(mesh.device, torch.tensor([weight, float(has)], dtype=torch.float64))
-        self._work = Once(mesh.reduce_(self._words, tuple(mesh.shape)))
+        self._work = mesh.reduce_(self._words, tuple(mesh.shape))
 
     def wait(self) -> tuple[float, int]:
         self._work.wait()

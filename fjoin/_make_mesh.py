@@ -8,19 +8,25 @@ import datetime
 import math
 import os
 import warnings
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._group_mesh import TIMEOUT_S, GroupMesh, mesh_over
+from ._errors import CollectiveTimeout, DesyncError
+from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_over
+from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh
 from ._sockets import Connections, event_loops
+from ._store import Store, Unanswered, within
 from .transforms._errors import NotVmappable
 from .transforms.axes._env import One, bind_axes, bound, under_vmap
 from .transforms.axes._lockstep import SimulatedAxis
+
+T = TypeVar("T")
 
 
 def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False) -> Mesh:
@@ -37,10 +43,13 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
         ordered: Sum in rank order, bit for bit as the simulator: slower, for tests.
 
     Returns:
-        A `Mesh`. Its process groups are its own.
+        A `Mesh`. Its process groups are its own: `close()`, or the end of a `with` block, gives them back, and so does a mesh
+        that is no longer referenced.
 
     Raises:
         ValueError: the sizes do not fit the number of ranks.
+        DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
+        CollectiveTimeout: not all ranks come within `timeout_s`.
 
     >>> fjoin.mesh({"data": -1})
     mesh({'data': 1}, rank=0)
@@ -74,32 +83,86 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
                 f"or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before fjoin.mesh",
                 stacklevel=2,
             )
-        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
-        # Threads of groups that are still there when the interpreter ends can abort the process.
-        atexit.register(_close)
+        _connect("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s)
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
-    groups, before = {}, event_loops()
-    for dim, name in enumerate(sizes):
-        for line in grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist():
-            group = dist.new_group(line, timeout=timeout)
-            if dist.get_rank() in line:
-                groups[name] = group
-    everyone = next(iter(groups.values())) if len(groups) == 1 else dist.new_group(timeout=timeout)
-    made = GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before))
-    _MADE.add(made)
-    return made
+    _meet(sizes, grid, timeout_s, ordered)
+    before = event_loops()
+
+    def connect() -> dict[str, Any]:
+        groups = {}
+        for dim, name in enumerate(sizes):
+            for line in grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist():
+                group = dist.new_group(line, timeout=timeout)
+                if dist.get_rank() in line:
+                    groups[name] = group
+        return groups if len(groups) == 1 else {**groups, "": dist.new_group(timeout=timeout)}
+
+    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered)
 
 
-_MADE: weakref.WeakSet[GroupMesh] = weakref.WeakSet()
+def _of_groups(
+    sizes: dict[str, int], groups: dict[str, Any], before: set[int], timeout_s: float, ordered: bool
+) -> Mesh:
+    """The mesh over new groups by axis; that of all ranks is under "", or the only one."""
+    everyone = groups.pop("", None) or next(iter(groups.values()))
+    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before))
+
+
+def _connect(backend: str, timeout_s: float) -> None:
+    """Initialise torch.distributed."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _limited(timeout_s, lambda: dist.init_process_group(backend, timeout=timeout))
+    # Threads of groups that are still there when the interpreter ends can abort the process.
+    atexit.register(_close)
+
+
+def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) -> None:
+    """Compare the mesh with those that the other ranks make, before any group is made.
+
+    Raises:
+        DesyncError: they differ.
+        CollectiveTimeout: a rank does not come.
+    """
+    ranks = grid.flatten().tolist()
+    meetings = Meetings(Store("fjoin"), dist.get_rank(), timeout_s, lambda: None)
+    mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}"
+    all_of = meetings.exchange("fjoin.mesh", mine, lambda values: values, ranks)
+    odd = [rank for rank, other in zip(ranks, all_of, strict=True) if other != all_of[0]]
+    if odd:
+        raise DesyncError(
+            f"rank {odd[0]} makes {all_of[ranks.index(odd[0])]}, but rank {ranks[0]} {all_of[0]}; make the same meshes in the same "
+            f"order on all ranks",
+            rank=odd[0],
+        )
+
+
+def _limited(timeout_s: float, call: Callable[[], T]) -> T:
+    """The result of a call that connects the ranks, which has a limit also where the store's host does not answer.
+
+    Raises:
+        CollectiveTimeout: not all ranks have come in time.
+    """
+    cause: RuntimeError
+    try:
+        return within(timeout_s + 0.5, call)
+    except (Unanswered, dist.DistError) as error:
+        cause = error
+    except RuntimeError as error:
+        if not BACKEND_ERROR.search(str(error)) and "imed out" not in str(error) and "imeout" not in str(error):
+            raise
+        cause = error
+    raise CollectiveTimeout(
+        f"rank {os.environ.get('RANK', '?')}: the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
+        f"ended, or cannot be reached; look at the other ranks' output. {cause}"
+    ) from cause
 
 
 def _close() -> None:
-    """Take down what `mesh` has made, unless the program has done so."""
+    """Take down the meshes and torch.distributed, unless the program has done so."""
     if dist.is_initialized():
-        for made in list(_MADE):
+        for made in list(MESHES):
             made.close()
         dist.destroy_process_group()
 
@@ -126,14 +189,19 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
         )
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
     timeout = datetime.timedelta(seconds=timeout_s)
+    _meet(sizes, device_mesh.mesh, timeout_s, ordered)
     before = event_loops()
-    # Groups of our own with the same members: taking them down must not take the user's.
-    groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
-    if len(groups) == 1:
-        everyone = next(iter(groups.values()))
-    else:
-        everyone = _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)
-    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before))
+
+    def connect() -> dict[str, Any]:
+        # Groups of our own with the same members: taking them down must not take the user's.
+        groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
+        return (
+            groups
+            if len(groups) == 1
+            else {**groups, "": _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)}
+        )
+
+    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered)
 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:

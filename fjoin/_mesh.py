@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -61,11 +61,18 @@ class Mesh:
             _reduce_(axis, buffer).wait()
         return _reduce_(last, buffer)
 
-    def exchange(self, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()) -> Any:
+    def exchange(
+        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
+    ) -> Any:
         """`combine` of every rank's JSON value, in rank order; computed once, the same on all ranks.
 
         Args:
+            occasion: The place in the program, in words; it must be the same on all ranks.
             axes: The axes whose ranks meet; all by default.
+
+        Raises:
+            DesyncError: a rank is at another place in the program.
+            CollectiveTimeout, PeerLost: a rank does not come, or has failed.
         """
         return combine([value])
 
@@ -76,9 +83,9 @@ class Mesh:
         where = [slice(None) if name in axes or not axes else at for name, at in zip(self.shape, here, strict=True)]
         return grid[tuple(where)].flatten().tolist()
 
-    def broken(self) -> bool:
-        """Whether a collective over these axes has failed."""
-        return False
+    def lost(self) -> BaseException | None:
+        """The failure of another rank, as far as it has been reported or shows; None where there is none."""
+        return None
 
     def sent(self) -> int:
         """How many collectives have been called over the group of this mesh, where that is known."""
@@ -87,6 +94,21 @@ class Mesh:
     def await_event(self, event: Any) -> None:
         """Wait for a device, whose kernels may wait for a rank that has failed: a CUDA event."""
         event.synchronize()
+
+    def close(self) -> None:
+        """Give back the process groups of this mesh, with their threads and connections; it cannot be used afterwards.
+
+        Groups that were given to fjoin stay. A mesh that is no longer referenced is closed by itself, and so are all at
+        the end of a program.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.failed(error, None)
+        self.close()
 
     def failed(self, error: BaseException, step: int | None) -> None:
         """Tell the other ranks that this one has failed, and let go of what they wait in."""
@@ -124,8 +146,10 @@ class SimulatedMesh(Mesh):
     def group(self) -> Any:
         return self.over(tuple(self.shape))[0].group
 
-    def exchange(self, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()) -> Any:
+    def exchange(
+        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
+    ) -> Any:
         over = self.over(axes if len(axes) == 1 else tuple(self.shape))
         if len(over) > 1:
             raise ValueError(f"a mesh must name all simulated axes in their order, got {list(self.shape)}")
-        return combine(over[0].exchange(value))
+        return combine(over[0].exchange(value, occasion))

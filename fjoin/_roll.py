@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._axis import Once
+from ._axis import Work
 from ._mesh import Mesh
 from .transforms._tree import on
 from .transforms.sync._lane import mask_words, rank_bit, ranks_in
@@ -18,7 +18,7 @@ class Roll:
         here, bit = rank_bit(mesh.rank)
         words[0, here], words[1, here] = live * bit, syncs * bit
         self._words = on(device, words)
-        self._work: Once | None = Once(mesh.reduce_(self._words, tuple(mesh.shape)))
+        self._work: Work | None = mesh.reduce_(self._words, tuple(mesh.shape))
         self._read: tuple[tuple[int, ...], ...] = ()
 
     def wait(self) -> tuple[int, ...]:

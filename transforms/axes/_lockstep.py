@@ -72,9 +72,9 @@ class SimulatedAxis(Axis):
         out: Tensor = self._world.meet(self._me, self._group, call, x.detach(), lambda xs: _combine(op, xs, arg))
         return out
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, occasion: str = "exchange") -> list[Any]:
         """Every rank's Python object, in rank order."""
-        out: list[Any] = self._world.meet(self._me, self._group, "exchange", value, lambda xs: [xs] * len(xs))
+        out: list[Any] = self._world.meet(self._me, self._group, occasion, value, lambda xs: [xs] * len(xs))
         return out
 
     def joint(self, axes: tuple[str, ...]) -> SimulatedAxis | None:

@@ -1,0 +1,92 @@
+"""Failures of ranks: reported in the store by the ranks themselves, and seen by connections that have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import NoReturn
+
+from ._errors import CollectiveTimeout, FjoinError, PeerLost
+from ._peers import Peers
+from ._store import Store
+
+# The limit on the store's answers once something has failed.
+_ANSWER_S = 0.5
+_KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout)}
+
+
+class Failures:
+    """The failures of a mesh's ranks.
+
+    Args:
+        store: A store that these ranks alone use under its prefix.
+        rank: This rank in the mesh.
+        size: The number of its ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._peers = Peers()
+        with contextlib.suppress(RuntimeError):
+            store.set(_ANSWER_S, f"connections/{rank}", json.dumps(self._peers.addresses()))
+
+    def report(self, error: BaseException, step: int | None) -> None:
+        """Let the other ranks know, unless another report came first."""
+        if isinstance(error, (PeerLost, CollectiveTimeout)):
+            failed, text = error.rank, str(error)
+        else:
+            where = "" if step is None else f" in step {step}"
+            failed, text = self._rank, f"rank {self._rank} failed{where}: {type(error).__name__}: {error}"
+        kind = type(error).__name__ if type(error).__name__ in _KINDS else "PeerLost"
+        report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
+        with contextlib.suppress(RuntimeError):  # the store's host may have failed
+            if self._store.add(_ANSWER_S, "failures") == 1:
+                self._store.set(_ANSWER_S, "failure", json.dumps(report))
+
+    def reported(self) -> FjoinError | None:
+        """The failure that another rank has reported, if any."""
+        with contextlib.suppress(RuntimeError):
+            text = self._store.get(_ANSWER_S, "failure")
+            report = None if text is None else json.loads(text)
+            if report and self._rank not in (report["by"], report["rank"]):
+                return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
+        return None
+
+    def gone(self) -> list[int]:
+        """The ranks whose processes have ended, as far as connections show."""
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self._size):
+                if rank != self._rank and not self._peers.known(rank):
+                    text = self._store.get(_ANSWER_S, f"connections/{rank}")
+                    if text is not None:
+                        self._peers.know(rank, json.loads(text))
+        return self._peers.gone()
+
+    def lost(self, step: int | None, reason: str) -> PeerLost:
+        """The error of a connection that has ended without a report."""
+        gone = self.gone()
+        if self._size == 2:
+            gone = [1 - self._rank]
+        rank = gone[0] if len(gone) == 1 else None
+        where = "" if step is None else f"step {step}: "
+        to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"
+        return PeerLost(
+            f"{where}rank {self._rank} lost the connection {to}, whose process has ended or was killed; where ranks have "
+            f"different numbers of batches, loop over step.join(loader). {reason}",
+            rank=rank,
+            step=step,
+        )
+
+    def raise_if_any(self) -> None:
+        """Raise where another rank has reported a failure, or its process has ended."""
+        if (failure := self.reported()) is not None:
+            raise failure
+        if self.gone():
+            _raise(self.reported() or self.lost(None, ""))  # a report comes before the connection's end
+
+
+def _raise(error: FjoinError) -> NoReturn:
+    try:
+        raise error
+    finally:
+        del error

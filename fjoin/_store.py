@@ -1,0 +1,88 @@
+"""The rendezvous store, with a limit on every wait for its answer.
+
+The client of a TCPStore has none of its own: where the store's host is stopped or cut off it waits forever.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Unanswered(RuntimeError):
+    """A call did not return within its limit."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call()`, which runs in a thread of its own.
+
+    Raises:
+        Unanswered: it has not returned within `seconds`. Its thread is left alone; it does not keep the program alive.
+    """
+    answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answer.put((True, call()))
+        except BaseException as error:
+            answer.put((False, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        fine, value = answer.get(timeout=max(seconds, 0.0))
+    except queue.Empty:
+        raise Unanswered(f"no answer within {seconds:g} s") from None
+    if not fine:
+        try:
+            raise value
+        finally:  # a frame that holds its own exception is freed by the garbage collector only
+            del value
+    return value  # type: ignore[no-any-return]
+
+
+class Store:
+    """The default store of torch.distributed under a prefix.
+
+    Each call takes as its first argument the seconds to wait for the answer. After a call without answer all calls fail,
+    until that answer has come.
+
+    Raises:
+        Unanswered: no answer in time.
+        RuntimeError: torch's errors, such as a refused connection.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store)
+        self._unanswered: threading.Event | None = None
+
+    def set(self, seconds: float, key: str, text: str) -> None:
+        self._ask(seconds, lambda: self._store.set(key, text))
+
+    def get(self, seconds: float, key: str) -> str | None:
+        """The text under a key; None where there is none yet."""
+        found = self._ask(seconds, lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if found is None else found.decode()
+
+    def add(self, seconds: float, key: str) -> int:
+        """Count a key up by one."""
+        return int(self._ask(seconds, lambda: self._store.add(key, 1)))
+
+    def _ask(self, seconds: float, call: Callable[[], Any]) -> Any:
+        if self._unanswered is not None and not self._unanswered.is_set():
+            raise Unanswered("the store has not answered an earlier call")
+        answered = self._unanswered = threading.Event()
+
+        def asked() -> Any:
+            try:
+                return call()
+            finally:
+                answered.set()
+
+        return within(seconds, asked)
