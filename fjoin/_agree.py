@@ -25,6 +25,7 @@ def check_program(
     accumulate: int,
     weighs: str,
     buffers: Mapping[str, Tensor] | None,
+    sync: str | None,
 ) -> None:
     """Raise on all ranks, before any payload, unless they run the same program on the same shapes.
 
@@ -40,11 +41,30 @@ def check_program(
         "bucket_bytes": bucket_bytes,
         "accumulate": accumulate,
         "weight": weighs,
+        "sync": repr(sync),
     }
     shown = {**mine, "pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)}
     problem = mesh.exchange("step.init", [mine, shown], _compare)
     if problem:
         raise DesyncError(problem[1], rank=problem[0])
+
+
+def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
+    """Raise on all ranks of some axes, before the first message, unless they loop alike.
+
+    Raises:
+        DesyncError: naming the ranks that differ from most.
+    """
+
+    def odd(values: list[str]) -> Any:
+        usual = Counter(values).most_common(1)[0][0]
+        return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
+
+    if problem := mesh.exchange("the first step", loop, odd, axes):
+        rank, there, usual = problem
+        raise DesyncError(
+            f"rank {rank} runs {there}, but other ranks {usual}; run the same loop on all ranks", rank=rank
+        )
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> list[str]:

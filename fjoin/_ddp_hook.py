@@ -16,6 +16,7 @@ from ._ddp_buckets import FromDDP, first_buckets
 from ._ddp_scale import ScaledLoss
 from ._ddp_sum import PlainSum
 from ._ddp_used import UsedParameters, known
+from ._errors import NonFinite
 from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
@@ -126,9 +127,19 @@ class DDPRun:
                 self._launch(out)
                 if not self._missing:
                     self._finish()
-        except BaseException:
+        except NonFinite:  # on all ranks alike
             self._forget()
             raise
+        except BaseException as error:
+            self._forget()
+            # The group stays: the module's reducer, which runs this, holds it.
+            failure = self._mesh.report(error, self.step)
+            try:
+                if failure is error:
+                    raise
+                raise failure from error
+            finally:
+                del failure, error
         return future
 
     def _begin(self) -> None:

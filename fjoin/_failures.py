@@ -77,6 +77,16 @@ class Failures:
             step=step,
         )
 
+    def late(self, step: int | None, reason: str) -> CollectiveTimeout:
+        """The error of a message that has timed out."""
+        peer = f"rank {1 - self._rank}" if self._size == 2 else "a peer"
+        where = "" if step is None else f"step {step}: "
+        return CollectiveTimeout(
+            f"{where}a collective of rank {self._rank} timed out: {peer} is stopped, or not in this step. {reason}",
+            rank=1 - self._rank if self._size == 2 else None,
+            step=step,
+        )
+
     def raise_if_any(self) -> None:
         """Raise where another rank has reported a failure, or its process has ended."""
         if (failure := self.reported()) is not None:

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from ._axis import GroupAxis
-from ._errors import CollectiveTimeout, FjoinError, JoinError
+from ._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
 from ._failures import Failures
 from ._meetings import Meetings
 from ._mesh import Mesh
@@ -56,8 +56,9 @@ class GroupMesh(Mesh):
         owned: bool = True,
     ) -> None:
         # The group's name is the same on all ranks.
-        self._store = Store(f"fjoin/{everyone.group_name}")
+        self._store = Store(f"fjoin/{everyone.group_name}/failures")
         self._failures = failures = Failures(self._store, everyone.rank(), everyone.size())
+        self._ranks = dist.get_process_group_ranks(everyone)
         self._everyone = GroupAxis(everyone, ordered, check=failures.raise_if_any)
         # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
         names, whole = tuple(shape), self._everyone
@@ -67,7 +68,7 @@ class GroupMesh(Mesh):
 
         axes = {name: GroupAxis(group, ordered, joint, failures.raise_if_any) for name, group in groups.items()}
         super().__init__(shape, axes, self._everyone.rank)
-        self._meetings = Meetings(self._store, self.rank, timeout_s, failures.raise_if_any)
+        self._meetings = Meetings(everyone.group_name, timeout_s, failures.raise_if_any)
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(everyone).split(","))
         # Values for the host travel between hosts where they can, and do not wait behind kernels.
@@ -98,7 +99,8 @@ class GroupMesh(Mesh):
     ) -> Any:
         if self._down:
             raise JoinError(_CLOSED)
-        return self._meetings.exchange(occasion, value, combine, self._members(axes))
+        members = [self._ranks[rank] for rank in self._members(axes)]
+        return self._meetings.exchange(occasion, value, combine, members)
 
     def await_event(self, event: Any) -> None:
         """Wait for a device, looking up now and then whether a rank has failed meanwhile: NCCL's kernels would not end.
@@ -114,11 +116,17 @@ class GroupMesh(Mesh):
                 f"that was killed or stopped; for steps that take longer pass fjoin.mesh(..., timeout_s=...)"
             )
 
+    def report(self, error: BaseException, step: int | None) -> BaseException:
+        error = self.account(error, step)
+        if not self._down:
+            _KEPT.append(self._store)
+            self._failures.report(error, step)
+        return error
+
     def failed(self, error: BaseException, step: int | None) -> None:
         if self._down:
             return
-        _KEPT.append(self._store)
-        self._failures.report(error, step)
+        self.report(error, step)
         opened = self._connections.opened()
         self._take_down()
         # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
@@ -144,6 +152,8 @@ class GroupMesh(Mesh):
         return isinstance(error, dist.DistError) or bool(BACKEND_ERROR.search(str(error)))
 
     def account(self, error: BaseException, step: int | None) -> BaseException:
+        if isinstance(error, (PeerLost, CollectiveTimeout)) and error.step is None:
+            error.step = step
         if not self.is_echo(error):
             return error
         # A message's handle that is left in a frame of the failed call would keep connections open.
@@ -152,10 +162,7 @@ class GroupMesh(Mesh):
         if (failure := self._failures.reported()) is not None:
             return failure
         if _LATE.search(str(error)):
-            return CollectiveTimeout(
-                f"step {step}: a collective of rank {self.rank} timed out: a peer is stopped, or not in this step. {error}",
-                step=step,
-            )
+            return self._failures.late(step, str(error))
         return self._failures.lost(step, str(error))
 
     def lost(self) -> BaseException | None:

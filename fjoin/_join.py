@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from ._errors import EarlyTermination, JoinError, NoBatch
 
@@ -49,17 +49,31 @@ class Turn:
     others: Callable[[], float] | None = None  # how many ranks have another batch, once a window has ended
 
 
-def join_steps(
+class JoinedLoader(Generic[B]):
+    """A loader that ends on all ranks together; made by `TrainStep.join` and, with `steps`, by `join`.
+
+    Each `for` loop over it is an epoch of its own. It is no iterator itself: an iterator is freed with the `for` loop that it
+    serves, so that the other ranks learn of a `break` at once, also where this object is kept in a variable.
+    """
+
+    def __init__(self, steps: Sequence[Any], loader: Iterable[B], **options: Any) -> None:
+        if options["when_exhausted"] not in ("shadow", "replay"):
+            raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {options['when_exhausted']!r}")
+        self._steps, self._loader, self._options = steps, loader, options
+
+    def __iter__(self) -> Iterator[B]:
+        return _iterate(self._steps, self._loader, **self._options)
+
+
+def _iterate(
     steps: Sequence[Any],
     loader: Iterable[B],
     *,
-    empty: Any = NO_BATCH,
-    throw_on_early_termination: bool = False,
-    when_exhausted: str = "shadow",
+    empty: Any,
+    throw_on_early_termination: bool,
+    when_exhausted: str,
 ) -> Iterator[B]:
     """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
-    if when_exhausted not in ("shadow", "replay"):
-        raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {when_exhausted!r}")
     for step in steps:
         step._begin_join()
     first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
@@ -67,7 +81,7 @@ def join_steps(
     try:
         batches = iter(loader)
         current = _load(steps, batches)
-        have = first._count(float(current is not _END))
+        have = first._count(current is not _END, throw_on_early_termination, replays)
         if throw_on_early_termination and 0 < have < first.ranks:
             _stop_early(first, have)
         if replays and have > 0 and current is _END and empty is NO_BATCH:

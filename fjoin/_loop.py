@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from ._errors import EarlyTermination, JoinError
-from ._join import _END, NO_BATCH, join_steps
+from ._join import _END, NO_BATCH, JoinedLoader
 from ._loss import weigh
 from ._make_mesh import everyone
 from ._mesh import Mesh
@@ -127,7 +127,7 @@ def join(
     empty: Any = NO_BATCH,
     throw_on_early_termination: bool = False,
     when_exhausted: Literal["shadow", "replay"] = "shadow",
-) -> Iterator[B]: ...
+) -> Iterable[B]: ...
 def join(
     loader: Iterable[B],
     *,
@@ -161,7 +161,7 @@ def join(
         when_exhausted: With `steps`, as in `TrainStep.join`.
 
     Returns:
-        A `Loop`; with `steps` a plain iterator.
+        A `Loop`; with `steps` an iterable of the batches.
 
     Raises:
         EarlyTermination: on all ranks, see above.
@@ -191,7 +191,7 @@ def join(
     alike = [(step._mesh.shape, step._run.axes, step._accumulate) for step in steps]
     if any(one != alike[0] for one in alike):
         raise ValueError(f"steps must have the same mesh, axes and accumulate, so that they end together; got {alike}")
-    return join_steps(
+    return JoinedLoader(
         steps,
         loader,
         empty=empty,

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from ._errors import CollectiveTimeout, DesyncError
 from ._store import Store, Unanswered
 
 _SHORTEST_S, _LONGEST_S = 1e-3, 0.05  # pauses between two looks at a key
 _CHECK_S = 0.2  # between two looks at failures
+_APART = 5  # so many looks in a row must find another rank at another meeting
 
 
 class Meetings:
-    """The meetings of one rank.
+    """The meetings of one rank. Ranks are counted here as in the default process group.
 
     Args:
-        store: The ranks' store.
-        rank: This rank, as `members` counts it.
+        name: Of the mesh, the same on all its ranks.
         timeout_s: The limit on a meeting.
         check: Raises where another rank has failed.
     """
 
-    def __init__(self, store: Store, rank: int, timeout_s: float, check: Callable[[], None]) -> None:
-        self._store, self._rank, self._timeout_s, self._check = store, rank, timeout_s, check
+    def __init__(self, name: str, timeout_s: float, check: Callable[[], None]) -> None:
+        self._store, self._rank = Store("fjoin"), dist.get_rank()
+        self._name, self._timeout_s, self._check = name, timeout_s, check
 
     def exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], members: Sequence[int]) -> Any:
         """`combine` of the members' JSON values in their order: computed by the first member, the same on all.
@@ -38,25 +42,40 @@ class Meetings:
             CollectiveTimeout: a member does not come in time, or the store does not answer.
         """
         end = time.monotonic() + self._timeout_s
-        ranks = ",".join(map(str, members))
         try:
-            # Counted in the store: the meetings of another mesh over the same ranks continue the count.
-            number = self._store.add(_left(end), f"meetings/{ranks}/{self._rank}")
-            place = f"meeting/{ranks}/{number}"
-            self._store.set(_left(end), f"{place}/{self._rank}", json.dumps([occasion, value]))
+            place = self._arrive(end, occasion, value, members)
             if self._rank == members[0]:
                 found = self._collect(end, place, combine, members)
                 self._store.set(_left(end), f"{place}/result", json.dumps(found))
             else:  # the first member waits as long, and then says who is absent
-                found = self._get(end + _CHECK_S, f"{place}/result") or {"absent": members[0]}
+                found = self._get(end + _CHECK_S, place, "result", members[0]) or {"absent": members[0]}
+            self._store.set(_left(end), f"waiting/{self._rank}", "null")
         except Unanswered:
             raise CollectiveTimeout(
                 f"the host of the rendezvous store has not answered rank {self._rank} in {occasion} within "
                 f"{self._timeout_s:g} s: it is stopped, or the network to it is cut"
             ) from None
-        if "result" not in found:
-            self._refuse(occasion, found)
+        if "absent" in found:
+            raise CollectiveTimeout(
+                f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
+                f"{self._timeout_s:g} s; is it running the same program?",
+                rank=found["absent"],
+            )
+        if "places" in found:
+            _refuse(dict(zip(members, found["places"], strict=True)))
         return found["result"]
+
+    def _arrive(self, end: float, occasion: str, value: Any, members: Sequence[int]) -> str:
+        """Come to the next meeting of these members; its name in the store."""
+        # Counted in the store: the meetings of another mesh over the same group continue the count.
+        ranks = f"{self._name}/{','.join(map(str, members))}"
+        number = self._store.add(_left(end), f"{ranks}/count/{self._rank}")
+        place = f"{ranks}/{number}"
+        self._store.set(_left(end), f"{place}/{self._rank}", json.dumps([occasion, value]))
+        if _alone():
+            where = {"place": place, "occasion": occasion, "members": list(members)}
+            self._store.set(_left(end), f"waiting/{self._rank}", json.dumps(where))
+        return place
 
     def _collect(
         self, end: float, place: str, combine: Callable[[list[Any]], Any], members: Sequence[int]
@@ -64,42 +83,54 @@ class Meetings:
         """What the first member finds: the result, the first rank that is absent, or the places of all."""
         given = []
         for rank in members:
-            if (one := self._get(end, f"{place}/{rank}")) is None:
+            if (one := self._get(end, place, str(rank), rank)) is None:
                 return {"absent": rank}
             given.append(one)
         places = [occasion for occasion, _ in given]
-        if len(set(places)) > 1:
-            return {"places": places, "members": list(members)}
-        return {"result": combine([value for _, value in given])}
+        return {"places": places} if len(set(places)) > 1 else {"result": combine([value for _, value in given])}
 
-    def _get(self, end: float, key: str) -> Any:
-        """The value that a rank puts under a key; None if it does not in time."""
-        pause, checked = _SHORTEST_S, time.monotonic()
-        while (text := self._store.get(_left(end), key)) is None:
+    def _get(self, end: float, place: str, key: str, rank: int) -> Any:
+        """The value that a rank puts under a key of a meeting; None if it does not in time."""
+        pause, checked, apart = _SHORTEST_S, time.monotonic(), 0
+        while (text := self._store.get(_left(end), f"{place}/{key}")) is None:
             now = time.monotonic()
             if now > end:
                 return None
             if now - checked > _CHECK_S:
                 self._check()
+                apart = apart + 1 if (elsewhere := self._elsewhere(end, place, rank)) else 0
+                if apart == _APART:
+                    own = json.loads(self._store.get(_left(end), f"{place}/{self._rank}") or "[]")
+                    _refuse({self._rank: own[0], rank: elsewhere})
                 checked = now
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
         return json.loads(text)
 
-    def _refuse(self, occasion: str, found: dict[str, Any]) -> NoReturn:
-        if "absent" in found:
-            raise CollectiveTimeout(
-                f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
-                f"{self._timeout_s:g} s; is it running the same program?",
-                rank=found["absent"],
-            )
-        where = dict(zip(found["members"], found["places"], strict=True))
-        odd = next(rank for rank, place in where.items() if place != found["places"][0])
-        raise DesyncError(
-            f"the ranks are at different places in the program: {', '.join(f'rank {r} in {p}' for r, p in where.items())}; run "
-            f"the same program on all ranks",
-            rank=odd,
-        )
+    def _elsewhere(self, end: float, place: str, rank: int) -> str:
+        """Where a rank waits for this one, in a meeting that this one has not come to; "" if it does not."""
+        if not _alone():
+            return ""
+        there = json.loads(self._store.get(_left(end), f"waiting/{rank}") or "null")
+        if there is None or there["place"] == place or self._rank not in there["members"]:
+            return ""
+        came = self._store.get(_left(end), f"{there['place']}/{self._rank}") is not None
+        return "" if came else f"{there['occasion']}"
+
+
+def _alone() -> bool:
+    """Whether this is the main thread, which is at one place of the program at a time."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def _refuse(places: dict[int, str]) -> NoReturn:
+    first = next(iter(places.values()))
+    odd = next((rank for rank, place in places.items() if place != first), next(reversed(places)))
+    raise DesyncError(
+        f"the ranks are at different places in the program: {', '.join(f'rank {r} in {p}' for r, p in places.items())}; run the "
+        f"same program on all ranks",
+        rank=odd,
+    )
 
 
 def _left(end: float) -> float:

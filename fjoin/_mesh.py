@@ -110,8 +110,12 @@ class Mesh:
             self.failed(error, None)
         self.close()
 
+    def report(self, error: BaseException, step: int | None) -> BaseException:
+        """Let the other ranks know of an error in this one, without taking anything down; the error to raise."""
+        return error
+
     def failed(self, error: BaseException, step: int | None) -> None:
-        """Tell the other ranks that this one has failed, and let go of what they wait in."""
+        """Let the other ranks know that this one has failed, and let go of the messages that they wait in."""
 
     def end(self, error: BaseException, step: int | None) -> NoReturn:
         """Let the other ranks know of an error, and raise what really happened, where it is only its echo."""

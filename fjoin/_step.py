@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _join
-from ._agree import check_program, same_values
-from ._errors import FjoinError, JoinError, NonFinite
+from ._agree import check_program, same_loops, same_values
+from ._errors import DesyncError, FjoinError, JoinError, NonFinite
 from ._metrics import Metrics
 from ._params import flatten
 from ._run import Run
@@ -43,6 +43,7 @@ class TrainStep:
         self._turn: _join.Turn | None = None
         self._last_step: int | None = None
         self._broken: tuple[type[FjoinError], str] | None = None  # what this rank failed of
+        self._compared = False  # whether the ranks have compared how they loop
         self._together = False  # the last error was raised by all ranks alike
 
     def init(
@@ -94,7 +95,15 @@ class TrainStep:
         layout = make_layout(flat, label, self._bucket_bytes)
         run = self._run
         check_program(
-            self._mesh, self.pipeline, run.on_buffers, flat, self._bucket_bytes, self._accumulate, run.weighs, buffers
+            self._mesh,
+            self.pipeline,
+            run.on_buffers,
+            flat,
+            self._bucket_bytes,
+            self._accumulate,
+            run.weighs,
+            buffers,
+            sync,
         )
         storage = Storage(layout, flat, optimizer)
         own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
@@ -167,6 +176,8 @@ class TrainStep:
                 body = body.clone()
             self._run.guard.raise_pending()
             self._last_step = body.step
+            if turn is None:
+                self._compare_loops("a loop without step.join")
             metrics = self._run(body, batch, turn)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
             self._together = True
@@ -187,7 +198,7 @@ class TrainStep:
         empty: Any = _join.NO_BATCH,
         throw_on_early_termination: bool = False,
         when_exhausted: Literal["shadow", "replay"] = "shadow",
-    ) -> Iterator[B]:
+    ) -> Iterable[B]:
         """Iterate over this rank's loader until all ranks are out of input.
 
         A rank that is out of input gets its last batch again, so that the loop body's code runs; the
@@ -206,14 +217,14 @@ class TrainStep:
                 never has a batch needs `empty`.
 
         Returns:
-            An iterator over the batches that the body is to hand to the step.
+            An iterable of the batches that the body is to hand to the step. Each `for` loop over it is an epoch.
 
         Raises:
             EarlyTermination: on all ranks, see above.
             JoinError: the body did not call the step exactly once, or was left early.
             PeerLost: another rank left the loop, or failed.
         """
-        return _join.join_steps(
+        return _join.JoinedLoader(
             [self],
             loader,
             empty=empty,
@@ -226,13 +237,32 @@ class TrainStep:
     def _begin_join(self) -> None:
         self._usable()
         if self._turn is not None:
-            raise JoinError("a loop over this step's join is still running; finish it before starting another")
+            error = JoinError("a loop over this step's join is still running; finish it before starting another")
+            if self.ranks > 1:  # the loop may have been left with its iterator in a variable, so that the others wait
+                self._raise(error)
+            raise error
 
-    def _count(self, value: float) -> float:
-        """The sum of one number over the ranks: the one message outside steps."""
-        one = torch.full((1,), value, dtype=torch.float32, device=self._device)
-        self._mesh.reduce_(one, self._run.axes).wait()
-        return float(one.item())
+    def _count(self, has_batch: bool, throw: bool, replays: bool) -> float:
+        """The number of ranks that have a batch: the one message outside steps.
+
+        Raises:
+            DesyncError: a rank has other settings of `join`.
+        """
+        settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
+        self._compare_loops(f"step.join(loader, {settings})")
+        own = 4.0 ** (throw + 2 * replays)  # no mean of some of these is another one
+        words = torch.tensor([has_batch, own], dtype=torch.float32).to(self._device or "cpu")
+        self._mesh.reduce_(words, self._run.axes).wait()
+        have, settings_of_all = words.tolist()
+        if settings_of_all != own * self.ranks:
+            raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
+        return float(have)
+
+    def _compare_loops(self, loop: str) -> None:
+        """Compare, before the first message, how the ranks loop."""
+        if not self._compared:
+            same_loops(self._mesh, self._run.axes, loop)
+            self._compared = True
 
     def _leave(self, error: JoinError) -> None:
         """The loop was left before its end: by this rank alone, unless all had raised alike."""
@@ -249,7 +279,7 @@ class TrainStep:
 
     def _break(self, error: BaseException) -> None:
         """Never run again. The error itself is not kept: with its frames it would hold all that they know."""
-        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error)
+        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error) or repr(error)
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Let the other ranks know, and raise what really happened."""

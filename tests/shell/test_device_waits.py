@@ -77,7 +77,7 @@ def wait_in_vain() -> Any:
             mock.patch.object(torch.cuda, "is_initialized", lambda: True),
             mock.patch.object(torch.cuda, "Event", lambda event=event: event),
             mock.patch.object(_group_mesh, "_LAST_S", 0.05),
-            mock.patch.object(mesh, "take_down", out.append),
+            mock.patch.object(mesh, "_take_down", out.append),
         ):
             mesh.close()
     return out

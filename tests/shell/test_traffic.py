@@ -80,7 +80,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "hook"), CASES)
 def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:
-    """Each of 3 steps sends what `explain` says, the loop one number more, and a rank without input the same."""
+    """Each of 3 steps sends what `explain` says, the loop two numbers more, and a rank without input the same."""
     results = pool.run(2, counted, model, hook, [3, 1])
     what = tx.explain(_pipeline(hook), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES)
     announced = sorted((m.payload_bytes, str(m.dtype)) for row in what.rows for m in row.messages)
@@ -88,7 +88,7 @@ def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> Non
     for sent, seen_by_profiler in results:
         assert seen_by_profiler == len(sent) == 1 + 3 * what.messages
         assert {name for name, _, _ in sent} <= {"all_reduce", "all_to_all_single"}
-        assert sent[0][1:] == (4, "torch.float32")
+        assert sent[0][1:] == (8, "torch.float32")
         for i in range(3):
             of_step = sent[1 + i * what.messages : 1 + (i + 1) * what.messages]
             assert sorted((size, dtype) for _, size, dtype in of_step) == announced
