@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg as fake_pg  # which registers the backend
 from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin._group_mesh import mesh_over
 from fjoin.transforms.sync._lane import step_lane
 
 HOOKS: dict[str, Any] = {
@@ -44,7 +45,7 @@ SENT = {
 @pytest.fixture
 def fake_group(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group(
-        "fake", rank=0, world_size=request.param, store=FakeStore(), timeout=datetime.timedelta(seconds=20)
+        "fake", rank=0, world_size=request.param, store=dist.HashStore(), timeout=datetime.timedelta(seconds=20)
     )
     yield request.param
     dist.destroy_process_group()
@@ -59,7 +60,7 @@ def test_counted_and_announced(fake_group: int, hook: str) -> None:
     what = tx.explain(made, params, {"data": fake_group}, bucket_bytes=10**9)
     state = made.init(params)
     for step in range(3):
-        with fjoin.bind(fjoin.mesh({"data": -1})), watched() as sent:
+        with fjoin.bind(mesh_over(dist.group.WORLD)), watched() as sent:
             _, state = made.update(params, state, params, lane=lane)
         messages = announced(what, step)
         assert sorted(one.bytes for one in sent) == sorted(m.payload_bytes for m in messages)

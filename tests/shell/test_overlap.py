@@ -31,10 +31,10 @@ class Late:
     def __init__(self, work: Any, order: list[str], clock: Clock) -> None:
         self._work, self._order, self._clock, self._end = work, order, clock, clock.now + 1
 
-    def wait(self) -> Any:
+    def wait(self, *limit: Any) -> Any:
         self._clock.now = max(self._clock.now, self._end)
         self._order.append("arrived")
-        return self._work.wait()
+        return self._work.wait(*limit)
 
 
 @contextlib.contextmanager
