@@ -19,16 +19,17 @@ class Failures:
     """The failures of a mesh's ranks.
 
     Args:
-        store: A store that these ranks alone use under its prefix.
+        store: The ranks' store.
+        name: Of the mesh, the same on all its ranks.
         rank: This rank in the mesh.
         size: The number of its ranks.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+        self._store, self._name, self._rank, self._size = store, name, rank, size
         self._peers = Peers()
         with contextlib.suppress(RuntimeError):
-            store.set(_ANSWER_S, f"connections/{rank}", json.dumps(self._peers.addresses()))
+            store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._peers.addresses()))
 
     def report(self, error: BaseException, step: int | None) -> None:
         """Let the other ranks know, unless another report came first."""
@@ -40,13 +41,13 @@ class Failures:
         kind = type(error).__name__ if type(error).__name__ in _KINDS else "PeerLost"
         report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
         with contextlib.suppress(RuntimeError):  # the store's host may have failed
-            if self._store.add(_ANSWER_S, "failures") == 1:
-                self._store.set(_ANSWER_S, "failure", json.dumps(report))
+            if self._store.add(_ANSWER_S, f"{self._name}/failures") == 1:
+                self._store.set(_ANSWER_S, f"{self._name}/failure", json.dumps(report))
 
     def reported(self) -> FjoinError | None:
         """The failure that another rank has reported, if any."""
         with contextlib.suppress(RuntimeError):
-            text = self._store.get(_ANSWER_S, "failure")
+            text = self._store.get(_ANSWER_S, f"{self._name}/failure")
             report = None if text is None else json.loads(text)
             if report and self._rank not in (report["by"], report["rank"]):
                 return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
@@ -57,7 +58,7 @@ class Failures:
         with contextlib.suppress(RuntimeError):
             for rank in range(self._size):
                 if rank != self._rank and not self._peers.known(rank):
-                    text = self._store.get(_ANSWER_S, f"connections/{rank}")
+                    text = self._store.get(_ANSWER_S, f"{self._name}/connections/{rank}")
                     if text is not None:
                         self._peers.know(rank, json.loads(text))
         return self._peers.gone()

@@ -55,9 +55,8 @@ class GroupMesh(Mesh):
         connections: Connections | None = None,
         owned: bool = True,
     ) -> None:
-        # The group's name is the same on all ranks.
-        self._store = Store(f"fjoin/{everyone.group_name}/failures")
-        self._failures = failures = Failures(self._store, everyone.rank(), everyone.size())
+        self._store, name = Store(), everyone.group_name  # a name that is the same on all ranks
+        self._failures = failures = Failures(self._store, name, everyone.rank(), everyone.size())
         self._ranks = dist.get_process_group_ranks(everyone)
         self._everyone = GroupAxis(everyone, ordered, check=failures.raise_if_any)
         # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
@@ -68,7 +67,7 @@ class GroupMesh(Mesh):
 
         axes = {name: GroupAxis(group, ordered, joint, failures.raise_if_any) for name, group in groups.items()}
         super().__init__(shape, axes, self._everyone.rank)
-        self._meetings = Meetings(everyone.group_name, timeout_s, failures.raise_if_any)
+        self._meetings = Meetings(self._store, name, timeout_s, failures.raise_if_any)
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(everyone).split(","))
         # Values for the host travel between hosts where they can, and do not wait behind kernels.

@@ -21,7 +21,7 @@ from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_over
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh
 from ._sockets import Connections, event_loops
-from ._store import Unanswered, within
+from ._store import Store, Unanswered, within
 from .transforms._errors import NotVmappable
 from .transforms.axes._env import One, bind_axes, bound, under_vmap
 from .transforms.axes._lockstep import SimulatedAxis
@@ -126,7 +126,7 @@ def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) 
         CollectiveTimeout: a rank does not come.
     """
     ranks = grid.flatten().tolist()
-    meetings = Meetings("meshes", timeout_s, lambda: None)
+    meetings = Meetings(Store(), "meshes", timeout_s, lambda: None)
     mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}"
     all_of = meetings.exchange("fjoin.mesh", mine, lambda values: values, ranks)
     odd = [rank for rank, other in zip(ranks, all_of, strict=True) if other != all_of[0]]

@@ -22,13 +22,14 @@ class Meetings:
     """The meetings of one rank. Ranks are counted here as in the default process group.
 
     Args:
+        store: The ranks' store.
         name: Of the mesh, the same on all its ranks.
         timeout_s: The limit on a meeting.
         check: Raises where another rank has failed.
     """
 
-    def __init__(self, name: str, timeout_s: float, check: Callable[[], None]) -> None:
-        self._store, self._rank = Store("fjoin"), dist.get_rank()
+    def __init__(self, store: Store, name: str, timeout_s: float, check: Callable[[], None]) -> None:
+        self._store, self._rank = store, dist.get_rank()
         self._name, self._timeout_s, self._check = name, timeout_s, check
 
     def exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], members: Sequence[int]) -> Any:

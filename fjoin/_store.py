@@ -47,20 +47,21 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 class Store:
-    """The default store of torch.distributed under a prefix.
+    """The default store of torch.distributed, with keys of fjoin's own.
 
     Each call takes as its first argument the seconds to wait for the answer. After a call without answer all calls fail,
-    until that answer has come.
+    until that answer has come; after a broken connection all fail.
 
     Raises:
         Unanswered: no answer in time.
         RuntimeError: torch's errors, such as a refused connection.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self) -> None:
         store = dist.distributed_c10d._get_default_store()
-        self._store: Any = dist.distributed_c10d.PrefixStore(prefix, store)
+        self._store: Any = dist.distributed_c10d.PrefixStore("fjoin", store)
         self._unanswered: threading.Event | None = None
+        self._broken: str = ""
 
     def set(self, seconds: float, key: str, text: str) -> None:
         self._ask(seconds, lambda: self._store.set(key, text))
@@ -75,6 +76,8 @@ class Store:
         return int(self._ask(seconds, lambda: self._store.add(key, 1)))
 
     def _ask(self, seconds: float, call: Callable[[], Any]) -> Any:
+        if self._broken:  # each attempt would make torch print a warning
+            raise RuntimeError(self._broken)
         if self._unanswered is not None and not self._unanswered.is_set():
             raise Unanswered("the store has not answered an earlier call")
         answered = self._unanswered = threading.Event()
@@ -85,4 +88,8 @@ class Store:
             finally:
                 answered.set()
 
-        return within(seconds, asked)
+        try:
+            return within(seconds, asked)
+        except dist.DistNetworkError as error:
+            self._broken = f"the connection to the host of the rendezvous store has ended: {error}"
+            raise
