@@ -1,0 +1,392 @@
+"""Ranks that end, stop or run other code outside the messages of a step: the others learn of it, and of the right rank."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ranks import Ranks
+
+Report = Callable[[Any], None]
+LONG_S = 300.0
+
+
+def ended(report: Report, run: Callable[[], Any]) -> None:
+    """Report how a function ends: (name of the error, its text, the rank it names)."""
+    try:
+        run()
+    except Exception as error:
+        report((type(error).__name__, str(error), getattr(error, "rank", None)))
+    else:
+        report(("fine", "", None))
+
+
+def a_step(mesh: Any, loss: Callable[[Any, Any], Any] = lambda p, b: (p["w"] * b).sum()) -> Any:
+    import fjoin
+    from fjoin import transforms as tx
+
+    return fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.1)), mesh=mesh)
+
+
+def die_at(rank: int, report: Report, place: str, stop: bool, timeout_s: float) -> None:
+    """The last rank, or the first one if it stops, ends at a place at which the others meet it in the store."""
+    import torch
+
+    import fjoin
+
+    dies = rank == (0 if stop else 1)
+
+    def here(at: str) -> None:
+        if dies and at == place:
+            report("now")
+            os.kill(os.getpid(), signal.SIGSTOP if stop else signal.SIGKILL)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        here("first loss")
+        return (params["w"] * batch).sum()
+
+    def metric_fn(batch: Any) -> Any:
+        here("evaluate")
+        return {"mean": batch.mean()}
+
+    def run() -> None:
+        mesh = fjoin.mesh({"data": -1}, timeout_s=timeout_s)
+        here("before init")
+        step = a_step(mesh, loss_fn)
+        state = step.init({"w": torch.ones(3)})
+        for batch in step.join([torch.ones(3)] * 2):
+            state, _ = step(state, batch)
+        fjoin.evaluate(metric_fn, [torch.ones(3)], mesh=mesh)
+
+    ended(report, run)
+
+
+@pytest.mark.parametrize("place", ["before init", "first loss", "evaluate"])
+def test_a_rank_that_is_killed_while_others_meet_it_is_named(place: str) -> None:
+    with Ranks(3, die_at, place, False, LONG_S) as run:
+        for _, seconds, (kind, text, rank) in run.after("now", 2):
+            assert (kind, rank) == ("PeerLost", 1), text
+            assert "lost the connection to rank 1" in text and seconds < 10.0
+
+
+@pytest.mark.parametrize("place", ["before init", "first loss"])
+def test_no_wait_outlasts_the_timeout_where_the_host_of_the_store_stops(place: str) -> None:
+    """Rank 0 hosts the store, whose clients wait for its answers without end."""
+    with Ranks(3, die_at, place, True, 2.0) as run:
+        for _, seconds, (kind, text, _) in run.after("now", 2):
+            assert kind == "CollectiveTimeout" and "within 2 s" in text, text
+            assert seconds < 10.0
+
+
+def hold_the_loop(rank: int, report: Report, how: str) -> None:
+    import torch
+
+    import fjoin
+
+    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
+    state = step.init({"w": torch.ones(3)})
+    batches = step.join([torch.ones(3)] * 4)
+
+    def run() -> None:
+        nonlocal state
+        progress = (batch for batch in batches)  # as a progress bar hands batches on
+        for i, batch in enumerate(progress if how == "progress bar" else batches):
+            if (rank, i) == (1, 2):
+                report("leaving")
+                if how == "raise":
+                    raise ValueError("bad batch")
+                break
+            state, _ = step(state, batch)
+
+    ended(report, run)
+
+
+@pytest.mark.parametrize("how", ["break", "raise", "progress bar"])
+def test_a_loop_that_is_kept_in_a_variable_ends_with_its_for_loop(how: str) -> None:
+    with Ranks(2, hold_the_loop, how) as run:
+        (kind, *_), (other, text, _) = (value for _, _, value in reversed(run.after("leaving", 2)))
+        assert kind == ("ValueError" if how == "raise" else "fine")
+        assert other == "PeerLost" and "rank 1 left the loop over step.join in iteration 2" in text
+
+
+def blame(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    pipeline, params = tx.fuse(tx.mean("data"), tx.sgd(0.1)), {"w": torch.ones(300)}
+
+    def run() -> None:
+        new, state = params, pipeline.init(params)
+        loop = fjoin.join([torch.ones(300)] * 10, mesh=mesh)
+        with fjoin.bind(mesh):
+            for i, batch in enumerate(loop):
+                if (rank, i) == (1, 3):
+                    report("now")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if rank == 0:
+                    threading.Event().wait(0.05)  # the third rank notices first
+                new, state = pipeline.step(new, {"w": batch}, state, weight=loop.weight)
+
+    ended(report, run)
+
+
+def test_a_rank_that_leaves_its_loop_for_a_lost_one_is_not_blamed() -> None:
+    with Ranks(3, blame) as run:
+        for _, _, (kind, text, rank) in run.after("now", 2):
+            assert (kind, rank) == ("PeerLost", 1), text
+
+
+def join_a_registered_module(rank: int, report: Report) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    fjoin.ddp.register(ddp, tx.mean("data"))
+
+    def run() -> None:
+        with fjoin.Join([ddp, optimizer]):
+            for i in range(4):
+                if (rank, i) == (1, 2):
+                    report("now")
+                    raise ValueError("bad batch")
+                ddp(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+
+    ended(report, run)
+
+
+def test_a_registered_hook_does_not_keep_the_connections_of_a_failed_join() -> None:
+    with Ranks(2, join_a_registered_module) as run:
+        (_, seconds, (kind, text, rank)), (_, _, (own, *_)) = run.after("now", 2)
+        assert own == "ValueError"
+        assert (kind, rank) == ("PeerLost", 1) and "ValueError: bad batch" in text and seconds < 10.0
+
+
+def fail_in_a_module(rank: int, report: Report, how: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2 if how == "stop" else LONG_S))
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    seen = 0
+
+    def stage(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if how == "hook" and rank == 1 and seen == 4:
+            report("now")
+            raise ValueError("bad stage")
+        return grads, state
+
+    hook = tx.chain(tx.Transform(lambda params: (), stage, scope="tree"), tx.mean("data"))
+    fjoin.ddp.register(ddp, tx.fuse(hook, tx.sgd(0.1)))
+
+    def run() -> None:
+        for i in range(5):
+            if (rank, i) == (1, 3) and how != "hook":
+                report("now")
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            ddp(torch.ones(2, 4)).sum().backward()
+
+    ended(report, run)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("kill", "PeerLost"), ("stop", "CollectiveTimeout"), ("hook", "PeerLost")]
+)
+def test_a_registered_hook_raises_typed_errors_out_of_backward(how: str, expected: str) -> None:
+    with Ranks(2, fail_in_a_module, how) as run:
+        ends = run.after("now", 2 if how == "hook" else 1)
+        kind, text, rank = ends[0][2]
+        assert (kind, rank) == (expected, 1), text
+        if how == "hook":
+            assert "ValueError: bad stage" in text and ends[1][2][:2] == ("ValueError", "bad stage")
+
+
+def report_without_ending(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+
+    def run() -> None:
+        with fjoin.bind(mesh):
+            if rank == 1:
+                report("now")
+                mesh.report(ValueError("bad batch"), 7)  # its connections stay
+                return
+            tx.psum(torch.ones(2), "data")
+
+    ended(report, run)
+
+
+def test_a_rank_that_waits_for_a_message_looks_at_reports() -> None:
+    with Ranks(3, report_without_ending) as run:
+        for rank, _, (kind, text, failed) in run.after("now", 3):
+            if rank != 1:
+                assert (kind, failed) == ("PeerLost", 1) and "failed in step 7: ValueError: bad batch" in text
+
+
+def run_other_code(rank: int, report: Report, what: str) -> None:
+    import torch
+
+    import fjoin
+
+    other = rank == 1
+
+    def run() -> None:
+        shape = {"data": -1, "node": 1} if what == "shape" and other else {"data": -1}
+        mesh = fjoin.mesh(shape, timeout_s=LONG_S)
+        if what == "one mesh more" and other:
+            fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+        if what == "evaluate" and other:
+            fjoin.evaluate(lambda batch: {}, [], mesh=mesh)
+        step = a_step(mesh)
+        state = step.init({"w": torch.ones(2)}, sync=None if what == "sync" and other else "broadcast")
+        if what == "plain loop" and other:
+            state, _ = step(state, torch.ones(2))
+        for epoch in (0, 1):
+            throws = other and what == ("throw" if epoch == 0 else "throw later")
+            replays = "replay" if what == "replay" and other else "shadow"
+            for batch in step.join([torch.ones(2)], throw_on_early_termination=throws, when_exhausted=replays):
+                state, _ = step(state, batch)
+
+    ended(report, run)
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("nothing", None),
+        ("shape", ["rank 1 makes a mesh of shape {'data': 3, 'node': 1}"]),
+        ("one mesh more", ["rank 1 in fjoin.mesh", "in step.init"]),
+        ("evaluate", ["rank 1 in fjoin.evaluate", "rank 0 in step.init"]),
+        ("sync", ["rank 1 differs", "sync: None there"]),
+        ("plain loop", ["rank 1 runs a loop without step.join"]),
+        ("throw", ["rank 1 runs", "throw_on_early_termination=True"]),
+        ("throw later", ["settings of step.join", "throw_on_early_termination"]),
+        ("replay", ["rank 1 runs", "when_exhausted='replay'"]),
+    ],
+)
+def test_a_rank_that_runs_other_code_is_told_apart_before_the_first_message(what: str, parts: list[str] | None) -> None:
+    with Ranks(3, run_other_code, what) as run:
+        for rank, _, (kind, text, odd) in sorted(run.next(30) for _ in range(3)):
+            if parts is None:
+                assert kind == "fine", text
+            else:
+                assert kind in ("DesyncError", "PeerLost"), text
+                assert all(part in text for part in parts), text
+                assert odd in (1, None) or what in ("one mesh more", "throw later"), (rank, odd, text)
+
+
+def be_late(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        step = a_step(fjoin.mesh({"data": -1}))
+        if rank == 1:
+            threading.Event().wait(1.2)
+        state = step.init({"w": torch.ones(2)})
+        if rank == 1:
+            threading.Event().wait(1.2)
+        step(state, torch.ones(2))
+        os.dup2(kept, 2)
+        file.seek(0)
+        report(file.read().decode())
+
+
+def test_nothing_is_printed_while_a_rank_is_late() -> None:
+    with Ranks(2, be_late) as run:
+        assert [run.next(30)[2] for _ in range(2)] == ["", ""]
+
+
+def make_meshes(rank: int, report: Report, how: str) -> None:
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def one() -> None:
+        if how == "dropped":
+            step = a_step(None)
+            step(step.init({"w": torch.ones(2)}), torch.ones(2))
+            return
+        with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
+            tx.psum(torch.ones(2), "data")
+            if how == "closed":
+                mesh.close()
+        ended(texts.append, lambda: tx.simulate(lambda: None, {"data": 1}) and mesh.exchange("", 0, len))
+
+    texts: list[Any] = []
+    one()
+    before = used()
+    for _ in range(3):
+        one()
+    report((before, used(), texts))
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed", "left"])
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+def test_meshes_give_back_threads_and_descriptors(how: str) -> None:
+    with Ranks(2, make_meshes, how) as run:
+        for _ in range(2):
+            _, _, (before, after, texts) = run.next(30)
+            assert before == after
+            assert how == "dropped" or all(kind == "JoinError" and "closed" in text for kind, text, _ in texts)
+
+
+def interrupt(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return (params["w"] * batch).sum()
+
+    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S), loss_fn)
+    state = step.init({"w": torch.ones(2)})
+    try:
+        step(state, torch.ones(2))
+    except (KeyboardInterrupt, fjoin.PeerLost) as error:
+        first = type(error).__name__
+        ended(lambda end: report((first, end)), lambda: step(state, torch.ones(2)))
+
+
+def test_a_step_that_was_interrupted_says_so() -> None:
+    with Ranks(2, interrupt) as run:
+        for _ in range(2):
+            rank, _, (first, (_, text, _)) = run.next(30)
+            assert first == ("KeyboardInterrupt" if rank == 1 else "PeerLost")
+            assert "cannot go on, it failed before" in text and "KeyboardInterrupt" in text
