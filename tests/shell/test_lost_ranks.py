@@ -85,6 +85,21 @@ def test_no_wait_outlasts_the_timeout_where_the_host_of_the_store_stops(place: s
             assert seconds < 10.0
 
 
+KEPT: list[Any] = []
+
+
+class Bar:
+    """Hands batches on, as progress bars do."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        KEPT.append(self)
+
+    def __iter__(self) -> Any:
+        for batch in self.batches:  # noqa: UP028
+            yield batch
+
+
 def hold_the_loop(rank: int, report: Report, how: str) -> None:
     import torch
 
@@ -93,11 +108,11 @@ def hold_the_loop(rank: int, report: Report, how: str) -> None:
     step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
     state = step.init({"w": torch.ones(3)})
     batches = step.join([torch.ones(3)] * 4)
+    KEPT.append(batches)
 
     def run() -> None:
         nonlocal state
-        progress = (batch for batch in batches)  # as a progress bar hands batches on
-        for i, batch in enumerate(progress if how == "progress bar" else batches):
+        for i, batch in enumerate(Bar(batches) if how == "progress bar" else batches):
             if (rank, i) == (1, 2):
                 report("leaving")
                 if how == "raise":
