@@ -55,13 +55,19 @@ class Failures:
 
     def gone(self) -> list[int]:
         """The ranks whose processes have ended, as far as connections show."""
+        others = [rank for rank in range(self._size) if rank != self._rank and not self._peers.known(rank)]
         with contextlib.suppress(RuntimeError):
-            for rank in range(self._size):
-                if rank != self._rank and not self._peers.known(rank):
-                    text = self._store.get(_ANSWER_S, f"{self._name}/connections/{rank}")
-                    if text is not None:
-                        self._peers.know(rank, json.loads(text))
+            if not self._connections_of(others):  # a rank that is late must not hide another one
+                for rank in others:
+                    self._connections_of([rank])
         return self._peers.gone()
+
+    def _connections_of(self, ranks: list[int]) -> bool:
+        """Learn the connections to some ranks, if all of them have made this mesh."""
+        texts = self._store.get_all(_ANSWER_S, [f"{self._name}/connections/{rank}" for rank in ranks]) if ranks else []
+        for rank, text in zip(ranks, texts or (), strict=False):
+            self._peers.know(rank, json.loads(text))
+        return texts is not None
 
     def lost(self, step: int | None, reason: str) -> PeerLost:
         """The error of a connection that has ended without a report."""

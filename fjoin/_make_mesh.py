@@ -145,8 +145,15 @@ def _limited(timeout_s: float, call: Callable[[], T]) -> T:
         CollectiveTimeout: not all ranks have come in time.
     """
     cause: RuntimeError
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def on_device() -> T:
+        if device is not None:  # each thread has its own
+            torch.cuda.set_device(device)
+        return call()
+
     try:
-        return within(timeout_s + 0.5, call)
+        return within(timeout_s + 0.5, on_device)
     except (Unanswered, dist.DistError) as error:
         cause = error
     except RuntimeError as error:

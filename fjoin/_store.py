@@ -71,6 +71,17 @@ class Store:
         found = self._ask(seconds, lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if found is None else found.decode()
 
+    def get_all(self, seconds: float, keys: list[str]) -> list[str] | None:
+        """The texts under some keys, in one request where the store can; None where one of them is missing."""
+
+        def get() -> list[bytes] | None:
+            if not self._store.check(keys):
+                return None
+            return self._store.multi_get(keys) if self._store.has_extended_api() else list(map(self._store.get, keys))  # type: ignore[no-any-return]
+
+        found = self._ask(seconds, get)
+        return None if found is None else [text.decode() for text in found]
+
     def add(self, seconds: float, key: str) -> int:
         """Count a key up by one."""
         return int(self._ask(seconds, lambda: self._store.add(key, 1)))
