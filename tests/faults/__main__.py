@@ -6,8 +6,10 @@ import collections
 import statistics
 import sys
 
-from .outcomes import inflict, problems, times_of_notice
-from .plan import plan
+sys.path[:0] = ["tests", "tests/shell"]
+
+from .outcomes import inflict, problems, times_of_notice  # noqa: E402
+from .plan import plan  # noqa: E402
 
 
 def main(faults: int = 60, seed: int = 0) -> None:

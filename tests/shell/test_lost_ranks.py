@@ -238,30 +238,43 @@ def test_a_registered_hook_raises_typed_errors_out_of_backward(how: str, expecte
             assert "ValueError: bad stage" in text and ends[1][2][:2] == ("ValueError", "bad stage")
 
 
-def report_without_ending(rank: int, report: Report) -> None:
+def report_without_ending(rank: int, report: Report, what: str) -> None:
+    """Rank 1 reports its own failure, or that it has noticed one of rank 2; no connection ends."""
     import torch
 
     import fjoin
     from fjoin import transforms as tx
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    errors = {
+        "own": ValueError("bad batch"),
+        "lost": fjoin.PeerLost("rank 1 lost rank 2", rank=2),
+        "late": fjoin.CollectiveTimeout("rank 2 is stopped", rank=2),
+    }
 
     def run() -> None:
         with fjoin.bind(mesh):
             if rank == 1:
-                report("now")
-                mesh.report(ValueError("bad batch"), 7)  # its connections stay
-                return
-            tx.psum(torch.ones(2), "data")
+                mesh.report(errors[what], 7)
+            elif rank == 0:
+                tx.psum(torch.ones(2), "data")
 
     ended(report, run)
 
 
-def test_a_rank_that_waits_for_a_message_looks_at_reports() -> None:
-    with Ranks(3, report_without_ending) as run:
-        for rank, _, (kind, text, failed) in run.after("now", 3):
-            if rank != 1:
-                assert (kind, failed) == ("PeerLost", 1) and "failed in step 7: ValueError: bad batch" in text
+@pytest.mark.parametrize(
+    ("what", "kind", "rank", "text"),
+    [
+        ("own", "PeerLost", 1, "rank 1 failed in step 7: ValueError: bad batch"),
+        ("lost", "PeerLost", 2, "rank 1 lost rank 2"),
+        ("late", "CollectiveTimeout", 2, "rank 2 is stopped"),
+    ],
+)
+def test_a_rank_that_waits_for_a_message_looks_at_reports(what: str, kind: str, rank: int, text: str) -> None:
+    with Ranks(3, report_without_ending, what) as run:
+        ends = {who: end for who, _, end in (run.next(30) for _ in range(3))}
+        assert ends[0][::2] == (kind, rank) and text in ends[0][1]
+        assert ends[1][0] == ends[2][0] == "fine"
 
 
 def run_other_code(rank: int, report: Report, what: str) -> None:
