@@ -20,6 +20,7 @@ from ._metrics import Metrics
 from ._plain import PlainHook
 from ._seed import Seed, Unscaling, seed_of
 from ._state import Body
+from ._storage import apart
 from ._taps import Taps
 from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline, Transform
@@ -139,7 +140,10 @@ class Run:
     def _forward(self, body: Body, batch: Any, weight: float) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))
         with torch.enable_grad(), bind_axes(self.mesh.axes), bind_weight(weight):
-            return self._loss(params, body.buffers, batch)
+            loss, aux, buffers = self._loss(params, body.buffers, batch)
+        if aux is not None or buffers is not None:
+            aux, buffers = apart((aux, buffers), body.storage.written())
+        return loss, aux, buffers
 
     def _step_together(
         self, body: Body, buffers: Any, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .transforms._base import Optimizer
 from .transforms._layout import Bucket, Span
@@ -99,6 +100,11 @@ class Storage:
             for leaf, grad in kept.items():
                 leaf.grad = grad
 
+    def written(self) -> list[Tensor]:
+        """The memory that a step overwrites: the parameters, and the gradients gathered within a window."""
+        grads = (leaf.grad for leaf in self.leaves.values())
+        return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
+
     def optimizer_states(self) -> dict[str, Any]:
         """Path -> the parameter's own optimizer state, views of the slots in its shape."""
         out: dict[str, Any] = {}
@@ -132,8 +138,12 @@ class Storage:
 
 
 def apart(state: Any, lent: Iterable[Tensor]) -> Any:
-    """A state in memory of its own: what a pure function has kept of the tensors lent to it is copied."""
-    return optree.tree_map(_apart_from(lent), state)
+    """A state in memory of its own: tensors that share memory with those in `lent` are copied, detached."""
+    own = _apart_from(lent)
+    with torch.no_grad():
+        if all(own(leaf) is leaf for leaf in optree.tree_leaves(state)):
+            return state
+        return optree.tree_map(own, state)
 
 
 def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -165,7 +175,12 @@ def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
     """A function that copies a tensor that shares memory with these, and gives back what does not."""
     starts = {x.untyped_storage().data_ptr() for x in lent}  # views of one tensor have one
-    return lambda x: x.clone() if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in starts else x
+
+    def own(x: Any) -> Any:
+        has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not is_traceable_wrapper_subclass(x)
+        return x.clone() if has_memory and x.untyped_storage().data_ptr() in starts else x
+
+    return own
 
 
 def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:
