@@ -91,7 +91,8 @@ class Transform(_Specified):
         wired: Whether `update` sends floats in the form that `extra["wire"]`, a `Codec`, gives them; see `compress`.
         loses: For a transform that does not send all of a gradient: `params -> paths` of those of which it does not, and of
             which it keeps the rest in `extra["memory"]`; see `error_feedback`. None: nothing is lost, or what its parts lose.
-        named: Whether `update` looks at paths, so that no flat buffer may stand for leaves.
+        named: Whether `update` looks at paths, or at shapes of leaves although its scope is "message", so that no flat buffer
+            may stand for leaves. It is True of itself where a part of a transform of scope "message" has scope "leaf".
         plain: Whether `update` is one psum of weight * gradient, weight and lane, and the division that `reduction` says; its
             state is a `MeanState`. A step then sums buckets in place, and leaves the division to the optimizer's kernel.
         encodes: Whether something that `update` sends is encoded.
@@ -126,6 +127,8 @@ class Transform(_Specified):
         for what in ("wired", "named", "encodes", "pauses"):
             if any(getattr(child, what, False) for child in self.spec.children):
                 object.__setattr__(self, what, True)
+        if self.scope == "message" and any(getattr(child, "scope", None) == "leaf" for child in self.spec.children):
+            object.__setattr__(self, "named", True)
         of_parts = [child.loses for child in self.spec.children if getattr(child, "loses", None)]
         if of_parts and self.loses is None:
             losing = [loses for loses in of_parts if loses is not keeps_all]

@@ -14,6 +14,7 @@ import torch
 
 from .. import transforms as tx
 from ..transforms._bucketwise import Carried, merge, restrict
+from ..transforms._plan import takes_flat
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
 from ._devices import stays_on_its_device
 from ._ranks import axes_for, grads_of, on_ranks, rank_in, ranks_of
@@ -46,7 +47,7 @@ def weight_of(step: int, rank: int) -> Any:
 
 
 def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
-    """element: a flat buffer in the place of the tree; leaf: any subset of the leaves."""
+    """element: a flat buffer in the place of the tree, message: one of the same layout; leaf: any subset of the leaves."""
 
     def one_rank() -> None:
         part, params = make(), params_like()
@@ -54,10 +55,11 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
         out, _ = part.update(grads, part.init(params), params, weight=2.0)
         if out is None:
             return
-        if part.scope == "element":
-            one = _ravel(params, tuple(grads))
-            flat, _ = part.update(_ravel(grads, tuple(grads)), part.init(one), one, weight=2.0)
-            assert max_diff(flat, _ravel(out, tuple(grads))) == 0, "the flat buffer gave another answer"
+        if part.scope == "element" or takes_flat(part):
+            paths = tuple(sorted(grads))  # the order of a tree's leaves
+            one = _ravel(params, paths)
+            flat, _ = part.update(_ravel(grads, paths), part.init(one), one, weight=2.0)
+            assert max_diff(flat, _ravel(out, paths)) == 0, "the flat buffer gave another answer"
         if part.scope in ("element", "leaf"):
             for path in grads:
                 if not _serves(part, path):

@@ -158,3 +158,31 @@ def test_a_hook_that_fails_on_one_rank_ends_all(pool: Any, wave: int) -> None:
     assert (kind, text) == ("ValueError", "this hook is broken")
     assert other == "PeerLost" and "this hook is broken" in told and "rank 0" in told
     assert left == left_there == 0
+
+
+def _to_norm_one(g: Tensor) -> Tensor:
+    return g / g.norm().clamp(min=1e-6)
+
+
+MIXED: dict[str, Any] = {
+    "chain": lambda: tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
+    "adasum": lambda: tx.chain(tx.adasum("data"), tx.quantized_mean("data", tx.int8(block=4))),
+    "switch": lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
+    "every": lambda: tx.every(2, MIXED["chain"]()),
+    "feedback": lambda: tx.error_feedback(MIXED["chain"]()),
+    "masked": lambda: tx.masked(MIXED["chain"](), ["*.weight"]),
+    "by path": lambda: tx.partition({"*.bias": tx.mean("data"), "*": MIXED["chain"]()}),
+}
+
+
+@pytest.mark.parametrize("hook", MIXED)
+def test_a_stage_that_looks_at_leaves_is_given_leaves_before_one_that_looks_at_the_message(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one bucket, whose layout is that of the whole tree."""
+    monkeypatch.setitem(HOOKS, hook, MIXED[hook])
+    want = tx.simulate(lambda: by_pipeline(hook), {"data": 2})
+    got = tx.simulate(lambda: by_step(hook, 10**6), {"data": 2})
+    for (params, state, _), (want_params, want_state) in zip(got, want, strict=True):
+        assert max_diff(params, want_params) < 1e-14
+        assert max_diff(_without_lane(state), _without_lane(want_state)) < 1e-14

@@ -22,6 +22,10 @@ def _negate(g: Tensor) -> Tensor:
     return -g
 
 
+def _to_norm_one(g: Tensor) -> Tensor:
+    return g / g.norm().clamp(min=1e-6)
+
+
 # One row or more for each public factory: what `make` returns is put under all laws of its kind.
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "accumulate": [
@@ -100,6 +104,10 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
         lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
         lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
+        lambda: tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
+        lambda: tx.chain(tx.adasum("local"), tx.quantized_mean("node", tx.int8(block=4))),
+        lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
+        lambda: tx.error_feedback(tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
     ],
     "clip_by_global_norm": [
         lambda: tx.clip_by_global_norm(0.5),
@@ -135,6 +143,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "switch_after": [
         lambda: tx.switch_after(1, tx.mean("data"), tx.sum_over("data")),
         lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),
+        lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
     ],
 }
 SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulated", "warmup", "warmup_cosine"}

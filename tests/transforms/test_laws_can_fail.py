@@ -38,6 +38,10 @@ def _normalises(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any
     return {k: g / norm for k, g in grads.items()}, state
 
 
+def _normalises_each(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {k: g / g.norm().clamp(min=1e-6) for k, g in grads.items()}, state
+
+
 def _hears_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return tx.pmean(grads, "data"), state
 
@@ -173,7 +177,10 @@ def _never_equal() -> tx.Transform:
 
 BROKEN_TRANSFORMS = {
     "is_pure": [_remembers, _plain(_writes), _writes_where_others_are],
-    "keeps_its_scope": [_plain(_normalises, scope="element"), _plain(_normalises, scope="leaf")],
+    "keeps_its_scope": [
+        _plain(_normalises_each, scope="message"),
+        *(_plain(_normalises, scope=s) for s in ("element", "leaf")),
+    ],
     "goes_bucket_by_bucket": [_plain(_normalises, scope="leaf"), _norm_in_state, _not_told],
     "chains": [_broken_chain],
     "ignores_weight_zero": [_plain(_hears_all), _hears_later],
