@@ -44,11 +44,13 @@ def run_after(
 ) -> Any:  # fmt: skip
     """Run the parameter transform on the new parameters, in place; its new state.
 
+    It runs in every step, those without effect included, so that its host counters are those of the pure pipeline.
+
     Args:
         lent: The memory that the parameters lie in, which a state must not share.
     """
     with bind_axes(mesh.axes):
-        new, fresh = after.update(params, state, params, weight=weight)
-    new, fresh = verdict.keep((new, apart(fresh, lent)), (params, state))
+        new, fresh = after.update(params, state, params, weight=verdict.weight(weight), keep_idle=True)
+    new, fresh = verdict.keep_idle((new, apart(fresh, lent)), (params, state))
     put(params, new)
     return fresh

@@ -279,13 +279,14 @@ class DDPRun:
         else:
             self._divide(divisor)
         self.hook_state = verdict.keep(known(used, state, self.hook_state, self.leaves), self.hook_state)
-        if not verdict.changes:
+        if verdict.changes:
+            items = [
+                (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
+                for out in outs for path, grad in out.by_path().items() if used is None or path in used
+            ]  # fmt: skip
+            self.stepper.step(items, grad_scale=scale, found_inf=verdict.found_inf)
+        elif verdict.error is not None and self.skips is None:
             return
-        items = [
-            (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
-            for out in outs for path, grad in out.by_path().items() if used is None or path in used
-        ]  # fmt: skip
-        self.stepper.step(items, grad_scale=scale, found_inf=verdict.found_inf)
         if pipeline.after is not None:
             params = {path: p.detach() for path, p in self.leaves.items()}
             lent, weight = self.flats, self._weight

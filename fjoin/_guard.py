@@ -30,7 +30,8 @@ class Verdict(NamedTuple):
     scale: Tensor | None = None  # what they divide the gradients by
     found_inf: Tensor | None = None  # 1 where they are to change nothing; None where the host has looked
     error: NonFinite | None = None
-    idle: Tensor | None = None  # where the host has not looked: whether no rank had weight, 0-d bool
+    # Where the host has not looked, 0-d bool: whether no rank had weight, or the step is one that an error is raised for.
+    idle: Tensor | None = None
 
     def keep(self, new: Any, old: Any) -> Any:
         """What is new, or what was before a step without effect; each may be a function that makes it.
@@ -42,6 +43,21 @@ class Verdict(NamedTuple):
         fine = torch.tensor(False) if self.found_inf is None else self.found_inf == 0
         new, old = (state() if callable(state) else state for state in (new, old))
         return choose_state(fine, new, old)
+
+    def keep_idle(self, new: Any, old: Any) -> Any:
+        """What `after` gives: what is new, or in a step in which no rank had weight what was before.
+
+        In a step left out because it is not finite it is new: periods go on, and an average that is due is taken.
+        """
+        if self.idle is not None:
+            return choose_state(~self.idle, new, old)
+        return new if self.changes or self.error is not None else choose_state(torch.tensor(False), new, old)
+
+    def weight(self, weight: float) -> Any:
+        """What this rank counts in `after`: nothing in a step without effect."""
+        if self.found_inf is None:
+            return weight if self.changes else 0.0
+        return torch.where(self.found_inf == 0, torch.full_like(self.found_inf, weight, dtype=torch.float64), 0.0)
 
     def settle(self, skips: Skips, outer: Any) -> Any:
         """What a pipeline that leaves steps out keeps count of, after this one."""
@@ -153,7 +169,7 @@ class Guard:
         if not isinstance(scale, Tensor):
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
         self._remember(step, sums, (~fine & ~idle).to(torch.float32))
-        return Verdict(True, scale, found_inf, idle=idle)
+        return Verdict(True, scale, found_inf, idle=idle if self.skips else found_inf > 0)
 
     def _remember(self, step: int, sums: dict[str, Any], flag: Tensor) -> None:
         event = None

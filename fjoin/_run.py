@@ -153,11 +153,11 @@ class Run:
         self._tell(turn, sums)
         verdict = self.guard.judge(body.step, sums, outgoing, divisor, self.hook.clip)
         self._raise_or_count(body, verdict)
-        if verdict.changes:
-            with changing(body):
+        with changing(body):
+            if verdict.changes:
                 for i, out in enumerate(outgoing):
                     step_bucket(body, i, out, verdict)
-                self._run_after(body, buffers, lane["weight"], verdict)
+            self._run_after(body, buffers, lane["weight"], verdict)
         body.hook = verdict.keep(hook, body.hook)
         return sums
 
@@ -178,6 +178,8 @@ class Run:
             for out in outgoing:
                 out.arrive()
             self._raise_or_count(body, verdict)
+            with changing(body):
+                self._run_after(body, buffers, lane["weight"], verdict)
             return sums
         with changing(body):
             for i, out in enumerate(outgoing):
@@ -196,15 +198,16 @@ class Run:
         return sums
 
     def _run_after(self, body: Body, buffers: Any, weight: float, verdict: Verdict) -> None:
-        """Run the transforms of the new parameters, and of the new buffers."""
+        """Run the transforms of the new parameters, and of the new buffers: in a step without effect, of those before it."""
         if self.pipeline.after is not None:
             params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
             flats = body.storage.flats
             body.after = run_after(self.pipeline.after, self.mesh, params, body.after, flats, weight, verdict)
         if buffers is not None:
+            held, weight = verdict.keep(buffers, body.buffers_before), verdict.weight(weight)
             with bind_axes(self.mesh.axes):
-                new = self.on_buffers.update(buffers, body.buffers_state, None, weight=weight)
-            body.buffers, body.buffers_state = verdict.keep(new, (body.buffers_before, body.buffers_state))
+                new = self.on_buffers.update(held, body.buffers_state, None, weight=weight, keep_idle=True)
+            body.buffers, body.buffers_state = verdict.keep_idle(new, (body.buffers_before, body.buffers_state))
 
     def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
         if turn is not None:

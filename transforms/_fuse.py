@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ._base import Optimizer, Pipeline, Transform, check_transform
 from ._spec import factory
-from ._tree import State, Tree, check_same
+from ._tree import State, Tree, all_finite, check_same, choose_state, on, where
+from .sync._weights import check_weight
 
 
 class PipelineState(NamedTuple):
@@ -25,7 +28,8 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
     Args:
         hook: What happens to the gradients; `chain(...)` for several things, `identity()` for nothing.
         optimizer: What turns gradients into new parameters.
-        after: What happens to the new parameters; it gets them in the place of gradients.
+        after: What happens to the new parameters; it gets them in the place of gradients. A reduction in it gives back
+            what it is given where no rank has weight.
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
@@ -57,7 +61,7 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
         return PipelineState(hook.init(params), optimizer.init(params), after.init(params) if after else ())
 
     def step(params: Tree, grads: Tree, state: PipelineState, **extra: Any) -> tuple[Tree, State]:
-        params, state, _ = run(hook, optimizer, after, params, grads, state, **extra)
+        params, state, _ = run(hook, optimizer, after, params, grads, state, False, **extra)
         return params, state
 
     return Pipeline(init, step, hook, optimizer, after)
@@ -65,9 +69,14 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
 
 def run(
     hook: Transform, optimizer: Optimizer, after: Transform | None, params: Tree, grads: Tree, state: PipelineState,
-    *, weight: Any = None, lane: Any = None, **extra: Any,
-) -> tuple[Tree, PipelineState, Tree]:  # fmt: skip
-    """One step: parameters, state, and what the hook made of the gradients, None within a window of `accumulate`."""
+    skips: bool, *, weight: Any = None, lane: Any = None, **extra: Any,
+) -> tuple[Tree, PipelineState, Tensor | None]:  # fmt: skip
+    """One step: parameters, state, and with `skips` whether it has had an effect, None within a window of `accumulate`.
+
+    Args:
+        skips: Whether a step whose gradients are not finite behind the hook is left out: parameters and state stay as they
+            were, and `after` runs as in any other step, with weight 0.
+    """
     if not isinstance(state, PipelineState):
         raise ValueError(
             f"state is a {type(state).__name__}, expected the PipelineState that this pipeline's init or step returned"
@@ -76,8 +85,15 @@ def run(
     grads, hook_state = hook.update(grads, state.hook, params, weight=weight, lane=lane, **extra)
     if grads is None:  # accumulating: nothing to step with in this call
         return params, state._replace(hook=hook_state), None
-    params, optimizer_state = optimizer.step(params, grads, state.optimizer)
+    new, optimizer_state = optimizer.step(params, grads, state.optimizer)
+    fine = None
+    if skips:
+        fine = all_finite(grads)  # and not the parameters: some optimizers take the sign of a NaN for 0
+        new = where(fine, new, params)
+        hook_state = choose_state(fine, hook_state, state.hook)
+        optimizer_state = choose_state(fine, optimizer_state, state.optimizer)
+        weight = on(fine.device, check_weight(weight)) * fine
     after_state = state.after
     if after:
-        params, after_state = after.update(params, state.after, params, weight=weight, **extra)
-    return params, PipelineState(hook_state, optimizer_state, after_state), grads
+        new, after_state = after.update(new, state.after, new, weight=weight, keep_idle=True, **extra)
+    return new, PipelineState(hook_state, optimizer_state, after_state), fine

@@ -29,8 +29,9 @@ def skip_if_nonfinite(part: Skippable) -> Skippable:
     """Let a call that gives gradients with a NaN or an infinity have no effect.
 
     Around a pipeline, what its hook gives is looked at, and parameters and state stay as they were: this is what training
-    wants. Around a transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that
-    its momentum moves the parameters. What `accumulate` inside has gathered is lost with the call.
+    wants. Its `after` runs all the same, with weight 0: periods go on, and an average that is due is taken. Around a
+    transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that its momentum moves the
+    parameters. What `accumulate` inside has gathered is lost with the call.
 
     All ranks decide alike only if what they test is equal on all of them: put the reduction inside.
 
@@ -105,14 +106,11 @@ def guarded(
         )
 
     def step(params: Tree, grads: Tree, state: Any, **extra: Any) -> tuple[Tree, State]:
-        new, inner, behind = run(
-            part.hook, part.optimizer, part.after, params, prepare(grads, state), state.inner, **extra
+        new, inner, fine = run(
+            part.hook, part.optimizer, part.after, params, prepare(grads, state), state.inner, True, **extra
         )
-        if behind is None:  # within a window of accumulate
-            return new, state._replace(inner=inner)
-        fine = all_finite(behind)  # and not the parameters: some optimizers take the sign of a NaN for 0
-        kept = state._replace(inner=choose_state(fine, inner, state.inner))
-        return where(fine, new, params), skips.settle(kept, fine)
+        state = state._replace(inner=inner)
+        return new, state if fine is None else skips.settle(state, fine)
 
     def init(params: Tree) -> State:
         return skips.begin(part.init(params))

@@ -23,7 +23,7 @@ from ..wire._encoded import encoded_mean
 from ..wire._memory import Memory
 from ._lane import Lane, check_lane, decode_lane, encode_lane
 from ._lane import lane_dtype as dtype_of_lane
-from ._weights import Over, check_over, not_zero, share_of
+from ._weights import Over, check_over, not_zero, share_of, unless_idle
 
 
 class MeanState(NamedTuple):
@@ -69,26 +69,28 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: Memory | None = None, donated: bool = False, **extra: Any,
+        memory: Memory | None = None, donated: bool = False, keep_idle: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(
-                wire, grads, axis, weight, over, None if carried else lane, memory, donated=donated
+                wire, grads, axis, weight, over, None if carried else lane, memory, donated=donated, keep_idle=keep_idle
             )
             return out, mean_state(total, sums, carried)
         summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype)
+        counted = new.total
         if over is None:
-            return summed, new
+            return unless_idle(counted, summed, grads, keep_idle), new
         if over == "world" and carried is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
         divisor = not_zero(new.total)
         leaves = optree.tree_leaves(summed)
         if leaves and plain(leaves):  # psum's results are fresh
             torch._foreach_div_(leaves, divisor)
-            return summed, new
-        return optree.tree_map(lambda g: g / divisor.to(g.dtype), summed), new
+        else:
+            summed = optree.tree_map(lambda g: g / divisor.to(g.dtype), summed)
+        return unless_idle(counted, summed, grads, keep_idle), new
 
     return Transform(
         init_mean,

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._tree import on
+from .._tree import Tree, on, where
 
 Over: TypeAlias = Literal["weight", "live", "world"]
 
@@ -65,6 +65,14 @@ def share_of(weight: Any, over: Over) -> Share:
     if over == "weight":
         return Share(factor, known)
     return Share((factor > 0).to(factor.dtype), None if known is None else float(known > 0))
+
+
+def unless_idle(total: Tensor, new: Tree, old: Tree, keep_idle: bool) -> Tree:
+    """A reduction's result; with `keep_idle` what it was given, where no rank has counted anything.
+
+    The mean of nothing is 0: right for gradients, which then change nothing, but not for parameters.
+    """
+    return where(total != 0, new, old) if keep_idle else new
 
 
 def not_zero(divisor: Tensor) -> Tensor:

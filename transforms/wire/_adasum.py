@@ -17,7 +17,7 @@ from ..axes._collectives import axis_index, axis_size, ppermute, psum
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
 from ..sync._mean import MeanState, carried_state, init_mean
-from ..sync._weights import not_zero, share_of
+from ..sync._weights import not_zero, share_of, unless_idle
 
 
 @factory
@@ -55,7 +55,7 @@ def adasum(axis: AxisName) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, **extra: Any,
+        carried: Carried | None = None, keep_idle: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         check_lane(lane)
@@ -73,7 +73,8 @@ def adasum(axis: AxisName) -> Transform:
         leaves = optree.tree_leaves(grads)
         words = encode_lane(named, torch.float64, 1, device_of(leaves))
         sums = decode_lane(psum(words, axis), named, 1)
-        return out, MeanState(sums.pop("total"), sums)
+        total = sums.pop("total")
+        return unless_idle(total, out, grads, keep_idle), MeanState(total, sums)
 
     return Transform(init_mean, update, scope="leaf", sums=lambda state: state)
 

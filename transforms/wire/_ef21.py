@@ -16,7 +16,7 @@ from .._tree import State, Tree, all_finite, device_of, named_leaves, on
 from ..axes._collectives import axis_index, axis_size
 from ..axes._primitive import names
 from ..sync._lane import Lane
-from ..sync._weights import not_zero, share_of
+from ..sync._weights import not_zero, share_of, unless_idle
 from ._feedback import WithoutInput, check_lossy, zero_errors
 from ._memory import Memory
 
@@ -92,7 +92,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
 
     def update(
         grads: Tree, state: EF21State, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, **extra: Any,
+        carried: Carried | None = None, keep_idle: bool = False, **extra: Any,
     ) -> tuple[Tree, EF21State]:  # fmt: skip
         of = {path: torch.as_tensor(g) for path, g in named_leaves(grads).items()}
         device = device_of(of.values())
@@ -134,6 +134,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             mine = torch.where(anew, mine - believed[path], mine)  # only what has been sent now
             own[path] = torch.where(fine, mine, own[path])
             whole[path] = torch.where(fine, belief, whole[path])
+        new = unless_idle(counted, new, {path: of[path] for path in new}, keep_idle)
         return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
 
     return Transform(

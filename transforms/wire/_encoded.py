@@ -14,7 +14,7 @@ from .._tree import Tree, device_of, named_leaves, on_host, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane
-from ..sync._weights import Over, Share, share_of
+from ..sync._weights import Over, Share, share_of, unless_idle
 from ._codec import Codec, refuse_derivative
 from ._memory import Memory
 from ._noise import places_of
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 def encoded_mean(
     wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None, memory: Memory | None,
-    reduce: Callable[..., Reduced] = coded_mean, donated: bool = False,
+    reduce: Callable[..., Reduced] = coded_mean, donated: bool = False, keep_idle: bool = False,
 ) -> Encoded:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
 
@@ -37,6 +37,7 @@ def encoded_mean(
         memory: Where the errors of this call lie; see `error_feedback`.
         reduce: What a `coded_mean` does.
         donated: Whether the mean may be written over the gradients.
+        keep_idle: Whether the gradients are given back where no rank counts anything, in the place of zeros.
 
     Raises:
         RuntimeError: something differentiates through the gradients.
@@ -65,12 +66,14 @@ def encoded_mean(
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
     total, full = reduced.total, reduced.mean
+    counted = total
     if over is None:
         full = full * total.to(torch.float32)
     elif over == "world":
         ranks = axis_size(axis)
         full, total = full * (total / ranks).to(torch.float32), torch.full_like(total, ranks)
-    return Encoded(unravel(full, grads), total, decode_lane(reduced.words, lane or {}, 1))
+    out = unless_idle(counted, unravel(full, grads), grads, keep_idle)
+    return Encoded(out, total, decode_lane(reduced.words, lane or {}, 1))
 
 
 class Owed:

@@ -17,7 +17,7 @@ from ..axes._collectives import all_gather, axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, init_mean, mean_state
-from ..sync._weights import Over, check_over, not_zero, share_of
+from ..sync._weights import Over, check_over, not_zero, share_of, unless_idle
 from ._codec import Codec, as_bytes, poison, read
 from ._digits import pack, unpack, width
 from ._encoded import encoded_mean
@@ -58,13 +58,15 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
-        **extra: Any,
+        keep_idle: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         told = lane if carried is None else None
         if wire is not None and axis_size(axis) > 1:
-            out, total, sums = encoded_mean(wire, grads, axis, weight, over, told, memory, gathered_mean, donated)
+            out, total, sums = encoded_mean(
+                wire, grads, axis, weight, over, told, memory, gathered_mean, donated, keep_idle
+            )
             return out, mean_state(total, sums, carried)
         check_lane(told)
         ranks, share = axis_size(axis), share_of(weight, over)
@@ -86,8 +88,8 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
                 out = out + row.to(wide) * part.to(rows.device, wide)
             return out.to(rows.dtype)
 
-        del sums["total"]
-        return optree.tree_map(mean, all_grads), mean_state(total, sums, carried)
+        out = unless_idle(sums.pop("total"), optree.tree_map(mean, all_grads), grads, keep_idle)
+        return out, mean_state(total, sums, carried)
 
     return Transform(
         init_mean, update, scope="element", sums=lambda state: state, wired=True, reduction=Reduction(axis, over)

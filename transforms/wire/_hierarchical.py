@@ -15,7 +15,7 @@ from .._tree import Tree, device_of, named_leaves, on
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, init_mean, mean_state
-from ..sync._weights import Over, Share, check_over, not_zero, share_of
+from ..sync._weights import Over, Share, check_over, not_zero, share_of, unless_idle
 from ._codec import Codec, check_codec, refuse_derivative
 from ._encoded import Owed, ravel, split, unravel
 from ._memory import Memory
@@ -65,7 +65,8 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, **extra: Any,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None,
+        keep_idle: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         check_lane(lane)
@@ -97,10 +98,11 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
             reduced = _across(codec, part[:size], here, said, local, node, of, memory, over)
             total, part = reduced.total, reduced.mean
             sums = dict(zip(sums, reduced.words.unbind(0), strict=True))
+        counted = total
         if over == "world":
             part, total = part * (total / (inside * nodes)).to(part), torch.full_like(total, inside * nodes)
         whole = all_gather(part, local).flatten()
-        out = unravel(whole[: own.numel()], grads)
+        out = unless_idle(counted, unravel(whole[: own.numel()], grads), grads, keep_idle)
         return out, mean_state(total, sums, carried)
 
     scope: Any = "element" if wire is None or wire.elementwise else "message"

@@ -17,7 +17,7 @@ from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from ..sync._mean import MeanState, carried_state, init_mean, mean
-from ..sync._weights import Over, check_over, share_of
+from ..sync._weights import Over, check_over, share_of, unless_idle
 from ._codec import Codec, refuse_derivative
 from ._low_rank import Exchange, Owing, as_dtype, blocks_of, cut, look, next_start, orthonormal, products, right, shaped
 from ._low_rank_errors import owing, owing_of_loose
@@ -96,13 +96,14 @@ def reducing(
     def update(
         grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
-        **extra: Any,
+        keep_idle: bool = False, **extra: Any,
     ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
         grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
         if axis_size(axis) == 1:
             out, reduced = alone.update(
-                grads, state.reduced, weight=weight, lane=lane, carried=part_of(carried, "reduced"), **extra
-            )
+                grads, state.reduced, weight=weight, lane=lane, carried=part_of(carried, "reduced"),
+                keep_idle=keep_idle, **extra,
+            )  # fmt: skip
             counted = share_of(weight, over).factor if carried is None else carried.get().counted
             return out, state._replace(reduced=reduced, counted=counted, step=step)
         leaves = named_leaves(grads)
@@ -118,6 +119,7 @@ def reducing(
         if memory is not None:
             memory.keep(made.errors, made.errors.values(), share, made.reduced.total)
         out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
+        out = unless_idle(made.counted, out, grads, keep_idle)
         q = {path: made.q.get(path, old) for path, old in state.q.items()}
         return out, PowerSGDState(made.reduced, made.counted, q, step)
 

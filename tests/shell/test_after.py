@@ -1,0 +1,145 @@
+"""Parameter transforms run in every step, those left out and those without input included: as in the pure pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import same_bits
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+NAN = float("nan")
+
+
+def _plus_one(p: Tensor) -> Tensor:
+    return p + 1
+
+
+def product(params: Any, batch: Any) -> Tensor:
+    return (params["w"] * batch).sum()
+
+
+def counted(hook: tx.Transform, steps: int = 2) -> tx.Pipeline:
+    """Adds 1 to the parameters in every second step."""
+    return tx.skip_if_nonfinite(tx.fuse(hook, tx.sgd(0.5), after=tx.every(steps, tx.stateless(_plus_one))))
+
+
+def averaged(hook: tx.Transform) -> tx.Pipeline:
+    return tx.skip_if_nonfinite(tx.fuse(hook, tx.sgd(0.5), after=tx.every(2, tx.mean("data"))))
+
+
+def by_step(pipeline: tx.Pipeline, batches: list[Any], on_device: bool) -> Any:
+    """A batch of None is one of weight 0."""
+    step = fjoin.train_step(product, pipeline, weight=lambda batch: 1.0 if batch is not None else 0.0)
+    step._run.guard.on_device = on_device
+    state, seen = step.init({"w": torch.zeros(2)}), []
+    for batch in batches:
+        state, _ = step(state, batch)
+        seen.append(state.params["w"].tolist())
+    return seen, state.pipeline
+
+
+def by_pipeline(pipeline: tx.Pipeline, batches: list[Any]) -> Any:
+    params: Any = {"w": torch.zeros(2)}
+    state, seen = pipeline.init(params), []
+    for batch in batches:
+        grads = {"w": torch.full((2,), 0.0 if batch is None else batch)}
+        params, state = pipeline.step(params, grads, state, weight=0.0 if batch is None else 1.0)
+        seen.append(params["w"].tolist())
+    return seen, state
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("batches", [[1.0, NAN, 1.0, 1.0], [NAN, 1.0, 1.0, NAN], [1.0, 1.0, NAN, NAN]])
+def test_periods_go_on_in_steps_that_are_left_out(batches: list[Any], on_device: bool) -> None:
+    pipeline = counted(tx.mean("data"))
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        want, pure = by_pipeline(pipeline, batches)
+    got, state = by_step(pipeline, batches, on_device)
+    assert got == want and got[1][0] - got[0][0] == 1 - (0.5 if batches[1] == 1.0 else 0)
+    assert same_bits(state.inner.after, pure.inner.after) and state.skipped == pure.skipped
+    assert state.inner.after.step == 4
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_periods_go_on_in_steps_without_input(on_device: bool) -> None:
+    """Nothing changes in them, an average that is due included."""
+    batches = [1.0, None, 1.0, None, None, 1.0]
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.5), after=tx.every(2, tx.mean("data")))
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        want, pure = by_pipeline(pipeline, batches)
+    got, state = by_step(pipeline, batches, on_device)
+    assert got == want == [[-0.5, -0.5]] * 2 + [[-1.0, -1.0]] * 3 + [[-1.5, -1.5]]
+    assert state.after.step == pure.after.step == 6
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_due_average_is_taken_in_a_step_that_is_left_out(on_device: bool) -> None:
+    """Without the rank whose gradients are not finite where nothing is reduced, and on all ranks alike."""
+
+    def pure(batches: list[Any]) -> Any:
+        return by_pipeline(averaged(tx.noop()), batches)[0]
+
+    per_rank = [[1.0, NAN], [2.0, 3.0], [3.0, 2.0]]
+    assert tx.simulate(pure, {"data": 3}, per_rank) == [
+        [[-0.5, -0.5], [-2.5, -2.5]], [[-1.0, -1.0], [-2.5, -2.5]], [[-1.5, -1.5], [-2.5, -2.5]],
+    ]  # fmt: skip
+    shell = tx.simulate(lambda b: by_step(averaged(tx.noop()), b, on_device)[0], {"data": 3}, per_rank)
+    assert [seen[1] for seen in shell] == [[-0.5, -0.5], [-1.0, -1.0], [-1.5, -1.5]]  # no rank counts in such a step
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_step_that_an_error_is_raised_for_changes_nothing(on_device: bool) -> None:
+    pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.5), after=tx.stateless(_plus_one))
+    step = fjoin.train_step(product, pipeline)
+    step._run.guard.on_device = on_device
+    state = step.init({"w": torch.zeros(2)})
+    try:
+        state, metrics = step(state, NAN)
+        with pytest.raises(fjoin.NonFinite):
+            print(metrics.loss)
+    except fjoin.NonFinite:
+        assert not on_device
+    assert state.params["w"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_buffers_are_transformed_in_every_step_too(on_device: bool) -> None:
+    """In a step that is left out from those before it."""
+
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        return (params["w"] * batch).sum(), None, {"n": buffers["n"] + 10}
+
+    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.5)))
+    step = fjoin.train_step(loss, pipeline, on_buffers=tx.every(2, tx.stateless(_plus_one)))
+    step._run.guard.on_device = on_device
+    state, seen = step.init({"w": torch.zeros(2)}, {"n": torch.tensor(0.0)}), []
+    for batch in (1.0, NAN, 1.0, 1.0):
+        state, _ = step(state, batch)
+        seen.append(state.buffers["n"].item())  # type: ignore[index]
+    assert seen == [10.0, 11.0, 21.0, 32.0]
+
+
+def registered(batches: list[Any]) -> Any:
+    linear = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(linear.weight)
+    model = torch.nn.parallel.DistributedDataParallel(linear)
+    handle = fjoin.ddp.register(model, counted(tx.mean("data")))
+    seen = []
+    for batch in batches:
+        model.zero_grad()
+        model(torch.full((2,), batch)).sum().backward()
+        seen.append(linear.weight.detach().view(2).tolist())
+    return seen, handle.state_dict()["after"], handle.skipped
+
+
+def test_periods_go_on_under_ddp_too(pool: Any) -> None:
+    batches = [1.0, NAN, 1.0, 1.0]
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        want, _ = by_pipeline(counted(tx.mean("data")), batches)
+    for seen, after, skipped in pool.run(2, registered, batches):
+        assert seen == want and after["step"] == 4 and skipped == 1
