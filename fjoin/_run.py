@@ -97,7 +97,7 @@ class Run:
         lane = self._lane.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
-            body.buffers_before = body.buffers
+            body.buffers_before, body.batches_before = body.buffers, body.batches
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 with self._taps.keeping():
@@ -222,7 +222,7 @@ class Run:
         if not verdict.changes:
             body.buffers = body.buffers_before
         if verdict.error is not None and self.pipeline.skips is None:
-            body.window, body.calls = {}, body.calls + 1  # a window that ends like this is lost whole
+            body.lose_window(body.calls + 1)  # a window that ends like this is lost whole
             raise verdict.error
         if self.pipeline.skips is not None:
             body.outer = verdict.settle(self.pipeline.skips, body.outer)

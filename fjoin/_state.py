@@ -27,12 +27,14 @@ class Body:
     owner: object  # the step that made it, which alone can run it
     buffers_state: Any = ()  # of the transform of the buffers
     buffers_before: dict[str, Tensor] | None = None  # this step's first forward pass
+    batches_before: int = 0  # this step's first call
     step: int = 0  # steps taken
     batches: int = 0  # consumed on this rank
     calls: int = 0  # calls of the step, more than steps where gradients are accumulated
     window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
     version: int = 0
     torn: str = ""
+    lost: str = ""  # why the window that was open is lost: nothing else is, so that the state can still be read
     outer: Any = None  # where the pipeline leaves steps out, its own state, without that of what it runs
 
     def hook_state(self) -> Any:
@@ -42,13 +44,16 @@ class Body:
         return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
 
     def lose_window(self, calls: int) -> None:
-        """Forget the micro-batches of an open window."""
-        self.window, self.calls, self.buffers = {}, calls, self.buffers_before
+        """Forget the micro-batches of an open window: the state is again that of the last completed step."""
+        self.window, self.calls = {}, calls
+        self.buffers, self.batches = self.buffers_before, self.batches_before
         self.storage.clear_grads()
 
     def clone(self) -> Body:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
-        return replace(self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0)
+        return replace(
+            self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0, lost=""
+        )
 
 
 class TrainState:
@@ -82,8 +87,8 @@ class TrainState:
                 "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
                 "on its parameters: step.init(state.params)"
             )
-        if body.torn:
-            raise TornState(body.torn, step=body.step)
+        if body.torn or (owner is not None and body.lost):
+            raise TornState(body.torn or body.lost, step=body.step)
         if body.version != self._version:
             step = body.step if body.window else body.step - 1
             raise DonatedState(
@@ -118,7 +123,10 @@ class TrainState:
 
     @property
     def batches(self) -> int:
-        """Batches that this rank has consumed, in all calls so far: where to go on in its loader."""
+        """Batches that this rank has consumed, in all calls so far: where to go on in its loader.
+
+        After a call that failed within an accumulation window: those up to the last completed step.
+        """
         return self._claim().batches
 
     def clone(self) -> TrainState:

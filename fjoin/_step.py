@@ -150,7 +150,7 @@ class TrainStep:
         Raises:
             NonFinite: on all ranks; the state given stays as it was and can be used again.
             PeerLost, CollectiveTimeout: another rank failed or did not come.
-            DonatedState, TornState: `state` cannot be used any more.
+            DonatedState, TornState: `state` cannot be stepped any more.
             TypeError, ValueError: what `loss_fn` or `weight` returned cannot be used.
         """
         self._usable()
@@ -186,7 +186,11 @@ class TrainStep:
             raise
         except BaseException as error:
             if body is not None and body.window and not body.torn:
-                body.torn = f"a call failed within an accumulation window, whose gradients are lost: {error!r}"
+                body.lose_window(body.calls - body.calls % self._accumulate)
+                body.lost = (
+                    f"a call failed within an accumulation window, whose gradients are lost: {error!r}. The state can be read; "
+                    f"go on from the last completed step with state.clone()"
+                )
             self._raise(error)
         body.version += 1
         return TrainState(body), metrics
