@@ -84,6 +84,8 @@ class Guard:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
+        # The sum of the weights in the newest step of which the host knows it, the same on all ranks; None before the first.
+        self.weight: float | None = None
 
     def on_host(self, outgoing: Sequence[Outgoing]) -> bool:
         """Whether the host may look at these gradients without waiting for a device."""
@@ -140,6 +142,7 @@ class Guard:
             return self._judge_on_device(step, sums, outgoing, divisor, clip)
         if sums["weight"] == 0:
             return Verdict(False)
+        self.weight = sums["weight"]
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
         fine = fine and not any(sums[name] for name in sums if name.startswith("nonfinite"))
         fine = fine and not self.bad(outgoing)
@@ -168,17 +171,18 @@ class Guard:
             scale = divisor / clip(norm_of(outgoing) / divisor)
         if not isinstance(scale, Tensor):
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
-        self._remember(step, sums, (~fine & ~idle).to(torch.float32))
+        self._remember(step, sums, torch.stack([(~fine & ~idle).to(torch.float64), sums["weight"]]))
         return Verdict(True, scale, found_inf, idle=idle if self.skips else found_inf > 0)
 
-    def _remember(self, step: int, sums: dict[str, Any], flag: Tensor) -> None:
+    def _remember(self, step: int, sums: dict[str, Any], words: Tensor) -> None:
+        """Let the host read later whether a step is one to raise for, and the sum of the weights."""
         event = None
-        if flag.device.type == "cuda":
-            stream = torch.cuda.current_stream(flag.device)  # which need not be that of the current device
-            flag = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True).copy_(flag, non_blocking=True)
+        if words.device.type == "cuda":
+            stream = torch.cuda.current_stream(words.device)  # which need not be that of the current device
+            words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        self._pending.append((step, sums, flag, event))
+        self._pending.append((step, sums, words, event))
 
     def attend(self) -> None:
         """Wait until what the newest step has summed is there."""
@@ -205,11 +209,14 @@ class Guard:
         Raises:
             NonFinite: naming that step.
         """
-        for step, sums, flag, event in list(self._pending if newest else self._pending[:-1]):
+        for step, sums, words, event in list(self._pending if newest else self._pending[:-1]):
             if not newest:
                 self._pending.pop(0)
             self._await(event)
-            if not self.skips and flag.item():
+            bad, weight = words.tolist()
+            if not newest and weight:
+                self.weight = weight
+            if not self.skips and bad:
                 raise _error(step, self.host(sums), ())
 
 

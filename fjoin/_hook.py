@@ -29,12 +29,14 @@ class RunsHook(Protocol):
     """What runs the hook of a step on its buckets: `PlainHook` or `HookRun`.
 
     Attributes:
-        unit: What gradients are multiplied with while they travel.
+        unit: What gradients are multiplied with while they travel; what a hook starts with serves all dtypes but float16.
         by_weight: Whether ranks count by their weights, else by having a batch.
+        scales: Whether gradients are multiplied with weights before they are summed, or added up within a window.
     """
 
     unit: float
     by_weight: bool
+    scales: bool
 
     @property
     def clip(self) -> Clip | None:
@@ -84,7 +86,7 @@ class HookRun:
     ) -> None:
         self._early, self._mesh, self._lane, self._guard = plan.early, mesh, lane, guard
         self._axes, self._carries, self._accumulates = plan.axes, plan.carries, accumulates
-        self._stages = stages(hook)
+        self._stages, self.scales = stages(hook), accumulates
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         self.fresh = any(part.plain for part in last)
@@ -112,7 +114,7 @@ class HookRun:
 
     def seed(self, share: float) -> float:
         """What the loss is multiplied with: its share only where micro-batches are to be added."""
-        return share if self._accumulates else 1.0
+        return share * self.unit if self._accumulates else 1.0
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class HookRun:
         axes = self._mesh.axes
         self._waves = Waves(axes) if self._in_waves else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where nothing is bound
-        self._given = lane["total"] if self._accumulates and lane["total"] else 1.0
+        self._given = lane["total"] * self.unit if self._accumulates and lane["total"] else 1.0
         carried = self._carried(lane)
         for i, bucket_state in enumerate(state.buckets):
             if self.flat:

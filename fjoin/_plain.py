@@ -27,8 +27,9 @@ class PlainHook:
     """Runs a hook that begins with `mean` or `sum_over`, and reduces no more behind it.
 
     Attributes:
-        unit: Gradients travel times a power of two near 1 / ranks, which costs no bit; with equal weights on a
-            power of two of ranks their sum then is the mean already, and no kernel has to divide.
+        unit: Gradients travel times a power of two, which costs no bit. It is near 1 / ranks: with equal weights on a
+            power of two of ranks their sum then is the mean already, and no kernel has to divide. See `Run` for float16.
+        scales: Whether gradients are multiplied with weights before they are summed.
         by_weight: Whether ranks count by their weights, else by having a batch.
         direct: Whether a bucket can be stepped as soon as its message and the lane's are here.
     """
@@ -37,7 +38,7 @@ class PlainHook:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._lane, self._guard = hook, plan, mesh, lane, guard
         self._over, self.by_weight = plan.over, plan.by_weight
-        self.unit = 2.0 ** -math.floor(math.log2(guard.ranks))
+        self.unit, self.scales = power_near(guard.ranks), plan.by_weight
         late = plan.clip is not None and plan.clip.spec["mode"] == "previous"
         self.direct = (plan.clip is None or late) and not plan.rest
         self._before: ClipState | None = None  # of the last step, where that decides
@@ -152,6 +153,11 @@ class PlainHook:
         if self._over != "world":
             return total
         return torch.full_like(total, ranks) if isinstance(total, Tensor) else ranks
+
+
+def power_near(total: float) -> float:
+    """The power of two near 1 / total."""
+    return 2.0 ** -math.floor(math.log2(total))
 
 
 def _wide(value: Any) -> Tensor:

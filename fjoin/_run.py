@@ -17,10 +17,10 @@ from ._lane import StepLane
 from ._loss import Loss, user_sums
 from ._mesh import Mesh
 from ._metrics import Metrics
-from ._plain import PlainHook
+from ._plain import PlainHook, power_near
 from ._seed import Seed, Unscaling, seed_of
 from ._state import Body
-from ._storage import apart
+from ._storage import Storage, apart
 from ._taps import Taps
 from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline, Transform
@@ -60,6 +60,7 @@ class Run:
             self._early = plain if overlap_step and plain.direct and pipeline.skips is None else None
         else:
             self.hook = HookRun(pipeline.hook, plan, mesh, self._lane, self.guard, accumulate > 1)
+        self._usual_unit, self._first_weight = self.hook.unit, 0.0
         self._unscaling = Unscaling(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: Queue | None = None
         self.token = object()  # by which states know the step they belong to, without keeping it alive
@@ -92,6 +93,9 @@ class Run:
             replayed, _, buffers = self._forward(body, batch, 0.0)
             loss, aux = None, None
         share = weight if self.hook.by_weight else float(weight > 0)
+        if not body.window:
+            body.unit = self._unit(storage, weight)
+        self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaling is not None else None
         seed = seed_of(loss, share, self.hook, scale, self._accumulate > 1)
         lane = self._lane.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
@@ -136,6 +140,22 @@ class Run:
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
+
+    def _unit(self, storage: Storage, weight: float) -> float:
+        """What the gradients of a window are multiplied with while they are summed, a power of two.
+
+        Sums of weight * gradient overflow float16 from weights of thousands on. There it is near 1 / the sum of the weights: of
+        the newest step of which all ranks know it, and before the first such one of what the ranks tell each other in the
+        store. So it is the same on all ranks, and changes no bit of results that float16 holds in full precision.
+        """
+        if not (storage.float16 and self.hook.scales and self._loss.weighs):
+            return self._usual_unit
+        total = self.guard.weight
+        if total is None:
+            total = self._first_weight = self._first_weight or self.mesh.exchange(
+                weight * self._accumulate, sum, self.axes
+            )
+        return power_near(total) if 0 < total < math.inf else self._usual_unit
 
     def _forward(self, body: Body, batch: Any, weight: float) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))

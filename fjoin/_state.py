@@ -32,6 +32,7 @@ class Body:
     batches: int = 0  # consumed on this rank
     calls: int = 0  # calls of the step, more than steps where gradients are accumulated
     window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
+    unit: float = 1.0  # what the gradients of this window are multiplied with while they are summed
     version: int = 0
     torn: str = ""
     lost: str = ""  # why the window that was open is lost: nothing else is, so that the state can still be read

@@ -25,10 +25,12 @@ class Storage:
         flats: One flat tensor of parameters per bucket.
         leaves: Path -> view into it that requires a gradient, in the order of `params`.
         slots: For each bucket and span the optimizer's state, on the flat range.
+        float16: Whether some parameters are float16.
     """
 
     def __init__(self, layout: tuple[Bucket, ...], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
         self.layout, self.optimizer = layout, optimizer
+        self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes = {path: p.shape for path, p in params.items()}
         self.flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in layout]
         for bucket, flat in zip(layout, self.flats, strict=True):
@@ -127,7 +129,7 @@ class Storage:
     def clone(self) -> Storage:
         """The same values in memory of its own, gradients that are being accumulated included."""
         new = object.__new__(Storage)
-        new.layout, new.optimizer, new.shapes = self.layout, self.optimizer, self.shapes
+        new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
         new.flats = [flat.clone() for flat in self.flats]
         new._make_leaves()
         slots: Any = self.slots

@@ -130,7 +130,8 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     The weight and the lane ride in the message that carries the gradients. Where all weights are
     0 the result is 0. What travels, the sum of weight * gradient, must fit the gradient's dtype: only the weights' ratios count,
-    so for float16 parameters take thousands of tokens, or shares of a batch.
+    so for float16 parameters take thousands of tokens, or shares of a batch. `fjoin.train_step` and `fjoin.ddp.register` send it
+    times a power of two near 1 / the sum of the weights where the hook begins with this mean, so that any weights do.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.

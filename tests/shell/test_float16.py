@@ -1,0 +1,118 @@
+"""float16 parameters whose batches weigh thousands, as tokens do: what travels stays within float16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+HOOKS: dict[str, Any] = {
+    "mean": lambda: tx.mean("data"),
+    "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
+    "clip late": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4, mode="previous")),
+    "rest": lambda: tx.chain(tx.mean("data"), tx.clip_by_value(1e4)),
+}
+
+
+def trained(
+    hook: tx.Transform,
+    batches: list[tuple[float, float]],
+    on_device: bool = False,
+    loss_dtype: Any = None,
+    **settings: Any,
+) -> Any:
+    """Each batch is (gradient of every element, weight)."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        out = (params["w"] * batch[0]).sum() + (params["v"] * batch[0]).sum().half()
+        return out if loss_dtype is None else out.to(loss_dtype)
+
+    step = fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings)
+    step._run.guard.on_device = on_device
+    state, seen = step.init({"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}), []
+    for batch in step.join(batches):
+        state, metrics = step(state, batch)
+        if metrics.stepped:
+            seen.append((state.params["w"].tolist()[0], state.params["v"].tolist()[0], metrics.weight))
+    return seen
+
+
+def of(ranks: int, hook: Any, weights: list[float], **settings: Any) -> Any:
+    """Rank r has gradients of 16 (r + 1)."""
+    per_rank = [[(16.0 * (r + 1), w) for w in weights] for r in range(ranks)]
+    return tx.simulate(lambda b: trained(hook(), b, **settings), {"data": ranks}, per_rank)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("loss_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_weights_of_thousands(hook: str, loss_dtype: Any, on_device: bool) -> None:
+    """The mean of 16 and 32 is 24; the parameters are exact."""
+    settings = {"on_device": on_device, "loss_dtype": loss_dtype}
+    for weight in (1.0, 4096.0, 5120.0, 2.0**19):  # which float16 holds, scaled
+        for seen in of(2, HOOKS[hook], [weight] * 4, **settings):
+            assert seen == [(-24.0 * n, -24.0 * n, 2 * weight) for n in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_weights_of_thousands_in_windows(hook: str, accumulate: int) -> None:
+    """Where the hook weighs by itself, only what is gathered before it is scaled."""
+    make = HOOKS.get(hook, lambda: tx.chain(tx.clip_by_value(1e4), tx.mean("data", over="live")))
+    for seen in of(2, make, [4096.0] * 2 * accumulate, accumulate=accumulate):
+        assert [w for w, _, _ in seen] == [-24.0, -48.0]
+        assert [total for *_, total in seen] == [4096.0 * 2 * accumulate] * 2
+
+
+def test_weights_that_change_from_step_to_step() -> None:
+    """And ranks without input, batches without weight, a first step in which no rank has any."""
+    per_rank = [[(16.0, 0.0), (16.0, 3000.0), (16.0, 30_000.0), (16.0, 800.0)], [(32.0, 0.0), (64.0, 1000.0)]]
+    a, b = tx.simulate(lambda batches: trained(HOOKS["mean"](), batches), {"data": 2}, per_rank)
+    assert a == b and [w for w, _, _ in a] == [0.0, -28.0, -44.0, -60.0]
+
+
+def test_the_result_does_not_depend_on_a_power_of_two() -> None:
+    """To the bit, wherever float16 holds it in full precision: so a run that resumes goes on alike."""
+    gradients = [0.3, 1.7, 11.1, 130.0]
+
+    def run(times: float) -> Any:
+        per_rank = [[(g * (r + 1), times * (3 + r)) for g in gradients] for r in range(3)]
+        return tx.simulate(lambda b: trained(tx.mean("data"), b), {"data": 3}, per_rank)
+
+    want = [[seen[:2] for seen in rank] for rank in run(1.0)]
+    for times in (2.0**4, 2.0**10, 2.0**18):
+        assert [[seen[:2] for seen in rank] for rank in run(times)] == want
+
+
+def test_other_dtypes_meet_nowhere_else() -> None:
+    """The weights are told in the store before the first step of float16 parameters, and only there."""
+    met = []
+
+    def one_rank(dtype: torch.dtype) -> None:
+        step = fjoin.train_step(
+            lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)), weight=lambda b: 2.0
+        )
+        exchange = step._mesh.exchange
+        step._mesh.exchange = lambda *args: (met.append(dtype), exchange(*args))[1]  # type: ignore[method-assign]
+        state = step.init({"w": torch.zeros(3, dtype=dtype)})
+        for _ in range(3):
+            state, _ = step(state, 1.0)
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        one_rank(dtype)
+    assert [met.count(d) for d in (torch.float16, torch.bfloat16, torch.float32)] == [3, 2, 2]
+
+
+def real_ranks(weights: list[float]) -> Any:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    return trained(tx.mean("data"), [(16.0 * (mesh.rank + 1), w) for w in weights], mesh=mesh)
+
+
+def test_on_processes(pool: Any) -> None:
+    for seen in pool.run(2, real_ranks, [4096.0, 500_000.0]):
+        assert seen == [(-24.0, -24.0, 8192.0), (-48.0, -48.0, 1_000_000.0)]
