@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ._errors import NonFinite
+from ._errors import DesyncError, NonFinite
 from ._mesh import Mesh
 from ._wire import Outgoing
 from .transforms._base import Skips
@@ -82,6 +82,7 @@ class Guard:
         self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
     ) -> None:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
+        self.step_id = 0.0  # which step of its mesh this is; 0: that does not travel
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
         # The sum of the weights in the newest step of which the host knows it, the same on all ranks; None before the first.
@@ -137,9 +138,13 @@ class Guard:
             outgoing: The gradients after the hook, still to be divided.
             divisor: What they are to be divided by.
             clip: What they are to be multiplied with besides, given their norm once divided; or None.
+
+        Raises:
+            DesyncError: the ranks have called different steps.
         """
         if isinstance(sums["weight"], Tensor):
             return self._judge_on_device(step, sums, outgoing, divisor, clip)
+        self._check_step(step, sums)
         if sums["weight"] == 0:
             return Verdict(False)
         self.weight = sums["weight"]
@@ -165,14 +170,30 @@ class Guard:
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
         idle = sums["weight"] == 0
+        raises = ~fine & ~idle
+        if self.step_id:
+            other = torch.remainder(sums["step_id"], self.ranks * self.step_id) != 0
+            raises, idle = raises | other, idle | other
         found_inf = (~fine | idle).to(torch.float32)
         scale = divisor  # a number is no tensor yet: to bring one to the device would wait for it
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor)
         if not isinstance(scale, Tensor):
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
-        self._remember(step, sums, torch.stack([(~fine & ~idle).to(torch.float64), sums["weight"]]))
+        self._remember(step, sums, torch.stack([raises.to(torch.float64), sums["weight"]]))
         return Verdict(True, scale, found_inf, idle=idle if self.skips else found_inf > 0)
+
+    def _check_step(self, step: int, sums: dict[str, float]) -> None:
+        """Raise DesyncError unless all ranks have called the same step of the mesh.
+
+        Some hooks sum the lane more than once, so that the sum is a multiple of what this rank says.
+        """
+        if self.step_id and sums["step_id"] % (self.ranks * self.step_id):
+            raise DesyncError(
+                f"step {step}: the ranks have called different train_steps of one mesh; nothing has changed. Call them in the same "
+                f"order on all ranks, from one thread, or give each its own fjoin.mesh(...)",
+                step=step,
+            )
 
     def _remember(self, step: int, sums: dict[str, Any], words: Tensor) -> None:
         """Let the host read later whether a step is one to raise for, and the sum of the weights."""
@@ -208,6 +229,7 @@ class Guard:
 
         Raises:
             NonFinite: naming that step.
+            DesyncError: the ranks had called different steps.
         """
         for step, sums, words, event in list(self._pending if newest else self._pending[:-1]):
             if not newest:
@@ -216,6 +238,8 @@ class Guard:
             bad, weight = words.tolist()
             if not newest and weight:
                 self.weight = weight
+            if bad:
+                self._check_step(step, self.host(sums))
             if not self.skips and bad:
                 raise _error(step, self.host(sums), ())
 

@@ -24,6 +24,7 @@ class StepLane:
         wire: Where they are written to be sent: behind the gradients of a bucket, or a buffer of its
             own; None where the hook takes them along by itself.
         dtype: Of what is sent.
+        step_id: Which step of its mesh this is.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...], ranks: int, rank: int) -> None:
@@ -31,6 +32,7 @@ class StepLane:
         self.names: tuple[str, ...] = ()
         self.wire: Tensor | None = None
         self.dtype = torch.float32
+        self.step_id = 0.0
         self._device: torch.device | None = None
 
     def agree(self, values: dict[str, Any]) -> bool:
@@ -100,7 +102,7 @@ class StepLane:
             raise ValueError(
                 f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same"
             )
-        values["has_next"] = float(has_next)
+        values["has_next"], values["step_id"] = float(has_next), self.step_id
         return {name: values.get(name, 0.0) for name in self.names}
 
     def write(self, values: dict[str, Any]) -> None:

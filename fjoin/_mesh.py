@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
@@ -10,6 +11,19 @@ import torch
 from torch import Tensor
 
 from ._axis import Done, GroupAxis, Work
+
+
+class Use:
+    """Which steps a mesh has, and which thread of this rank runs one.
+
+    Attributes:
+        steps: The steps that have been initialised on it, in the same order on all ranks.
+        lock: Held by the thread that runs one.
+        refused: What another thread was told that tried to run one meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.lock, self.refused = 0, threading.RLock(), ""
 
 
 class Mesh:
@@ -29,6 +43,7 @@ class Mesh:
     def __init__(self, shape: dict[str, int], axes: dict[str, Any], rank: int) -> None:
         self.shape, self.axes, self.rank = shape, axes, rank
         self.size = math.prod(shape.values())
+        self.use = Use()
 
     def __repr__(self) -> str:
         return f"mesh({self.shape}, rank={self.rank})"

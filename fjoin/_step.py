@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -72,6 +73,10 @@ class TrainStep:
         """
         if sync not in ("broadcast", "check", None):
             raise ValueError(f"sync must be 'broadcast', 'check' or None, got {sync!r}")
+        with self._alone():
+            return self._init_alone(params, buffers, sync)
+
+    def _init_alone(self, params: Any, buffers: dict[str, Tensor] | None, sync: str | None) -> TrainState:
         self._usable()
         if buffers is None and self._run.on_buffers != identity():
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
@@ -94,6 +99,7 @@ class TrainStep:
 
         layout = make_layout(flat, label, self._bucket_bytes)
         run = self._run
+        run.number()
         check_program(
             self._mesh,
             self.pipeline,
@@ -150,9 +156,15 @@ class TrainStep:
         Raises:
             NonFinite: on all ranks; the state given stays as it was and can be used again.
             PeerLost, CollectiveTimeout: another rank failed or did not come.
+            DesyncError: on all ranks: they have called different steps of one mesh; nothing has changed.
+            JoinError: another thread of this rank runs a step of the same mesh.
             DonatedState, TornState: `state` cannot be stepped any more.
             TypeError, ValueError: what `loss_fn` or `weight` returned cannot be used.
         """
+        with self._alone():
+            return self._step(state, batch)
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         self._usable()
         self._together = False
         turn, body, given = self._turn, None, None
@@ -253,10 +265,11 @@ class TrainStep:
             DesyncError: a rank has other settings of `join`.
         """
         settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
-        self._compare_loops(f"step.join(loader, {settings})")
         own = 4.0 ** (throw + 2 * replays)  # no mean of some of these is another one
         words = torch.tensor([has_batch, own], dtype=torch.float32).to(self._device or "cpu")
-        self._mesh.reduce_(words, self._run.axes).wait()
+        with self._alone():
+            self._compare_loops(f"step.join(loader, {settings})")
+            self._mesh.reduce_(words, self._run.axes).wait()
         have, settings_of_all = words.tolist()
         if settings_of_all != own * self.ranks:
             raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
@@ -275,6 +288,31 @@ class TrainStep:
             self._mesh.failed(error, self._last_step)
 
     # -- failures ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let no other thread of this rank run a step of this mesh meanwhile: their messages would be mixed up.
+
+        One that tries gets an error. This one completes its step, and then ends all ranks.
+        """
+        use = self._mesh.use
+        if self.ranks > 1 and not use.lock.acquire(blocking=False):
+            error = JoinError(
+                "two threads of this rank run steps of one mesh at the same time, so that their messages would be mixed up; "
+                "run them in one thread, or give each its own fjoin.mesh(...)"
+            )
+            use.refused = str(error)
+            self._break(error)
+            raise error
+        try:
+            yield
+            if use.refused and self._broken is None:
+                error = JoinError(use.refused, step=self._last_step)
+                self._break(error)
+                self._mesh.failed(error, self._last_step)
+        finally:
+            if self.ranks > 1:
+                use.lock.release()
 
     def _usable(self) -> None:
         if self._broken is not None:

@@ -118,8 +118,8 @@ def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
     """The names in the lane of a train_step: its own, then the user's sums.
 
     total: the sum of the ranks' factors in the mean; weight, loss: the sums of the weights and of
-    weight * loss; has_next: ranks that have another batch; nonfinite0, ...: a bit for each rank
-    whose loss, or whose own gradient, is not finite.
+    weight * loss; has_next: ranks that have another batch; step_id: which step of its mesh a rank has called, the same on all;
+    nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite.
     """
     masks = (f"nonfinite{i}" for i in range(mask_words(ranks)))
-    return ("total", "weight", "loss", "has_next", *masks, *(f"sum.{name}" for name in sums))
+    return ("total", "weight", "loss", "has_next", "step_id", *masks, *(f"sum.{name}" for name in sums))

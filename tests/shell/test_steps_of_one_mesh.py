@@ -1,0 +1,160 @@
+"""Several train_steps over one mesh: called in the same order on all ranks, from one thread."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_text, same_bits
+from ranks import Ranks
+
+import fjoin
+from fjoin import transforms as tx
+
+HOOKS: dict[str, Any] = {
+    "mean": lambda: tx.mean("data"),
+    "clip": lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(1e4)),
+    "int8": lambda: tx.quantized_mean("data", tx.int8()),
+    "noop": lambda: tx.noop(),
+    "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
+    "left out": lambda: tx.mean("data"),
+}
+
+
+def two_steps(hook: str, mesh: Any = None, on_device: bool = False) -> Any:
+    pipeline = tx.fuse(HOOKS[hook](), tx.sgd(1.0))
+    pipeline = tx.skip_if_nonfinite(pipeline) if hook == "left out" else pipeline
+    mesh = mesh or fjoin.mesh({"data": -1})
+    steps = [fjoin.train_step(lambda p, b, k=k: (p["w"] * b * k).sum(), pipeline, mesh=mesh) for k in (1, 2, 3)]
+    for step in steps:
+        step._run.guard.on_device = on_device
+    return steps, [step.init({"w": torch.zeros(3)}) for step in steps]
+
+
+def in_another_order(rank: int, hook: str, on_device: bool, mesh: Any = None) -> Any:
+    """The error, and whether what is left of the states is as it was before the odd step."""
+    steps, states = two_steps(hook, mesh, on_device)
+    for i in (0, 1, 2):
+        states[i], _ = steps[i](states[i], 1.0)
+    before = [state.clone() for state in states]
+
+    def odd() -> None:
+        order = (1, 2, 0) if rank == 1 else (0, 1, 2)
+        for i in order * 3:  # on a device the host knows two steps later
+            states[i], _ = steps[i](states[i], 1.0)
+
+    text = raises_text(fjoin.DesyncError, odd, "different train_steps", "same order", "nothing has changed")
+    return text, all(same_bits(a.params, b.params) for a, b in zip(before, states, strict=True))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_another_order_on_one_rank_is_noticed_before_anything_changes(hook: str, on_device: bool) -> None:
+    """In the simulator the first rank's error ends all."""
+    for ranks in (2, 3):
+        with pytest.raises(AssertionError, match="all saw it"):
+
+            def one_rank() -> None:
+                text, unchanged = in_another_order(int(tx.axis_index("data")), hook, on_device)
+                assert text and unchanged
+                raise AssertionError("all saw it")
+
+            tx.simulate(one_rank, {"data": ranks})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("hook", ["mean", "int8", "noop"])
+def test_another_order_on_processes(pool: Any, hook: str, ranks: int) -> None:
+    for text, unchanged in pool.run(ranks, out_of_order_on_a_process, hook):
+        assert "different train_steps" in text and unchanged
+
+
+def out_of_order_on_a_process(hook: str) -> Any:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    return in_another_order(mesh.rank, hook, False, mesh)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_same_order_is_fine(hook: str) -> None:
+    """Also after a second init, with 70 steps of one mesh, and with ranks that have no input."""
+
+    def one_rank(n: int) -> Any:
+        mesh = fjoin.mesh({"data": -1})
+        for _ in range(20):
+            steps, states = two_steps(hook, mesh)
+        states[1] = steps[1].init({"w": torch.zeros(3)})
+        for batch in fjoin.join([1.0] * n, steps=steps):
+            for i in (2, 0, 1):
+                states[i], metrics = steps[i](states[i], batch)
+                assert metrics.loss <= 0 or n == 0 or hook == "noop" or hook == "left out"
+        return [state.step for state in states]
+
+    assert tx.simulate(one_rank, {"data": 3}, [3, 0, 2]) == [[3, 3, 3]] * 3
+
+
+def in_two_threads(rank: int, report: Any, late: str) -> None:
+    """The second thread's call comes while the first is in its loss, or `init` or the loop's message does."""
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    inside, refused = threading.Event(), threading.Event()
+
+    def waits(params: Any, batch: Any) -> Any:
+        if batch == 2.0:
+            inside.set()
+            assert refused.wait(60)
+        return (params["w"] * batch).sum()
+
+    def make(loss: Any) -> Any:
+        step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(1.0)), mesh=mesh)
+        return step, step.init({"w": torch.zeros(3)})
+
+    first, state = make(waits)
+    second, other = make(lambda params, batch: (params["w"] * batch).sum())
+    told = []
+
+    def run() -> None:
+        assert inside.wait(60)
+        calls = {
+            "step": lambda: second(other, 1.0),
+            "init": lambda: second.init({"w": torch.zeros(3)}),
+            "join": lambda: next(iter(second.join([1.0]))),
+        }
+        told.append(raises_text(fjoin.JoinError, calls[late], "two threads", "fjoin.mesh(...)"))
+        refused.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    state, _ = first(state, 1.0)
+    state, _ = first(state, 2.0)  # is completed
+    thread.join()
+    for step, last in ((first, state), (second, other)):
+        raises_text(fjoin.FjoinError, lambda step=step, last=last: step(last, 1.0), "cannot go on", "two threads")
+    report((len(told), state.step, state.params["w"].tolist()))
+
+
+@pytest.mark.parametrize("late", ["step", "init", "join"])
+def test_two_threads_are_refused(late: str) -> None:
+    with Ranks(2, in_two_threads, late) as run:
+        for _ in range(2):
+            assert run.next(60)[2] == (1, 2, [-3.0] * 3)
+
+
+def test_on_one_rank_nothing_travels() -> None:
+    steps, states = two_steps("mean", fjoin.mesh({"data": -1}))
+
+    def inner(params: Any, batch: Any) -> Any:
+        done = []
+
+        def run() -> None:
+            done.append(steps[0](states[0], 1.0)[0].step)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert done == [1]
+        return (params["w"] * batch).sum()
+
+    outer = fjoin.train_step(inner, tx.fuse(tx.mean("data"), tx.sgd(1.0)), mesh=steps[0]._mesh)
+    state, _ = outer(outer.init({"w": torch.zeros(3)}), 1.0)
+    assert state.step == 1
