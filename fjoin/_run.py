@@ -19,6 +19,7 @@ from ._mesh import Mesh
 from ._metrics import Metrics
 from ._plain import PlainHook, power_near
 from ._seed import Seed, Unscaling, seed_of
+from ._shadowed import shadowed
 from ._state import Body
 from ._storage import Storage, apart
 from ._taps import Taps
@@ -48,6 +49,7 @@ class Run:
         self.on_buffers = on_buffers
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.axes
+        self._shadowed = shadowed(mesh.axes, self.axes)
         self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
         self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
         with bind_axes(mesh.axes):
@@ -95,9 +97,10 @@ class Run:
         weight = self._loss.weigh(batch) if live else 0.0
         replayed: Tensor | None = None
         if weight or turn is None or not turn.replays:
-            loss, aux, buffers = self._forward(body, batch, weight) if weight else (None, None, body.buffers)
+            axes = self.mesh.axes if turn is None or turn.replays or self.ranks == 1 else self._shadowed
+            loss, aux, buffers = self._forward(body, batch, weight, axes) if weight else (None, None, body.buffers)
         else:  # with others for whom the model communicates
-            replayed, _, buffers = self._forward(body, batch, 0.0)
+            replayed, _, buffers = self._forward(body, batch, 0.0, self.mesh.axes)
             loss, aux = None, None
         share = weight if self.hook.by_weight else float(weight > 0)
         if not body.window:
@@ -164,9 +167,11 @@ class Run:
             )
         return power_near(total) if 0 < total < math.inf else self._usual_unit
 
-    def _forward(self, body: Body, batch: Any, weight: float) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+    def _forward(
+        self, body: Body, batch: Any, weight: float, axes: dict[str, Any]
+    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))
-        with torch.enable_grad(), bind_axes(self.mesh.axes), bind_weight(weight):
+        with torch.enable_grad(), bind_axes(axes), bind_weight(weight):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         if aux is not None or buffers is not None:
             aux, buffers = apart((aux, buffers), body.storage.written())

@@ -227,17 +227,18 @@ class TrainStep:
             empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
             throw_on_early_termination: Raise on all ranks after the step in which the first is out of
                 input. Costs a wait for the step's messages in every iteration.
-            when_exhausted: What a rank does without input, or with a batch of weight 0: "shadow" computes
-                nothing; "replay" runs `loss_fn` on its last batch, whose gradients count nothing: for models
-                that communicate in their forward pass. `transforms.current_weight()` is 0 then. A rank that
-                never has a batch needs `empty`.
+            when_exhausted: What a rank does without input, or with a batch of weight 0: "shadow" computes nothing, so that on
+                several ranks `loss_fn` may not communicate over the step's axes; "replay" runs `loss_fn` on its last batch,
+                whose gradients count nothing: for models that communicate in their forward pass.
+                `transforms.current_weight()` is 0 then. A rank that never has a batch needs `empty`.
 
         Returns:
             An iterable of the batches that the body is to hand to the step. Each `for` loop over it is an epoch.
 
         Raises:
             EarlyTermination: on all ranks, see above.
-            JoinError: the body did not call the step exactly once, or was left early.
+            JoinError: the body did not call the step exactly once, or was left early; out of the step: `loss_fn` communicates
+                although ranks without input do not call it.
             PeerLost: another rank left the loop, or failed.
         """
         return _join.JoinedLoader(
