@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from ._errors import EarlyTermination, JoinError, NoBatch
+from ._look_ahead import look_ahead
 
 B = TypeVar("B")
 _END: Any = object()
@@ -92,7 +94,7 @@ def _iterate(
         given: Any = empty
         more = have > 0
         while more:
-            following = _END if current is _END else _load(steps, batches)
+            following = _END if current is _END else look_ahead(current, partial(_load, steps, batches))
             if current is not _END:
                 given = current
             turns = [Turn(number, current is not _END, following is not _END, replays) for _ in steps]

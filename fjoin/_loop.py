@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
 from ._errors import EarlyTermination, JoinError
 from ._join import _END, NO_BATCH, JoinedLoader
+from ._look_ahead import look_ahead
 from ._loss import weigh
 from ._make_mesh import everyone
 from ._mesh import Mesh
@@ -60,7 +62,7 @@ class Loop(Generic[B]):
                         f"the others have more, and throw_on_early_termination is set",
                         step=self.number,
                     )
-                following = (_END, 0.0) if current is _END else self._load(batches)
+                following = (_END, 0.0) if current is _END else look_ahead(current, partial(self._load, batches))
                 answer = self._sum(*following)  # under way while the body runs
                 self.live, self.weight, self.total = current is not _END, weight, total
                 self.batches += self.live
@@ -152,7 +154,8 @@ def join(
 
     Args:
         loader: Any iterable of batches, of any length on each rank, 0 included. It is asked for the next batch before the
-            body has run on this one, which must therefore stay what it is.
+            body has run on this one, so it must not write that into the memory of this one: a loader that reuses its buffer
+            yields copies. Tensor operations that write there are noticed, numpy's are not.
         steps: What `train_step` made, over the same axes and with the same `accumulate`.
         mesh: The ranks, without `steps`; by default all of them.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
@@ -165,7 +168,8 @@ def join(
 
     Raises:
         EarlyTermination: on all ranks, see above.
-        JoinError: the loop is still running; with `steps`, the body did not call each exactly once.
+        JoinError: the loop is still running; the loader has written into the batch that it gave before; with `steps`, the
+            body did not call each exactly once.
         PeerLost: another rank left the loop by break, return or an exception: the mesh is taken down, by default the
             default process group. Ranks that wait in a module's own messages end with the backend's error: over groups
             of its own, such as those of `fully_shard`, at their time-out.

@@ -223,7 +223,9 @@ class TrainStep:
         asks whether anybody has a batch. The body must call the step exactly once in each iteration.
 
         Args:
-            loader: Any iterable of batches, of any length on each rank, 0 included.
+            loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
+                memory of the current one: a loader that reuses its buffer yields copies. Tensor operations that write there
+                are noticed, numpy's are not.
             empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
             throw_on_early_termination: Raise on all ranks after the step in which the first is out of
                 input. Costs a wait for the step's messages in every iteration.
@@ -237,7 +239,8 @@ class TrainStep:
 
         Raises:
             EarlyTermination: on all ranks, see above.
-            JoinError: the body did not call the step exactly once, or was left early; out of the step: `loss_fn` communicates
+            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the batch
+                that it gave before; out of the step: `loss_fn` communicates
                 although ranks without input do not call it.
             PeerLost: another rank left the loop, or failed.
         """

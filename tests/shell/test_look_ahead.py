@@ -1,0 +1,124 @@
+"""Loops look one batch ahead: a loader that writes the next batch over the current one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_text
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def step_of() -> Any:
+    step = fjoin.train_step(lambda p, b: (p["w"] * _number(b)).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)))
+    return step, step.init({"w": torch.zeros(1)})
+
+
+def _number(batch: Any) -> Any:
+    return batch["x"][0] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
+
+
+def by_step(loader: Any) -> float:
+    step, state = step_of()
+    for batch in step.join(loader):
+        state, _ = step(state, batch)
+    return float(state.params["w"])
+
+
+def by_steps(loader: Any) -> float:
+    (a, first), (b, second) = step_of(), step_of()
+    for batch in fjoin.join(loader, steps=[a, b]):
+        (first, _), (second, _) = a(first, batch), b(second, batch)
+    assert torch.equal(first.params["w"], second.params["w"])
+    return float(first.params["w"])
+
+
+def by_loop(loader: Any) -> float:
+    return -sum(float(_number(batch)) for batch in fjoin.join(loader))
+
+
+LOOPS = pytest.mark.parametrize("loop", [by_step, by_steps, by_loop])
+
+
+def filled() -> Iterator[Any]:
+    buffer = torch.zeros(1)
+    for i in range(4):
+        yield buffer.fill_(i)
+
+
+def viewed() -> Iterator[Any]:
+    buffer = torch.zeros(8)
+    for i in range(4):
+        buffer[:4] = i
+        yield {"x": (buffer[:4].view(2, 2).mean(), buffer[:4]), "name": "text"}
+
+
+def labelled() -> Iterator[Any]:
+    """Only the labels lie in a buffer that is used again."""
+    labels = torch.zeros(1, dtype=torch.long)
+    for i in range(4):
+        labels.copy_(torch.tensor([i]))
+        yield torch.tensor(float(i)), labels
+
+
+@LOOPS
+@pytest.mark.parametrize("loader", [filled, viewed, labelled])
+def test_a_buffer_that_is_used_again_is_refused(loop: Any, loader: Any) -> None:
+    raises_text(fjoin.JoinError, lambda: loop(loader()), "memory of the current one", "copy the batch in the loader")
+    raises_text(
+        fjoin.JoinError,
+        lambda: tx.simulate(lambda r: loop(loader() if r else []), {"data": 2}, [1, 0]),
+        "copy the batch",
+    )
+
+
+def copied() -> Iterator[Any]:
+    return (batch.clone() for batch in filled())
+
+
+def alternating() -> Iterator[Any]:
+    buffers = torch.zeros(1), torch.zeros(1)
+    for i in range(4):
+        yield buffers[i % 2].fill_(i)
+
+
+def slices_of_a_growing_store() -> Iterator[Any]:
+    store = torch.zeros(4)
+    for i in range(4):
+        store[i] = i
+        yield store[i]
+
+
+FINE = [copied, alternating, slices_of_a_growing_store]
+
+
+@LOOPS
+@pytest.mark.parametrize("loader", FINE)
+def test_other_loaders_are_not(loop: Any, loader: Any) -> None:
+    assert loop(loader()) == -6.0
+
+
+@LOOPS
+def test_the_same_batch_again_is_fine(loop: Any) -> None:
+    batch = torch.tensor(2.0)
+    assert loop([batch] * 3) == -6.0
+    assert loop([{"x": (batch,)}] * 3) == -6.0
+
+
+def test_a_body_may_write_into_its_batch() -> None:
+    batch, seen = torch.tensor(1.0), []
+    for one in fjoin.join([batch] * 3):
+        seen.append(one.mul_(2).item())
+    assert seen == [2.0, 4.0, 8.0]
+
+
+def test_tensors_without_a_version_pass() -> None:
+    with torch.inference_mode():
+        batches = [torch.tensor(2.0), torch.tensor(4.0)]
+    assert by_loop(batches) == -6.0
+    sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse()]
+    assert len(list(fjoin.join(sparse))) == 2
