@@ -63,6 +63,7 @@ class Run:
         else:
             self.hook = HookRun(pipeline.hook, plan, mesh, self._lane, self.guard, accumulate > 1)
         self._usual_unit, self._first_weight = self.hook.unit, 0.0
+        self._reached = False  # whether a backward pass has reached a parameter
         self._unscaling = Unscaling(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: Queue | None = None
         self.token = object()  # by which states know the step they belong to, without keeping it alive
@@ -115,7 +116,7 @@ class Run:
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 with self._taps.keeping():
-                    seed.backward(loss)
+                    self._backward(seed, loss, storage)
             elif replayed is not None:
                 with storage.grads_aside(), self._taps.keeping():
                     NOTHING.backward(replayed)
@@ -135,7 +136,7 @@ class Run:
         if self._unscaling is not None:
             self._unscaling.rest = seed.rest
         if loss is not None:
-            seed.backward(loss)
+            self._backward(seed, loss, storage)
         elif replayed is not None:
             with queue.muted(storage):
                 NOTHING.backward(replayed)
@@ -150,6 +151,25 @@ class Run:
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
+
+    def _backward(self, seed: Seed, loss: Tensor, storage: Storage) -> None:
+        """The backward pass; in the first one since `init`, a check that it reaches some parameter.
+
+        Raises:
+            ValueError: it reaches none.
+        """
+        seed.backward(loss)
+        if self._reached:
+            return
+        queue = self._taps.queue
+        taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
+        if storage.leaves and not taken and all(leaf.grad is None for leaf in storage.leaves.values()):
+            raise ValueError(
+                "the loss depends on none of params: no parameter has got a gradient. Does loss_fn call the module itself? Then write "
+                "apply, params, buffers = fjoin.functional(module) and call apply(params, buffers, ...) in loss_fn; to leave a "
+                "batch out, give it weight 0"
+            )
+        self._reached = True
 
     def _unit(self, storage: Storage, weight: float) -> float:
         """What the gradients of a window are multiplied with while they are summed, a power of two.

@@ -159,7 +159,7 @@ class TrainStep:
             DesyncError: on all ranks: they have called different steps of one mesh; nothing has changed.
             JoinError: another thread of this rank runs a step of the same mesh.
             DonatedState, TornState: `state` cannot be stepped any more.
-            TypeError, ValueError: what `loss_fn` or `weight` returned cannot be used.
+            TypeError, ValueError: what `loss_fn` or `weight` returned cannot be used; the first loss depends on no parameter.
         """
         with self._alone():
             return self._step(state, batch)
