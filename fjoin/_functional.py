@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ class Apply:
 
     `apply(params, buffers, *args, **kwargs)` returns what the module returns and leaves `buffers` as
     they are; `apply.with_buffers(...)` returns `(out, buffers)` with those that the module updated,
-    such as running statistics. What is missing in `buffers` has the value it had when `functional` was
-    called; `params` must be complete, since no second copy of them is kept.
+    such as running statistics. The first call of `apply(...)` that throws such an update away warns.
+    What is missing in `buffers` has the value it had when `functional` was called; `params` must be
+    complete, since no second copy of them is kept.
     """
 
     def __init__(self, module: nn.Module, trained: frozenset[str]) -> None:
@@ -25,6 +27,7 @@ class Apply:
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
         self._own: list[tuple[dict[str, Any], str, Any]] = []
         self._updated: dict[str, Tensor] = {}
+        self._warned = False
         first: dict[int, str] = {}
         for prefix, part in module.named_modules():
             for kind in (part._parameters, part._buffers):
@@ -41,19 +44,27 @@ class Apply:
     def __call__(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The forward pass.
 
+        Warns:
+            UserWarning: once, where the module updates buffers: what it makes of them is thrown away.
+
         Raises:
             ValueError: a path that the module does not have.
         """
-        return self._call(params, buffers, args, kwargs)[0]
+        return self._call(params, buffers, args, kwargs, keeps=False)[0]
 
     def with_buffers(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """The forward pass and the buffers after it, as `(out, buffers)`."""
-        return self._call(params, buffers, args, kwargs)
+        return self._call(params, buffers, args, kwargs, keeps=True)
 
     def _call(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        keeps: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
         # The module writes into its buffers in place: let it write into copies.
         new = {path: buffers.get(path, b).clone() for path, b in self._updated.items()} if self._updated else {}
@@ -69,10 +80,31 @@ class Apply:
             for path, tensor in given.items():
                 for holder, name in self._places[path]:
                     holder[name] = tensor
-            return self._module(*args, **kwargs), self._after(buffers)
+            out = self._module(*args, **kwargs)
+            if not keeps and not self._warned:
+                self._warn_of_updates(new)
+            return out, self._after(buffers)
         finally:
             for holder, name, tensor in self._own:
                 holder[name] = tensor
+
+    def _warn_of_updates(self, new: dict[str, Tensor]) -> None:
+        """Warn if the module has updated buffers, given as they were: written in place, or replaced by assignment."""
+        updated = []
+        for path, tensor in new.items():
+            holder, name = self._places[path][0]
+            if holder[name] is not tensor or (not tensor.is_inference() and tensor._version):
+                updated.append(path)
+        if not updated:
+            return
+        self._warned = True
+        warnings.warn(
+            f"this forward pass has updated buffers of the module, {updated[0]!r} among them, which apply(params, buffers, ...) throws "
+            f"away, so that the module in eval mode will use the old ones; keep them by out, buffers = "
+            f"apply.with_buffers(params, buffers, ...), which train_step takes as step.init(params, buffers) and "
+            f"loss_fn(params, buffers, batch) -> (loss, aux, buffers); where they are not wanted put the module into eval mode",
+            stacklevel=4,
+        )
 
     def _after(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """The buffers as the module has left them: written in place, or replaced by assignment."""

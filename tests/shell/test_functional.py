@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from helpers import max_diff, raises_text, same_bits
 from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+
+THROWS_AWAY = pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
 
 
 class Tied(nn.Module):
@@ -50,6 +54,7 @@ def test_it_is_the_module() -> None:
     assert after["calls"] == 1 and buffers["calls"] == 0
 
 
+@THROWS_AWAY
 def test_it_is_pure() -> None:
     module = Tied()
     before = {k: v.clone() for k, v in module.state_dict().items()}
@@ -62,6 +67,7 @@ def test_it_is_pure() -> None:
     assert not torch.equal(apply({k: p + 1 for k, p in params.items()}, buffers, X), a)
 
 
+@THROWS_AWAY
 def test_a_shared_tensor_gets_one_gradient() -> None:
     module = Tied()
     apply, params, buffers = fjoin.functional(module)
@@ -93,6 +99,7 @@ def test_it_keeps_no_second_copy_of_what_is_trained() -> None:
     assert apply(params, {}, torch.ones(3)).shape == (2,), "an error leaves nothing behind"
 
 
+@THROWS_AWAY
 def test_an_error_in_the_module_leaves_it_as_it_was() -> None:
     apply, params, buffers = fjoin.functional(Tied())
     before = apply(params, buffers, X)
@@ -122,3 +129,68 @@ def test_training_a_model_with_all_of_that() -> None:
 
     a, b = tx.simulate(one_rank, {"data": 2}, [X, X[:3]])
     assert same_bits(a, b)
+
+
+def normed(**settings: Any) -> Any:
+    return fjoin.functional(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **settings)))
+
+
+ROWS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("given", ["none", "all"])
+def test_updates_of_buffers_that_are_thrown_away_are_warned_of_once(given: str) -> None:
+    apply, params, buffers = normed()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            apply(params, buffers if given == "all" else {}, ROWS)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    for part in (
+        "'1.num_batches_tracked'",
+        "apply.with_buffers(params, buffers, ...)",
+        "step.init(params, buffers)",
+        "eval mode",
+    ):
+        assert part in str(seen[0].message)
+
+
+def test_updates_by_assignment_are_seen_too() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.tensor(0))
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return x * self.scale
+
+    apply, params, _ = fjoin.functional(Counts())
+    with pytest.warns(UserWarning, match="'calls'"):
+        apply(params, {}, ROWS)
+
+
+def test_a_train_step_that_throws_statistics_away_warns() -> None:
+    apply, params, _ = normed()
+    step = fjoin.train_step(lambda p, b: apply(p, {}, b).square().mean(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    with pytest.warns(UserWarning, match="throws away"):
+        step(step.init(params), ROWS)
+
+
+def test_what_updates_nothing_does_not_warn() -> None:
+    """Warnings are errors here."""
+    for module in (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(),
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)),
+        nn.Sequential(nn.Linear(3, 4), nn.Dropout()),
+    ):
+        apply, params, buffers = fjoin.functional(module)
+        apply(params, {}, ROWS)
+        apply(params, buffers, ROWS)
+        with torch.inference_mode():
+            apply(params, buffers, ROWS)
+    apply, params, buffers = normed()
+    for _ in range(2):
+        _, buffers = apply.with_buffers(params, buffers, ROWS)
+    assert buffers["1.num_batches_tracked"] == 2
