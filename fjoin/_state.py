@@ -12,6 +12,7 @@ from ._errors import DonatedState, TornState
 from ._hook_state import HookState
 from ._storage import Storage
 from .transforms._fuse import PipelineState
+from .transforms._tree import registered
 from .transforms.optimizers._inject import with_hyperparameters
 
 
@@ -64,7 +65,11 @@ class TrainState:
     cannot be used afterwards. Tensors taken out of it are views that the next step overwrites;
     `clone` keeps them.
 
+    The containers in `state.params`, such as a dict, are made for whoever reads them, and no step looks at them: an entry that is
+    assigned is noticed at the next use of the state. Write into the tensors, or start from other ones by `step.init`.
+
     Raises:
+        TypeError: on the next use after an entry of `state.params` has been assigned or deleted.
         DonatedState, TornState: on any use after a step has taken it, or has failed in changing it.
 
     >>> from fjoin import transforms as tx
@@ -76,13 +81,17 @@ class TrainState:
     (tensor([1., 1.]), tensor([0.5000, 0.0000]), 1)
     """
 
-    __slots__ = ("_body", "_version")
+    __slots__ = ("_body", "_read", "_version")
 
     def __init__(self, body: Body) -> None:
         self._body, self._version = body, body.version
+        self._read: tuple[Any, dict[str, Tensor]] | None = (
+            None  # the parameters as they were last read, and their leaves then
+        )
 
     def _claim(self, owner: object = None) -> Body:
         body = self._body
+        self._check_read()
         if owner is not None and body.owner is not owner:
             raise ValueError(
                 "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
@@ -103,7 +112,26 @@ class TrainState:
     def params(self) -> Any:
         """The parameters, in the tree given to `init`: views that the next step overwrites."""
         body = self._claim()
-        return body.rebuild({path: leaf.detach() for path, leaf in body.storage.leaves.items()})
+        leaves = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
+        tree = body.rebuild(leaves)
+        self._read = tree, leaves
+        return tree
+
+    def _check_read(self) -> None:
+        if self._read is None:
+            return
+        tree, leaves = self._read
+        names, now, _ = registered(tree)
+        if len(now) == len(leaves) and all(leaves.get(n) is x for n, x in zip(names, now, strict=True)):
+            return
+        self._read = None  # said once
+        found = dict(zip(names, now, strict=True))
+        changed = [path for path in {**leaves, **found} if leaves.get(path) is not found.get(path)]
+        raise TypeError(
+            f"state.params was changed: {changed[0]!r} was assigned or deleted, but no step looks at this container, which is made for "
+            f"whoever reads it; write into the tensor, state.params[{changed[0]!r}].copy_(value), on all ranks alike, start from "
+            f"other parameters by step.init(params), or change a copy of it, dict(state.params)"
+        )
 
     @property
     def buffers(self) -> dict[str, Tensor] | None:
