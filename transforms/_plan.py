@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ._base import Transform
+from ._base import Pipeline, Transform
 from ._combine import chain, stages
 from ._spec import _FACTORIES
 from .axes._primitive import names
@@ -75,6 +75,16 @@ def axes_of(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
             if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
                 found.add(name)
     return found.union(*(axes_of(child, mesh_axes) for child in hook.spec.children if isinstance(child, Transform)))
+
+
+def sends_nothing(pipeline: Pipeline, mesh_axes: Collection[str]) -> bool:
+    """Whether nothing in a pipeline communicates, and no `noop` in it says that this is meant."""
+    parts = [part for part in (pipeline.hook, pipeline.after) if part is not None]
+    return not any(axes_of(part, mesh_axes) or _holds(part, "noop") for part in parts)
+
+
+def _holds(part: Any, name: str) -> bool:
+    return part.spec.name == name or any(_holds(child, name) for child in part.spec.children)
 
 
 def _summed_over(hook: Transform, mesh_axes: Collection[str]) -> set[str]:

@@ -1,0 +1,65 @@
+"""A pipeline that reduces nothing, on several ranks: they drift apart, so that it must say noop where that is meant."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def _negate(g: Tensor) -> Tensor:
+    return -g
+
+
+def _average(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
+    return tx.pmean(p, "data"), s
+
+
+def warned(pipeline: tx.Pipeline, ranks: int) -> list[str]:
+    """What the ranks warn of in `init`, all of them."""
+
+    def one_rank() -> None:
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline)
+        step.init({"w": torch.zeros(2)})
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tx.simulate(one_rank, {"data": ranks})
+    assert all(warning.filename == __file__ for warning in seen)
+    return [str(warning.message) for warning in seen]
+
+
+SGD = tx.sgd(0.1)
+SILENT = {
+    "identity": tx.fuse(tx.identity(), SGD),
+    "clip": tx.fuse(tx.chain(tx.clip_by_value(1.0), tx.clip_by_global_norm(1.0)), SGD),
+    "by path": tx.fuse(tx.partition({"*": tx.clip_by_value(1.0)}), SGD),
+    "left out": tx.skip_if_nonfinite(tx.fuse(tx.every(2, tx.identity()), SGD)),
+}
+TALKS = {
+    "mean": tx.fuse(tx.mean("data"), SGD),
+    "some": tx.fuse(tx.masked(tx.mean("data"), "*"), SGD),
+    "noop": tx.fuse(tx.noop(), SGD),
+    "noop and more": tx.fuse(tx.chain(tx.clip_by_value(1.0), tx.noop()), SGD),
+    "after": tx.fuse(tx.identity(), SGD, after=tx.every(2, tx.mean("data"))),
+    "by hand": tx.fuse(tx.Transform(lambda p: (), _average), SGD),
+    "a function": tx.fuse(tx.stateless(_negate), SGD),  # which may communicate
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_one_rank_warns(name: str) -> None:
+    (text,) = warned(SILENT[name], 3)
+    assert all(part in text for part in ("reduces", "3 ranks", "tx.mean('data')", "tx.noop()"))
+    assert warned(SILENT[name], 1) == []
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_others_do_not(name: str) -> None:
+    assert warned(TALKS[name], 2) == []
