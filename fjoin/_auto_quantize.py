@@ -41,9 +41,10 @@ def auto_quantize(
 
     Returns:
         A function with the arguments and the meaning of `func`, `group`, `async_op` and split sizes included, by position
-        or by name. It fills the tensors that it is given, of any shape, strides and floating-point dtypes, and returns None, or
-        a dist.Work with `async_op=True`: `wait()` fills them. Shapes may differ between ranks in all_to_all and all_gather, on
-        gloo too. With `async_op=True`, all_reduce on three ranks and more waits in the call for the first of its messages.
+        or by name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize does. It fills
+        the tensors that it is given, of any shape, strides and floating-point dtypes, and returns None, or a dist.Work with
+        `async_op=True`: `wait()` fills them. Shapes may differ between ranks in all_to_all and all_gather, on gloo too. With
+        `async_op=True`, all_reduce on three ranks and more waits in the call for the first of its messages.
 
     Raises:
         TypeError: another function, or no codec; when called: an argument that `func` has not, or a tensor that is not
@@ -72,7 +73,7 @@ def auto_quantize(
     @functools.wraps(func)
     def encoded(*args: Any, **kwargs: Any) -> dist.Work | None:
         try:
-            given = signature.bind(*args, **kwargs)
+            given = signature.bind(*args, **_by_torchs_names(func, kwargs))
         except TypeError as error:
             raise TypeError(f"{func.__name__}: {error}; it takes {signature}") from None
         given.apply_defaults()
@@ -94,6 +95,19 @@ def auto_quantize(
         return None
 
     return encoded
+
+
+# The names that torch's auto_quantize has for arguments of all_to_all_single.
+_SPLITS = {"out_splits": "output_split_sizes", "in_splits": "input_split_sizes"}
+
+
+def _by_torchs_names(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if func is not dist.all_to_all_single:
+        return kwargs
+    for old, new in _SPLITS.items():
+        if old in kwargs and new in kwargs:
+            raise TypeError(f"{old} and {new} are the same argument; give one of them")
+    return {_SPLITS.get(name, name): value for name, value in kwargs.items()}
 
 
 def _codec_of(qtype: Any) -> Codec:

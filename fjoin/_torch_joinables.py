@@ -56,10 +56,16 @@ class DDPHook(JoinHook):
         self._handles: list[Any] = []
         self._in_window = False  # whether gradients of no_sync passes are waiting at the parameters
         self._kept_flag: bool | None = None
+        # torch's name for what a Join has been asked for, where other code reads it.
+        self._told, self._told_before = {"_divide_by_initial_world_size": by_world}, dict[str, Any]()
         self._kept: list[Tensor | None] = []
 
     def enter(self) -> None:
         ddp = self.ddp
+        if ddp.logger is not None:  # join_uneven_inputs in what DDP logs
+            ddp.logger._set_uneven_input_join()
+        self._told_before = {name: vars(ddp)[name] for name in self._told if name in vars(ddp)}
+        vars(ddp).update(self._told)
         ddp._sync_buffers = self._sync_buffers  # type: ignore[method-assign]
         self._handles = [ddp.register_forward_hook(self._after_forward)]
         if not self._by_world:
@@ -69,7 +75,9 @@ class DDPHook(JoinHook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.ddp.__dict__.pop("_sync_buffers", None)
+        for name in ("_sync_buffers", *self._told):
+            vars(self.ddp).pop(name, None)
+        vars(self.ddp).update(self._told_before)
 
     # -- on a rank with input ------------------------------------------------------------------
 

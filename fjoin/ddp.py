@@ -125,6 +125,13 @@ class Handle:
         run.step, run.total = state_dict["step"], state_dict["total"]
 
 
+class _Live(list[Any]):
+    """The hooks of a module that is registered. A copy of the module, pickled or deep, has none: its buckets are its own."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, ()
+
+
 def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: Mesh | None = None) -> Handle:
     """Let a hook, or a whole fused pipeline, be the communication hook of a DistributedDataParallel.
 
@@ -140,6 +147,9 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     A mean over weights takes the weight that `handle.weight(w)` has set before backward: one message more, of one number,
     with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input counts 0; so with a
     pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
+
+    The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered again, and the
+    state of the hook is in `handle.state_dict()`.
 
     With a pipeline, parameters that no rank uses, where find_unused_parameters or static_graph allow that, are left
     alone, as by torch.optim: one more small message in each step.
@@ -188,6 +198,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
 
     fjoin_hook.__annotations__ = {}  # which torch compares with objects, not with the texts that they are here
     model.register_comm_hook(run, fjoin_hook)
+    model._comm_hooks = _Live(model._comm_hooks)
     REGISTERED.add(model)
     return Handle(run)
 

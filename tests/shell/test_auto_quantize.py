@@ -279,11 +279,17 @@ def mistakes() -> None:
         raises_text(ValueError, lambda: reduce(torch.ones(1).expand(4)), "expanded", ".clone()")
         raises_text(
             TypeError,
-            lambda: single(x, x, out_splits=[2, 2]),
+            lambda: single(x, x, [2, 2], out_splits=[2, 2]),
             "all_to_all_single",
-            "'out_splits'",
             "output_split_sizes",
         )
+        raises_text(
+            TypeError,
+            lambda: single(x, x, output_split_sizes=[2, 2], out_splits=[2, 2]),
+            "out_splits",
+            "output_split_sizes",
+        )
+        raises_text(TypeError, lambda: gather([x, x], x, out_splits=[2, 2]), "'out_splits'")
         raises_text(TypeError, lambda: gather([x, x], x, nonsense=3), "'nonsense'")
         raises_text(TypeError, lambda: gather([x, x]), "'tensor'")
     assert not sent
@@ -317,3 +323,21 @@ def test_it_has_the_signature_of_what_it_wraps() -> None:
         if hasattr(dist, name):  # the names since torch 2.13
             f = fjoin.auto_quantize(getattr(dist, name), "fp16")
             assert inspect.signature(f) == inspect.signature(getattr(dist, name)) and f.__name__ == name
+
+
+def with_torchs_names() -> Any:
+    """Rank r sends r + 1 floats to rank 0 and the others to rank 1."""
+    me = dist.get_rank()
+    x, splits = torch.arange(4.0) + 10 * me, [me + 1, 3 - me]
+    outs = []
+    for names in (("output_split_sizes", "input_split_sizes"), ("out_splits", "in_splits")):
+        taken = [3, 2] if me else [1, 2]
+        out = torch.zeros(sum(taken))
+        fjoin.auto_quantize(dist.all_to_all_single, "fp16")(out, x, **dict(zip(names, (taken, splits), strict=True)))
+        outs.append(out)
+    assert torch.equal(*outs)
+    return outs[1].tolist()
+
+
+def test_split_sizes_by_the_names_of_torchs_auto_quantize(pool: Any) -> None:
+    assert pool.run(2, with_torchs_names) == [[0.0, 10.0, 11.0], [1.0, 2.0, 3.0, 12.0, 13.0]]
