@@ -194,7 +194,7 @@ class Run:
         with torch.enable_grad(), bind_axes(axes), bind_weight(weight):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         if aux is not None or buffers is not None:
-            aux, buffers = apart((aux, buffers), body.storage.written())
+            aux, buffers = apart((aux, buffers), body.storage.written(bool(body.window)))
         return loss, aux, buffers
 
     def _step_together(

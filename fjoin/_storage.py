@@ -102,9 +102,9 @@ class Storage:
             for leaf, grad in kept.items():
                 leaf.grad = grad
 
-    def written(self) -> list[Tensor]:
-        """The memory that a step overwrites: the parameters, and the gradients gathered within a window."""
-        grads = (leaf.grad for leaf in self.leaves.values())
+    def written(self, within: bool) -> list[Tensor]:
+        """The memory that a step overwrites: the parameters, and `within` a window the gradients gathered so far."""
+        grads = (leaf.grad for leaf in self.leaves.values()) if within else ()
         return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
 
     def optimizer_states(self) -> dict[str, Any]:
