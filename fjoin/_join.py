@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from ._errors import EarlyTermination, JoinError, NoBatch
-from ._look_ahead import look_ahead
+from ._look_ahead import LookAhead
 
 B = TypeVar("B")
 _END: Any = object()
@@ -81,7 +81,7 @@ def _iterate(
     first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
     number, finished, replays = 0, False, when_exhausted == "replay"
     try:
-        batches = iter(loader)
+        batches, look_ahead = iter(loader), LookAhead()
         current = _load(steps, batches)
         have = first._count(current is not _END, throw_on_early_termination, replays)
         if throw_on_early_termination and 0 < have < first.ranks:

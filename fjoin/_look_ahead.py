@@ -14,26 +14,49 @@ from ._errors import JoinError
 B = TypeVar("B")
 
 
-def look_ahead(current: Any, load: Callable[[], B]) -> B:
-    """The next batch.
+class LookAhead:
+    """Loads the next batch in a loop, and notices a loader that writes it into the memory of the current one.
 
-    Raises:
-        JoinError: the loader has written it into the memory of the current one.
+    Writes by tensor operations count up the version of a tensor. Those by others, such as numpy, do not: of tensors in others'
+    memory that the loader has given twice a copy is kept, so that a write is noticed one batch later.
     """
-    held = [(tensor, tensor._version) for tensor in _tensors(current)]
-    following = load()
-    written = {tensor.data_ptr() for tensor, version in held if tensor._version != version}
-    for tensor in _tensors(following) if written else ():
-        if tensor.data_ptr() in written:
-            raise JoinError(
-                f"the loader has written the next batch into the memory of the current one, a tensor of shape "
-                f"{tuple(tensor.shape)}, which the loop has still to use: it looks one batch ahead; copy the batch in the loader, "
-                f"for example by yield batch.clone()"
-            )
-    return following
+
+    def __init__(self) -> None:
+        self._again: set[int] = set()  # where tensors in others' memory begin that were given twice
+
+    def __call__(self, current: Any, load: Callable[[], B]) -> B:
+        """The next batch.
+
+        Raises:
+            JoinError: the loader has written it into the memory of the current one.
+        """
+        held = {tensor.data_ptr(): (tensor, tensor._version, self._copy(tensor)) for tensor in _tensors(current)}
+        following = load()
+        for tensor in _tensors(following):
+            start = tensor.data_ptr()
+            if start not in held:
+                continue
+            before, version, copy = held[start]
+            if before._version != version or (copy is not None and not torch.equal(copy, _bytes(before))):
+                raise JoinError(
+                    f"the loader has written the next batch into the memory of the current one, a tensor of shape "
+                    f"{tuple(tensor.shape)}, which the loop has still to use: it looks one batch ahead; copy the batch in the "
+                    f"loader, for example by yield batch.clone()"
+                )
+            if not tensor.untyped_storage().resizable():
+                self._again.add(start)
+        return following
+
+    def _copy(self, tensor: Tensor) -> Tensor | None:
+        return _bytes(tensor).clone() if tensor.data_ptr() in self._again else None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor: equal also where it holds NaN."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    """The tensors of a batch that say whether they have been written to."""
+    """The tensors of a batch that have a version."""
     tensors = (leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor))
     return [t for t in tensors if t.layout is torch.strided and t.numel() and not t.is_inference()]

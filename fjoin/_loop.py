@@ -10,7 +10,7 @@ import torch
 
 from ._errors import EarlyTermination, JoinError
 from ._join import _END, NO_BATCH, JoinedLoader
-from ._look_ahead import look_ahead
+from ._look_ahead import LookAhead
 from ._loss import weigh
 from ._make_mesh import everyone
 from ._mesh import Mesh
@@ -52,7 +52,7 @@ class Loop(Generic[B]):
         self.number, self.batches = 0, 0
         answer: _Sum | None = None
         try:
-            batches, given = iter(self._loader), self._empty
+            batches, given, look_ahead = iter(self._loader), self._empty, LookAhead()
             current, weight = self._load(batches)
             total, have = self._sum(current, weight).wait()
             while have:
@@ -155,7 +155,7 @@ def join(
     Args:
         loader: Any iterable of batches, of any length on each rank, 0 included. It is asked for the next batch before the
             body has run on this one, so it must not write that into the memory of this one: a loader that reuses its buffer
-            yields copies. Tensor operations that write there are noticed, numpy's are not.
+            yields copies. Tensor operations that write there are noticed at once, numpy's a batch later.
         steps: What `train_step` made, over the same axes and with the same `accumulate`.
         mesh: The ranks, without `steps`; by default all of them.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.

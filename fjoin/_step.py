@@ -236,7 +236,7 @@ class TrainStep:
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
                 memory of the current one: a loader that reuses its buffer yields copies. Tensor operations that write there
-                are noticed, numpy's are not.
+                are noticed at once, numpy's a batch later.
             empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
             throw_on_early_termination: Raise on all ranks after the step in which the first is out of
                 input. Costs a wait for the step's messages in every iteration.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import raises_text
@@ -65,8 +66,24 @@ def labelled() -> Iterator[Any]:
         yield torch.tensor(float(i)), labels
 
 
+def from_numpy() -> Iterator[Any]:
+    """Noticed once the same memory has been given twice."""
+    buffer = np.zeros(1, dtype=np.float32)
+    for i in range(4):
+        buffer[:] = i
+        yield torch.from_numpy(buffer)
+
+
+def of_one_numpy() -> Iterator[Any]:
+    buffer = np.full(2, np.nan)
+    tensor = torch.from_numpy(buffer)
+    for i in range(4):
+        buffer[0] = i
+        yield tensor[0]
+
+
 @LOOPS
-@pytest.mark.parametrize("loader", [filled, viewed, labelled])
+@pytest.mark.parametrize("loader", [filled, viewed, labelled, from_numpy, of_one_numpy])
 def test_a_buffer_that_is_used_again_is_refused(loop: Any, loader: Any) -> None:
     raises_text(fjoin.JoinError, lambda: loop(loader()), "memory of the current one", "copy the batch in the loader")
     raises_text(
@@ -93,7 +110,12 @@ def slices_of_a_growing_store() -> Iterator[Any]:
         yield store[i]
 
 
-FINE = [copied, alternating, slices_of_a_growing_store]
+def new_arrays() -> Iterator[Any]:
+    for i in range(4):
+        yield torch.from_numpy(np.full(1, i, dtype=np.float32))
+
+
+FINE = [new_arrays, copied, alternating, slices_of_a_growing_store]
 
 
 @LOOPS
@@ -107,6 +129,9 @@ def test_the_same_batch_again_is_fine(loop: Any) -> None:
     batch = torch.tensor(2.0)
     assert loop([batch] * 3) == -6.0
     assert loop([{"x": (batch,)}] * 3) == -6.0
+    constant = np.full(1, 2.0, dtype=np.float32)
+    assert loop(torch.from_numpy(constant) for _ in range(3)) == -6.0
+    assert loop([{"x": (batch, torch.from_numpy(np.full(3, np.nan)))}] * 3) == -6.0
 
 
 def test_a_body_may_write_into_its_batch() -> None:
