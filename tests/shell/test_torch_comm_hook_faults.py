@@ -110,7 +110,7 @@ def test_whole_channels_still_travel_with_an_empty_one(pool: Any) -> None:
     """For 512 elements 1024 bytes and two scales of 8; ours 512, a scale of 5, and the weight and counts in words of 8."""
     ((theirs, ours),) = pool.run(1, padded, 512)
     assert theirs == 1024 + 16, "torch pads to whole channels now"
-    assert 512 + 5 < ours <= 512 + 8 + 5 * 8
+    assert 512 + 5 < ours <= 512 + 8 + 6 * 8
 
 
 def no_subgroup() -> str:
