@@ -182,9 +182,9 @@ class Run:
             return self._usual_unit
         total = self.guard.weight
         if total is None:
-            total = self._first_weight = self._first_weight or self.mesh.exchange(
-                weight * self._accumulate, sum, self.axes
-            )
+            if not self._first_weight:
+                self._first_weight = self.mesh.exchange("the first step", weight * self._accumulate, sum, self.axes)
+            total = self._first_weight
         return power_near(total) if 0 < total < math.inf else self._usual_unit
 
     def _forward(

@@ -105,7 +105,8 @@ def test_other_dtypes_meet_nowhere_else() -> None:
 
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         one_rank(dtype)
-    assert [met.count(d) for d in (torch.float16, torch.bfloat16, torch.float32)] == [3, 2, 2]
+    usual = met.count(torch.float32)
+    assert (met.count(torch.float16), met.count(torch.bfloat16)) == (usual + 1, usual)
 
 
 def real_ranks(weights: list[float]) -> Any:
