@@ -70,10 +70,10 @@ class Run:
         self._taps = Taps()
 
     def number(self) -> None:
-        """Take a number among the steps of this mesh, the same on all ranks; of all ranks that call this step it comes back."""
+        """Take the next number among the steps of this mesh. It travels in the lane, where it must be the same on all ranks."""
         if not self._lane.step_id:
             self.mesh.use.steps += 1
-            # From 2048 on, below 4096, and no progression: the sum of different ones is no multiple of one of them.
+            # From 2048 on and below 4096, so that none is a multiple of another; scattered, so that few means are.
             self._lane.step_id = self.guard.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Run:
         return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
 
     def _backward(self, seed: Seed, loss: Tensor, storage: Storage) -> None:
-        """The backward pass; in the first one since `init`, a check that it reaches some parameter.
+        """The backward pass; until one has reached a parameter, with a check that it does.
 
         Raises:
             ValueError: it reaches none.

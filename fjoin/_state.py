@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import optree
 from torch import Tensor
 
 from ._errors import DonatedState, TornState
 from ._hook_state import HookState
 from ._storage import Storage
 from .transforms._fuse import PipelineState
-from .transforms._tree import registered
+from .transforms._tree import path_string
 from .transforms.optimizers._inject import with_hyperparameters
 
 
@@ -85,8 +86,8 @@ class TrainState:
 
     def __init__(self, body: Body) -> None:
         self._body, self._version = body, body.version
-        self._read: tuple[Any, dict[str, Tensor]] | None = (
-            None  # the parameters as they were last read, and their leaves then
+        self._read: tuple[Any, list[Any], Any] | None = (
+            None  # the tree of parameters last read; its leaves and structure then
         )
 
     def _claim(self, owner: object = None) -> Body:
@@ -112,24 +113,27 @@ class TrainState:
     def params(self) -> Any:
         """The parameters, in the tree given to `init`: views that the next step overwrites."""
         body = self._claim()
-        leaves = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
-        tree = body.rebuild(leaves)
-        self._read = tree, leaves
+        tree = body.rebuild({path: leaf.detach() for path, leaf in body.storage.leaves.items()})
+        self._read = tree, *optree.tree_flatten(tree)
         return tree
 
     def _check_read(self) -> None:
+        """Raise TypeError if the tree of parameters that was last read is no longer what it was."""
         if self._read is None:
             return
-        tree, leaves = self._read
-        names, now, _ = registered(tree)
-        if len(now) == len(leaves) and all(leaves.get(n) is x for n, x in zip(names, now, strict=True)):
+        tree, leaves, structure = self._read
+        now, structure_now = optree.tree_flatten(tree)
+        if structure == structure_now and all(a is b for a, b in zip(leaves, now, strict=True)):
             return
         self._read = None  # said once
-        found = dict(zip(names, now, strict=True))
-        changed = [path for path in {**leaves, **found} if leaves.get(path) is not found.get(path)]
+        before, after = (
+            dict(zip(map(path_string, optree.treespec_paths(form)), held, strict=True))
+            for form, held in ((structure, leaves), (structure_now, now))
+        )
+        changed = next((path for path in {**before, **after} if before.get(path) is not after.get(path)), "")
         raise TypeError(
-            f"state.params was changed: {changed[0]!r} was assigned or deleted, but no step looks at this container, which is made for "
-            f"whoever reads it; write into the tensor, state.params[{changed[0]!r}].copy_(value), on all ranks alike, start from "
+            f"state.params was changed: {changed!r} was assigned or deleted, but no step looks at this container, which is made for "
+            f"whoever reads it; write into the tensor, state.params[{changed!r}].copy_(value), on all ranks alike, start from "
             f"other parameters by step.init(params), or change a copy of it, dict(state.params)"
         )
 

@@ -251,8 +251,7 @@ class TrainStep:
         Raises:
             EarlyTermination: on all ranks, see above.
             JoinError: the body did not call the step exactly once, or was left early; the loader has written into the batch
-                that it gave before; out of the step: `loss_fn` communicates
-                although ranks without input do not call it.
+                that it gave before; out of the step: `loss_fn` communicates although ranks without input do not call it.
             PeerLost: another rank left the loop, or failed.
         """
         return _join.JoinedLoader(
