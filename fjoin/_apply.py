@@ -51,6 +51,6 @@ def run_after(
     """
     with bind_axes(mesh.axes):
         new, fresh = after.update(params, state, params, weight=verdict.weight(weight), keep_idle=True)
-    new, fresh = verdict.keep_idle((new, apart(fresh, lent)), (params, state))
+    new, fresh = verdict.keep_after((new, apart(fresh, lent)), (params, state))
     put(params, new)
     return fresh

@@ -30,8 +30,10 @@ class Verdict(NamedTuple):
     scale: Tensor | None = None  # what they divide the gradients by
     found_inf: Tensor | None = None  # 1 where they are to change nothing; None where the host has looked
     error: NonFinite | None = None
-    # Where the host has not looked, 0-d bool: whether no rank had weight, or the step is one that an error is raised for.
-    idle: Tensor | None = None
+    idle: Tensor | None = None  # where the host has not looked: whether no rank had weight, 0-d bool
+    raises: Tensor | None = (
+        None  # where the host has not looked: whether an error will be raised for this step, 0-d bool
+    )
 
     def keep(self, new: Any, old: Any) -> Any:
         """What is new, or what was before a step without effect; each may be a function that makes it.
@@ -44,14 +46,9 @@ class Verdict(NamedTuple):
         new, old = (state() if callable(state) else state for state in (new, old))
         return choose_state(fine, new, old)
 
-    def keep_idle(self, new: Any, old: Any) -> Any:
-        """What `after` gives: what is new, or in a step in which no rank had weight what was before.
-
-        In a step left out because it is not finite it is new: periods go on, and an average that is due is taken.
-        """
-        if self.idle is not None:
-            return choose_state(~self.idle, new, old)
-        return new if self.changes or self.error is not None else choose_state(torch.tensor(False), new, old)
+    def keep_after(self, new: Any, old: Any) -> Any:
+        """What `after` gives, in steps that are left out too; what was before in a step that an error will be raised for."""
+        return new if self.raises is None else choose_state(~self.raises, new, old)
 
     def weight(self, weight: float) -> Any:
         """What this rank counts in `after`: nothing in a step without effect."""
@@ -169,19 +166,18 @@ class Guard:
         fine = torch.isfinite(scalars).all() & (masks == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
-        idle = sums["weight"] == 0
-        raises = ~fine & ~idle
+        idle, other = sums["weight"] == 0, torch.zeros_like(fine)
         if self.step_id:
             other = torch.remainder(sums["step_id"], self.ranks * self.step_id) != 0
-            raises, idle = raises | other, idle | other
-        found_inf = (~fine | idle).to(torch.float32)
+        bad = (~fine & ~idle) | other
+        found_inf = (bad | idle).to(torch.float32)
         scale = divisor  # a number is no tensor yet: to bring one to the device would wait for it
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor)
         if not isinstance(scale, Tensor):
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
-        self._remember(step, sums, torch.stack([raises.to(torch.float64), sums["weight"]]))
-        return Verdict(True, scale, found_inf, idle=idle if self.skips else found_inf > 0)
+        self._remember(step, sums, torch.stack([bad.to(torch.float64), sums["weight"]]))
+        return Verdict(True, scale, found_inf, idle=idle | other, raises=other if self.skips else bad)
 
     def _check_step(self, step: int, sums: dict[str, float]) -> None:
         """Raise DesyncError unless all ranks have called the same step of the mesh.

@@ -259,7 +259,7 @@ class Run:
             held, weight = verdict.keep(buffers, body.buffers_before), verdict.weight(weight)
             with bind_axes(self.mesh.axes):
                 new = self.on_buffers.update(held, body.buffers_state, None, weight=weight, keep_idle=True)
-            body.buffers, body.buffers_state = verdict.keep_idle(new, (body.buffers_before, body.buffers_state))
+            body.buffers, body.buffers_state = verdict.keep_after(new, (body.buffers_before, body.buffers_state))
 
     def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
         if turn is not None:

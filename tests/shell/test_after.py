@@ -67,8 +67,13 @@ def test_periods_go_on_in_steps_that_are_left_out(batches: list[Any], on_device:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_periods_go_on_in_steps_without_input(on_device: bool) -> None:
-    """Nothing changes in them, an average that is due included."""
+    """An average that is due leaves the parameters as they are; other transforms run as in any step."""
     batches = [1.0, None, 1.0, None, None, 1.0]
+    with fjoin.bind(fjoin.mesh({"data": -1})):
+        want, pure = by_pipeline(counted(tx.mean("data"), 3), batches)
+    got, state = by_step(counted(tx.mean("data"), 3), batches, on_device)
+    assert got == want and [w for w, _ in got] == [-0.5, -0.5, 0.0, 0.0, 0.0, 0.5]
+    assert same_bits(state.inner.after, pure.inner.after)
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.5), after=tx.every(2, tx.mean("data")))
     with fjoin.bind(fjoin.mesh({"data": -1})):
         want, pure = by_pipeline(pipeline, batches)
