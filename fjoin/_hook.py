@@ -31,7 +31,7 @@ class RunsHook(Protocol):
     Attributes:
         unit: What gradients are multiplied with while they travel; what a hook starts with serves all dtypes but float16.
         by_weight: Whether ranks count by their weights, else by having a batch.
-        scales: Whether gradients are multiplied with weights before they are summed, or added up within a window.
+        scales: Whether gradients may be multiplied with weights before they are summed.
     """
 
     unit: float
@@ -86,7 +86,7 @@ class HookRun:
     ) -> None:
         self._early, self._mesh, self._lane, self._guard = plan.early, mesh, lane, guard
         self._axes, self._carries, self._accumulates = plan.axes, plan.carries, accumulates
-        self._stages, self.scales = stages(hook), accumulates
+        self._stages, self.scales = stages(hook), True
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         self.fresh = any(part.plain for part in last)
@@ -147,7 +147,7 @@ class HookRun:
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket."""
         assert self._early is not None
-        return self._early.update(*args, lane_dtype=self._lane.dtype, **lend(self._early), **extra)
+        return self._early.update(*args, lane_dtype=self._lane.dtype, unit=self.unit, **lend(self._early), **extra)
 
     def launch(self, index: int, out: Outgoing) -> Work | None:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
@@ -191,7 +191,7 @@ class HookRun:
             weight, carried = summed.total, summed.lane
         after = run_stages(
             self._stages[old.form.n_early :], old.rest, storage, outgoing, self._mesh,
-            weight=weight, lane=carried, lane_dtype=self._lane.dtype,
+            weight=weight, lane=carried, lane_dtype=self._lane.dtype, unit=self.unit,
         )  # fmt: skip
         state = HookState(buckets, after, old.form)
         for out in outgoing:

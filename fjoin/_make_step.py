@@ -44,7 +44,7 @@ def train_step(
             the price of a copy in each step.
         weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens. By default
             each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision. Of float16 parameters the weighted
-            gradients travel times a power of two, so that weights of thousands do not overflow where the hook begins with `mean`.
+            gradients travel times a power of two, so that weights of thousands do not overflow in a `mean`.
         bucket_bytes: Gradients are sent once this much is ready. More than the default of 5 MiB, such as 20 * 2**20, can be faster
             where a hook sends little of each bucket in several messages, as `power_sgd` does.
         accumulate: Micro-batches in a step: the step is called once for each, and sends and steps in

@@ -80,7 +80,8 @@ class Transform(_Specified):
             then the stages that follow are not run. `carried`, in a call on one of several buckets,
             has with `.get()` the same stage's new state in the first bucket's call of this step; a
             transform that runs others hands them `carried.at(field)`. `keep_idle`, in a call on parameters, asks a reduction
-            to give them back where no rank has weight, since the mean of nothing is 0. The state of parameters lies in
+            to give them back where no rank has weight, since the mean of nothing is 0. `unit` is a power of two with which
+            sums of weight * gradient fit float16, which `mean` multiplies in before it sums. The state of parameters lies in
             dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts.
         scope: What `update` may be given: "element" one flat buffer instead of a tree, with zeros
             between the leaves; "leaf" any subset of the leaves, the empty one included; "message" one

@@ -59,6 +59,49 @@ def test_weights_of_thousands(hook: str, loss_dtype: Any, on_device: bool) -> No
             assert seen == [(-24.0 * n, -24.0 * n, 2 * weight) for n in (1, 2, 3, 4)]
 
 
+BEHIND: dict[str, Any] = {
+    "clip, mean": lambda: tx.chain(tx.clip_by_value(1e4), tx.mean("data")),
+    "leaf, mean": lambda: tx.chain(tx.stateless(torch.clone), tx.mean("data")),
+    "by path": lambda: tx.partition({"w": tx.mean("data"), "*": tx.mean("data")}),
+    "whole tree, mean": lambda: tx.chain(tx.clip_by_global_norm(1e4), tx.mean("data")),
+    "twice": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
+    "sum": lambda: tx.chain(tx.sum_over("data"), tx.stateless(_by_weight)),
+    "late": lambda: tx.switch_after(2, tx.chain(tx.clip_by_value(1e4), tx.mean("data")), tx.mean("data")),
+}
+
+
+def _by_weight(g: Tensor) -> Tensor:
+    return g / 8.0
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("hook", [name for name in BEHIND if name != "sum"])
+def test_weights_of_thousands_in_a_mean_behind_other_stages(hook: str, on_device: bool) -> None:
+    for weight in (1.0, 5120.0, 500_000.0):
+        for seen in of(2, BEHIND[hook], [weight] * 4, on_device=on_device):
+            assert seen == [(-24.0 * n, -24.0 * n, (2 if hook != "twice" else 4) * weight) for n in (1, 2, 3, 4)]
+
+
+def test_two_levels() -> None:
+    def one_rank(w: float) -> Any:
+        hook = tx.chain(tx.mean("local"), tx.mean("node"))
+        step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: w,
+                                mesh=fjoin.mesh({"node": 2, "local": 2}))  # fmt: skip
+        state = step.init({"w": torch.zeros(3, dtype=torch.float16)})
+        for _ in range(3):
+            state, _ = step(state, 16.0)
+        return state.params["w"].tolist()
+
+    out = tx.simulate(one_rank, {"node": 2, "local": 2}, [4096.0, 1024.0, 100_000.0, 8.0])
+    assert all(w == out[0] for w in out) and out[0] == pytest.approx([-48.0] * 3, rel=2e-3)
+
+
+def test_a_sum_is_what_it_is() -> None:
+    """Without a division at the end it must fit float16 by itself."""
+    for seen in of(2, BEHIND["sum"], [4.0] * 2):
+        assert [w for w, _, _ in seen] == [-24.0, -48.0]
+
+
 @pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_weights_of_thousands_in_windows(hook: str, accumulate: int) -> None:

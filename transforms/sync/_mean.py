@@ -40,14 +40,17 @@ def init_mean(params: Tree) -> MeanState:
 
 def _weighted_sum(
     grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, carried: Carried | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None, unit: float,
 ) -> tuple[Tree, MeanState]:  # fmt: skip
+    """The sum, times `unit`, a power of two, with which it fits the gradients' dtype."""
     share, n = share_of(weight, over), axis_size(axis)
     factor, known = share
 
     def scale(g: Tensor) -> Tensor:
         g = share.silenced(g)
-        return g if known in (0.0, 1.0) else g * (factor.to(g.dtype) if known is None else known)
+        if known == 0.0 or (known == 1.0 and unit == 1.0):
+            return g
+        return g * ((factor * unit).to(g.dtype) if known is None else known * unit)
 
     scaled = optree.tree_map(scale, grads)
     if carried is not None:
@@ -69,7 +72,8 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: Memory | None = None, donated: bool = False, keep_idle: bool = False, **extra: Any,
+        memory: Memory | None = None, donated: bool = False, keep_idle: bool = False, unit: float = 1.0,
+        **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
@@ -78,13 +82,15 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
                 wire, grads, axis, weight, over, None if carried else lane, memory, donated=donated, keep_idle=keep_idle
             )
             return out, mean_state(total, sums, carried)
-        summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype)
+        unit = unit if over in (None, "weight") else 1.0
+        summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype, unit)
         counted = new.total
         if over is None:
+            summed = summed if unit == 1.0 else optree.tree_map(lambda g: g / unit, summed)
             return unless_idle(counted, summed, grads, keep_idle), new
         if over == "world" and carried is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
-        divisor = not_zero(new.total)
+        divisor = not_zero(new.total) * unit
         leaves = optree.tree_leaves(summed)
         if leaves and plain(leaves):  # psum's results are fresh
             torch._foreach_div_(leaves, divisor)
@@ -130,8 +136,8 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     The weight and the lane ride in the message that carries the gradients. Where all weights are
     0 the result is 0. What travels, the sum of weight * gradient, must fit the gradient's dtype: only the weights' ratios count,
-    so for float16 parameters take thousands of tokens, or shares of a batch. `fjoin.train_step` and `fjoin.ddp.register` send it
-    times a power of two near 1 / the sum of the weights where the hook begins with this mean, so that any weights do.
+    so for float16 parameters take thousands of tokens, or shares of a batch. `fjoin.train_step` sends it times a power of two
+    near 1 / the sum of the weights, as `fjoin.ddp.register` does where its hook begins with this mean, so that any weights do.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
