@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -21,7 +20,7 @@ from ._storage import Storage, apart
 from .transforms._combine import identity
 from .transforms._layout import make_layout
 from .transforms._loss_scale import refuse_float16
-from .transforms._plan import sends_nothing
+from .transforms._plan import warn_if_silent
 
 B = TypeVar("B")
 
@@ -116,12 +115,8 @@ class TrainStep:
             buffers,
             sync,
         )
-        if self.ranks > 1 and self.rank == 0 and sends_nothing(self.pipeline, tuple(self._mesh.shape)):
-            warnings.warn(
-                f"nothing in {self.pipeline!r} reduces over the {self.ranks} ranks, so that each trains on its own batches alone; put "
-                f"tx.mean({next(iter(self._mesh.shape))!r}) into its hook, or tx.noop() where that is meant",
-                stacklevel=4,
-            )
+        if self.ranks > 1 and self.rank == 0:
+            warn_if_silent(self.pipeline, tuple(self._mesh.shape), self.ranks, stacklevel=4)
         storage = Storage(layout, flat, optimizer)
         own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
         if sync == "broadcast":

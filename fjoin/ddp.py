@@ -29,7 +29,7 @@ from ._mesh import Mesh
 from .transforms._base import Optimizer, Pipeline, Transform
 from .transforms._explanation import Explanation
 from .transforms._fuse import fuse
-from .transforms._plan import axes_of
+from .transforms._plan import axes_of, warn_if_silent
 from .transforms._state_dict import restored, to_state_dict
 from .transforms.sync._weights import Over
 
@@ -162,6 +162,9 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     Returns:
         A `Handle`.
 
+    Warns:
+        UserWarning: on rank 0 of several: nothing in `what` reduces, and no `noop` says that this is meant.
+
     Raises:
         TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline.
         ValueError: the module has a hook already, or parameters that it keeps from hooks; the hook's axes are not those of
@@ -191,6 +194,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
     same_hook(mesh, what)
+    if mesh.size > 1 and mesh.rank == 0:
+        warn_if_silent(what, tuple(mesh.shape), mesh.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
 
     def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -77,10 +78,15 @@ def axes_of(hook: Transform, mesh_axes: Collection[str]) -> set[str]:
     return found.union(*(axes_of(child, mesh_axes) for child in hook.spec.children if isinstance(child, Transform)))
 
 
-def sends_nothing(pipeline: Pipeline, mesh_axes: Collection[str]) -> bool:
-    """Whether nothing in a pipeline communicates, and no `noop` in it says that this is meant."""
-    parts = [part for part in (pipeline.hook, pipeline.after) if part is not None]
-    return not any(axes_of(part, mesh_axes) or _holds(part, "noop") for part in parts)
+def warn_if_silent(what: Transform | Pipeline, mesh_axes: tuple[str, ...], ranks: int, stacklevel: int) -> None:
+    """Warn if nothing in a hook or a pipeline communicates, and no `noop` in it says that this is meant."""
+    parts = [part for part in (what.hook, what.after) if part is not None] if isinstance(what, Pipeline) else [what]
+    if not any(axes_of(part, mesh_axes) or _holds(part, "noop") for part in parts):
+        warnings.warn(
+            f"nothing in {what!r} reduces over the {ranks} ranks, so that each trains on its own batches alone; put "
+            f"tx.mean({mesh_axes[0]!r}) into it, or tx.noop() where that is meant",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def _holds(part: Any, name: str) -> bool:

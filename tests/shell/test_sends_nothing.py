@@ -63,3 +63,20 @@ def test_one_rank_warns(name: str) -> None:
 @pytest.mark.parametrize("name", TALKS)
 def test_others_do_not(name: str) -> None:
     assert warned(TALKS[name], 2) == []
+
+
+def registered(name: str) -> list[str]:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    what: Any = {"mean": tx.mean("data"), "noop": tx.noop(), "clip": tx.clip_by_value(1.0), **SILENT}[name]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fjoin.ddp.register(model, what)
+    assert all(warning.filename == __file__ for warning in seen)
+    return [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("name", ["clip", "identity", "mean", "noop"])
+def test_a_registered_hook_warns_too(pool: Any, name: str) -> None:
+    first, second = pool.run(2, registered, name)
+    assert second == [] and len(first) == (name in ("clip", "identity"))
+    assert all("2 ranks" in text and "tx.mean('data')" in text for text in first)
