@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from ._spec import Spec, spec_of_function
 from ._tree import State, Tree, fields
 from .axes._env import under_vmap
 from .axes._primitive import AxisName
+from .optimizers._checked import Forms, checked
 
 U = TypeVar("U", bound=Callable[..., Any])
 Scope: TypeAlias = Literal["element", "leaf", "message", "tree"]
@@ -208,7 +209,8 @@ class Optimizer(_Specified):
             operations.
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
             place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it
-            first; `grad` is then scratch. `found_inf`, 0-d float32: change nothing where it is 1.
+            first; `grad` is then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are
+            checked before it runs: ValueError or TypeError for another shape, dtype or device than the parameter's.
         step_params_: The same for lists of parameters, gradients and states, in one kernel; states
             that share 0-d fields are of one age. None: `step_param_` is called for each.
         elementwise: Whether a flat buffer of many parameters may stand for one parameter.
@@ -225,6 +227,14 @@ class Optimizer(_Specified):
     select: Callable[[str], Optimizer] | None = None
     check: Callable[[Tree], Any] | None = None
     spec: Spec = Spec("")
+    forms: Forms = field(init=False)
+
+    def __post_init__(self) -> None:
+        forms = Forms(self.init_param)
+        object.__setattr__(self, "forms", forms)
+        object.__setattr__(self, "step_param_", checked(forms, self.step_param_, lists=False))
+        if self.step_params_ is not None:
+            object.__setattr__(self, "step_params_", checked(forms, self.step_params_, lists=True))
 
     def with_spec(self, spec: Spec) -> Optimizer:
         return replace(self, spec=spec)
@@ -241,7 +251,7 @@ class Optimizer(_Specified):
     def common(self) -> tuple[bool, ...]:
         """For each field of the state, whether one value serves all elements of a flat buffer."""
         probe = self.init_param(torch.empty(3, device="meta"))
-        return tuple(field is not None and field.dim() == 0 for field in fields(probe))
+        return tuple(f is not None and f.dim() == 0 for f in fields(probe))
 
     def init(self, params: Tree) -> State:
         """The states of all parameters: the tree of `params` with a state at every leaf."""
@@ -253,7 +263,7 @@ class Optimizer(_Specified):
         """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.
 
         Raises:
-            ValueError, TypeError: `grads` has not the structure, shapes and dtypes of `params`.
+            ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to `params`.
         """
         from .optimizers._lift import step
 

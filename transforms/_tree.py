@@ -172,7 +172,7 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
     """Raise unless `tree` has the structure, shapes and dtypes of `like`.
 
     Raises:
-        ValueError: another structure or shape, with the path.
+        ValueError: another structure, shape or device, with the path.
         TypeError: another dtype, or a leaf that is no dense real floating-point tensor.
     """
     have, want = named_leaves(tree), named_leaves(like)
@@ -193,6 +193,10 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
             raise TypeError(
                 f"{name}[{path!r}] has dtype {leaf.dtype}, but {like_name}[{path!r}] has dtype {other.dtype}; "
                 f"convert one of them with .to(dtype)"
+            )
+        if leaf.device != other.device:
+            raise ValueError(
+                f"{name}[{path!r}] lies on {leaf.device}, but {like_name}[{path!r}] on {other.device}; move one with .to(device)"
             )
 
 

@@ -251,11 +251,8 @@ def test_gradients_that_lie_otherwise_in_memory(make: Any, dtype: torch.dtype) -
             assert max_diff(tree, want) <= room and max_diff(state, want_state) <= room
 
 
-def test_an_in_place_step_needs_a_dense_parameter() -> None:
-    opt, p = tx.sgd(0.1), torch.ones(4, 4)[:, :2]
-    raises_text(
-        ValueError, lambda: opt.step_param_(p, torch.ones(4, 2), opt.init_param(p)), "strides (4, 1)", "contiguous()"
-    )
+def test_an_in_place_step_of_a_turned_parameter() -> None:
+    opt = tx.sgd(0.1)
     turned = torch.ones(2, 3).t()
     opt.step_param_(turned, torch.arange(6.0).view(3, 2), opt.init_param(turned))
     assert torch.allclose(turned, 1 - 0.1 * torch.arange(6.0).view(3, 2))

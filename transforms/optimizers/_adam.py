@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at, root
-from ._inplace import check_betas, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
+from ._inplace import check_betas, kernel_lr, new_step, not_negative, one_param, slots, through_memory, unscale
 from ._schedules import ScalarOrSchedule
 
 
@@ -129,16 +129,20 @@ def _adam(
         params: list[Tensor], grads: list[Tensor], states: list[AdamState], *,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
-        grads = laid_out(params, grads)
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)
-        kernel(
-            params, grads, [s.exp_avg for s in states], [s.exp_avg_sq for s in states],
-            [s.max_exp_avg_sq for s in states if s.max_exp_avg_sq is not None], [step] * len(states),
-            lr=rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad,
-            maximize=maximize, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
-        )  # fmt: skip
+
+        def run(params: list[Tensor], grads: list[Tensor], *moments: list[Tensor]) -> None:
+            kernel(
+                params, grads, *moments, [step] * len(params),
+                lr=rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad,
+                maximize=maximize, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
+            )  # fmt: skip
+
+        through_memory(
+            run, params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "max_exp_avg_sq")
+        )
         if found_inf is not None:
             step.sub_(found_inf)
 

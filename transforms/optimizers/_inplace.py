@@ -46,21 +46,31 @@ def copy_like(param: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(param, dtype=value.dtype).copy_(value) if like else value.clone()
 
 
-def laid_out(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """The gradients, lying in memory as the parameters do.
+def through_memory(
+    kernel: Callable[..., None], params: list[Tensor], grads: list[Tensor], *slots: list[Tensor]
+) -> None:
+    """Call `kernel(params, grads, *slots)` with tensors that lie in memory as their parameters do, without gaps.
 
-    Raises:
-        ValueError: a parameter has gaps or overlaps in memory.
+    Those that do not are replaced by copies, and what the kernel has written into these is written back.
+
+    Args:
+        slots: Lists of state tensors, each as long as `params` or empty.
     """
-    if all(p.is_contiguous() and g.is_contiguous() for p, g in zip(params, grads, strict=True)):
-        return grads
-    for param in params:
-        if torch.empty_like(param, device="meta").stride() != param.stride():  # it keeps the strides of what is dense
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} and strides {param.stride()} has gaps or overlaps in memory, which an "
-                f"in-place step cannot serve; give it param.contiguous()"
-            )
-    return [g if g.stride() == p.stride() else copy_like(p, g) for p, g in zip(params, grads, strict=True)]
+    given = (params, grads, *slots)
+    if all(tensor.is_contiguous() for tensors in given for tensor in tensors):
+        return kernel(*given)
+    dense = [p if _dense(p) else p.contiguous() for p in params]
+    laid = [[t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)] for ts in given]
+    kernel(*laid)
+    for i in (0, *range(2, len(given))):
+        for old, new in zip(given[i], laid[i], strict=True):
+            if new is not old:
+                old.copy_(new)
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether a tensor has no gaps in memory, so that what is made like it gets its strides."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
+from ._checked import unchecked
 from ._formula import like
 from ._inplace import copy_like
 from ._wrap import sharing
@@ -46,7 +47,9 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
     grad_leaves = optree.tree_leaves(grads)
     groups: dict[Any, list[int]] = {}
     for i, (path, param) in enumerate(zip(paths, leaves, strict=True)):
-        part = optimizer.at(path_string(path))
+        name = path_string(path)
+        part = optimizer.at(name)
+        part.forms.check_state(param, states[i], lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         common = tuple(id(field) for field, c in zip(fields(states[i]), part.common, strict=True) if c)
         groups.setdefault((id(part), param.dtype, param.device, *common), []).append(i)
     new_leaves, new_states = list(leaves), list(states)
@@ -90,7 +93,7 @@ def _on_copies(
                 for p, s in zip(new_params, states, strict=True)
             ]  # fmt: skip
             for p, g, s in zip(new_params, grads, new_states, strict=True):
-                part.step_param_(p, copy_like(p, g), s)
+                unchecked(part.step_param_)(p, copy_like(p, g), s)
         else:
             # The 0-d fields stay shared: one kernel counts them once.
             shared = [f.clone() if c else None for f, c in zip(fields(states[0]), part.common, strict=True)]
@@ -99,5 +102,5 @@ def _on_copies(
                                 for f, one, c in zip(fields(s), shared, part.common, strict=True)])
                 for p, s in zip(new_params, states, strict=True)
             ]  # fmt: skip
-            part.step_params_(new_params, [g.detach() for g in grads], new_states)
+            unchecked(part.step_params_)(new_params, [g.detach() for g in grads], new_states)
     return list(zip(new_params, new_states, strict=True))

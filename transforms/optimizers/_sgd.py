@@ -10,7 +10,7 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, used
-from ._inplace import by_formula, in_place, kernel_lr, laid_out, new_step, not_negative, one_param, unscale
+from ._inplace import by_formula, in_place, kernel_lr, new_step, not_negative, one_param, slots, through_memory, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -87,15 +87,19 @@ def sgd(
         step = states[0].step
         if momentum and dampening and step.device.type != "cpu":  # the kernel is told of the first step by the host
             return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
-        grads = laid_out(params, grads)
         # The velocity starts at 0, so that only dampening tells the first step from the others.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
-        run = _step_halves if params[0].device.type == "cpu" and params[0].element_size() == 2 else torch._fused_sgd_
-        run(
-            params, grads, [s.momentum for s in states if s.momentum is not None], weight_decay=weight_decay,
-            momentum=momentum, lr=kernel_lr(lr, step), dampening=dampening, nesterov=nesterov, maximize=maximize,
-            is_first_step=first, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
-        )  # fmt: skip
+        kernel = _step_halves if params[0].device.type == "cpu" and params[0].element_size() == 2 else torch._fused_sgd_
+        rate = kernel_lr(lr, step)
+
+        def run(params: list[Tensor], grads: list[Tensor], velocities: list[Tensor]) -> None:
+            kernel(
+                params, grads, velocities, weight_decay=weight_decay,
+                momentum=momentum, lr=rate, dampening=dampening, nesterov=nesterov, maximize=maximize,
+                is_first_step=first, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
+            )  # fmt: skip
+
+        through_memory(run, params, grads, slots(states, "momentum"))
         step.add_(1 if found_inf is None else 1 - found_inf)
 
     return Optimizer(init_param, step_param, one_param(step_params_), step_params_)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import Spec
 from .._tree import State, fields, with_fields
+from ._checked import unchecked
 
 
 def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name: str, **args: Any) -> Optimizer:
@@ -51,13 +52,17 @@ def sharing(part: Optimizer, state: State, like: State) -> State:
 def step_in_place(
     part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
 ) -> None:
-    """Step lists by whatever the optimizer has; states that share 0-d fields are of one age, and counted once."""
+    """Step lists, which have been checked, by whatever the optimizer has.
+
+    States that share 0-d fields are of one age, and counted once.
+    """
     if part.step_params_ is not None:
-        part.step_params_(params, grads, states, **guards)
+        unchecked(part.step_params_)(params, grads, states, **guards)
         return
+    step_param_ = unchecked(part.step_param_)
     before = [field.clone() if c else None for field, c in zip(fields(states[0]), part.common, strict=True)]
     for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
         if i:
             pairs = zip(fields(state), before, strict=True)
             state = with_fields(state, [own if old is None else old.clone() for own, old in pairs])
-        part.step_param_(param, grad, state, **guards)
+        step_param_(param, grad, state, **guards)

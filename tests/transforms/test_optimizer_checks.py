@@ -1,0 +1,129 @@
+"""Gradients and states that do not belong to a parameter are refused before anything changes; gaps in memory are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from helpers import max_diff, raises_text, same_bits
+from optimizer_table import OPTIMIZERS
+from torch import Tensor
+
+from fjoin import transforms as tx
+
+ROWS = [(f"{name}{i}", make) for name, rows in OPTIMIZERS.items() for i, make in enumerate(rows)]
+MATRICES = {"w.weight": torch.ones(4, 6)}
+
+
+def at(make: Callable[[], tx.Optimizer]) -> tx.Optimizer:
+    return make().at("w.weight")
+
+
+def changed(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A state whose first tensor that is not 0-d is another one; where there is none, the count."""
+    leaves, structure = optree.tree_flatten(state)
+    at = next((i for i, leaf in enumerate(leaves) if leaf.dim()), 0)
+    leaves[at] = change(leaves[at])
+    return optree.tree_unflatten(structure, leaves)
+
+
+OTHERS: dict[str, tuple[type[Exception], Callable[[Tensor], Tensor], str]] = {
+    "shape": (ValueError, lambda t: t.new_zeros((1, 1, 1)), "shape"),
+    "shorter": (ValueError, lambda t: t[::2] if t.dim() else t.view(1), "shape"),
+    "dtype": (TypeError, lambda t: t.to(torch.int16), "int16"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
+def test_a_state_of_another_form_is_refused(name: str, make: Callable[[], tx.Optimizer], other: str) -> None:
+    kind, change, text = OTHERS[other]
+    opt, part = make(), at(make)
+    params = {path: p.clone() for path, p in MATRICES.items()}
+    if name.startswith(("partition", "muon", "mixed_precision1", "inject_hyperparameters2")):
+        params["b"] = torch.ones(3)  # for the patterns to match
+    grads = {path: torch.ones_like(p) for path, p in params.items()}
+    state = opt.init(params)
+    wrong = {**state, "w.weight": changed(state["w.weight"], change)}
+    raises_text(kind, lambda: opt.step(params, grads, wrong), "state['w.weight'].", text)
+    p, g = params["w.weight"].clone(), grads["w.weight"]
+    raises_text(kind, lambda: part.step_param_(p, g, wrong["w.weight"]), "state.", text)
+    if part.step_params_ is not None:
+        raises_text(kind, lambda: part.step_params_([p], [g], [wrong["w.weight"]]), "state.", text)
+    assert same_bits(p, params["w.weight"])
+    pipeline = tx.fuse(tx.identity(), opt)
+    full = pipeline.init(params)._replace(optimizer=wrong)
+    raises_text(kind, lambda: pipeline.step(params, grads, full), "state['w.weight'].", text)
+
+
+@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
+def test_a_gradient_of_another_form_is_refused(name: str, make: Callable[[], tx.Optimizer]) -> None:
+    part, p = at(make), MATRICES["w.weight"].clone()
+    state = part.init_param(p)
+    before = optree.tree_map(torch.clone, state)
+    given: list[tuple[type[Exception], Any, str]] = [
+        (ValueError, torch.ones(6, 4), "(6, 4)"),
+        (ValueError, torch.ones(1), "(1,)"),
+        (TypeError, torch.ones(4, 6).double(), "float64"),
+        (ValueError, torch.ones(4, 6, device="meta"), "meta"),
+        (TypeError, torch.ones(4, 6).to_sparse(), "sparse"),
+        (TypeError, None, "None"),
+    ]
+    for kind, grad, text in given:
+        raises_text(kind, lambda grad=grad: part.step_param_(p, grad, state), "grad", text)  # type: ignore[misc]
+    assert same_bits(p, MATRICES["w.weight"]) and same_bits(state, before)
+
+
+def test_a_tree_of_gradients_elsewhere_is_refused() -> None:
+    opt, params = tx.sgd(0.1), {"w": torch.ones(2)}
+    text = "grads['w'] lies on meta, but params['w'] on cpu"
+    raises_text(ValueError, lambda: opt.step(params, {"w": torch.ones(2, device="meta")}, opt.init(params)), text)
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    params = {"w": torch.ones(3)}
+    state = tx.adamw(0.1).init(params)
+    raises_text(ValueError, lambda: tx.sgd(0.1).step(params, params, state), "state['w']", "'momentum'")
+    without = tx.sgd(0.1).init(params)
+    raises_text(TypeError, lambda: tx.sgd(0.1, momentum=0.9).step(params, params, without), "momentum", "None", "(3,)")
+    raises_text(TypeError, lambda: tx.sgd(0.1).step(params, params, tx.sgd(momentum=0.9).init(params)), "momentum")
+
+
+def test_elements_that_share_memory_cannot_be_written() -> None:
+    p, g = torch.ones(1).expand(3), torch.ones(3)
+    for opt in (tx.sgd(0.1), tx.adamw(0.1), tx.rmsprop(0.1)):
+        state = opt.init_param(torch.ones(3))
+        raises_text(ValueError, lambda opt=opt, state=state: opt.step_param_(p, g, state), "param", "overlap")  # type: ignore[misc]
+    state = tx.adamw(0.1).init_param(g)._replace(exp_avg=torch.zeros(1).expand(3))
+    raises_text(ValueError, lambda: tx.adamw(0.1).step_param_(g.clone(), g, state), "state", "overlap")
+    assert max_diff(tx.sgd(0.1).step({"w": p}, {"w": g}, tx.sgd(0.1).init({"w": p}))[0], {"w": torch.full((3,), 0.9)}) < 1e-6
+
+
+GAPS: dict[str, Callable[[], Tensor]] = {
+    "column": lambda: torch.ones(8, 2, dtype=torch.float64)[:, 0],
+    "every second": lambda: torch.ones(4, 12, dtype=torch.float64)[:, ::2],
+    "turned": lambda: torch.ones(6, 4, dtype=torch.float64).t(),
+    "turned with gaps": lambda: torch.ones(6, 8, dtype=torch.float64)[:, ::2].t(),
+}
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
+def test_gaps_in_memory_are_served(name: str, make: Callable[[], tx.Optimizer], gap: str) -> None:
+    """Of parameters, gradients and states: with the result of contiguous ones, and nothing written between."""
+    part, p = at(make), GAPS[gap]()
+    if p.dim() < 2 and "muon" in repr(part):
+        pytest.skip("muon takes matrices only")
+    strided = lambda x: torch.stack([x, x], -1)[..., 0] if x.dim() else x  # noqa: E731
+    want = p.clone(memory_format=torch.contiguous_format)
+    state, own = part.init_param(want), optree.tree_map(strided, part.init_param(p))
+    for i in range(3):
+        grad = torch.sin(torch.arange(p.numel(), dtype=torch.float64) + i).view(p.shape)
+        part.step_param_(want, grad.clone(), state, grad_scale=torch.tensor(2.0, dtype=torch.float64))
+        part.step_param_(p, strided(grad), own, grad_scale=torch.tensor(2.0, dtype=torch.float64))
+    assert max_diff(p, want) < 1e-14 and max_diff(own, state) < 1e-14
+    base = p._base
+    assert base is not None and int((base != 1).sum()) == (0 if "frozen" in repr(part) else p.numel())

@@ -1,0 +1,144 @@
+"""Kernels go through memory, so a gradient or a state of another form would let them write where nothing is theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._tree import State, check_dense
+
+
+class _Form(NamedTuple):
+    """What `init_param` returns for parameters of one shape and dtype."""
+
+    structure: Any
+    names: list[str]
+    fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it lies beside the parameter
+
+
+class Forms:
+    """The forms of an optimizer's states, by the shape and dtype of the parameter."""
+
+    def __init__(self, init_param: Callable[[Tensor], State]) -> None:
+        self.init_param = init_param
+        self._known: dict[Any, _Form] = {}
+
+    def of(self, param: Tensor) -> _Form:
+        key = param.shape, param.dtype
+        form = self._known.get(key)
+        if form is None:
+            state = self.init_param(torch.empty(param.shape, dtype=param.dtype, device="meta"))
+            accessors, fields, structure = optree.tree_flatten_with_accessor(state, none_is_leaf=True)
+            names = [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+            kinds = [None if f is None else (f.shape, f.dtype, f.is_meta and f.dim() > 0) for f in fields]
+            form = self._known[key] = _Form(structure, names, kinds)
+        return form
+
+    def check_state(self, param: Tensor, state: State, where: Callable[[], str]) -> None:
+        """Raise unless a state is of the form that `init_param` gives it.
+
+        Args:
+            where: Gives the name of the state for the message.
+
+        Raises:
+            ValueError: other fields, another shape or device.
+            TypeError: another dtype, or no tensor.
+        """
+        form = self.of(param)
+        found, structure = optree.tree_flatten(state, none_is_leaf=True)
+        if structure != form.structure:
+            raise ValueError(f"{where()} is a {_brief(state)}, expected one that init makes, with {form.names}")
+        for field, kind, name in zip(found, form.fields, form.names, strict=True):
+            if kind is None and field is None:
+                continue
+            if kind is None or not isinstance(field, Tensor):
+                want = "None" if kind is None else f"a tensor of shape {tuple(kind[0])}"
+                raise TypeError(f"{where()}.{name} is {_brief(field)}, expected {want}; start from init(params)")
+            shape, dtype, beside = kind
+            if field.shape != shape:
+                raise ValueError(
+                    f"{where()}.{name} has shape {tuple(field.shape)}, expected {tuple(shape)}: the parameter has shape "
+                    f"{tuple(param.shape)}; pass the state that init(params) or the last step of these parameters returned"
+                )
+            if field.dtype is not dtype:
+                raise TypeError(f"{where()}.{name} has dtype {field.dtype}, expected {dtype}; convert it with .to(dtype)")
+            if beside and field.device != param.device:
+                raise ValueError(f"{where()}.{name} lies on {field.device}, but its parameter on {param.device}")
+
+
+def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
+    """Raise unless a gradient is a dense tensor of its parameter's shape, dtype and device.
+
+    Raises:
+        ValueError: another shape or device.
+        TypeError: another dtype, or no dense tensor.
+    """
+    fine = isinstance(grad, Tensor) and grad.layout is torch.strided
+    if fine and grad.shape == param.shape and grad.dtype is param.dtype and grad.device == param.device:
+        return
+    check_dense(where(), grad)
+    if grad.dtype is not param.dtype:
+        raise TypeError(f"{where()} has dtype {grad.dtype}, but its parameter {param.dtype}; convert one with .to(dtype)")
+    if grad.shape != param.shape:
+        raise ValueError(f"{where()} has shape {tuple(grad.shape)}, but its parameter {tuple(param.shape)}")
+    raise ValueError(f"{where()} lies on {grad.device}, but its parameter on {param.device}")
+
+
+def check_written(tensor: Tensor, where: Callable[[], str]) -> None:
+    """Raise ValueError where elements of a tensor share memory, so that it cannot be written in place."""
+    if tensor.is_contiguous():
+        return
+    reach = 0  # of the dims with smaller strides
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= reach:
+            raise ValueError(
+                f"{where()} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: its elements overlap in memory, so "
+                f"that it cannot be stepped in place; give it .clone(memory_format=torch.contiguous_format)"
+            )
+        reach += stride * (size - 1)
+
+
+def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[..., None]:
+    """A kernel that looks at its arguments before it changes anything; `unchecked` gives the kernel back.
+
+    Args:
+        lists: Whether it takes lists of parameters, gradients and states.
+    """
+    if getattr(kernel, "checks", None) is forms.init_param:  # by dataclasses.replace
+        return kernel
+
+    def check(param: Tensor, grad: Tensor, state: State) -> None:
+        check_dense("param", param)
+        check_grad(param, grad, lambda: "grad")
+        forms.check_state(param, state, lambda: "state")
+        check_written(param, lambda: "param")
+        for field in optree.tree_leaves(state):
+            check_written(field, lambda: "a field of state")
+
+    def step_param_(param: Tensor, grad: Tensor, state: State, **guards: Tensor | None) -> None:
+        check(param, grad, state)
+        kernel(param, grad, state, **guards)
+
+    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[State], **guards: Tensor | None) -> None:
+        for param, grad, state in zip(params, grads, states, strict=True):
+            check(param, grad, state)
+        if params:
+            kernel(params, grads, states, **guards)
+
+    made = step_params_ if lists else step_param_
+    made.checks, made.unchecked = forms.init_param, kernel  # type: ignore[attr-defined]
+    return made
+
+
+def unchecked(step: Callable[..., None]) -> Callable[..., None]:
+    """The kernel alone, for arguments that have been checked."""
+    return getattr(step, "unchecked", step)
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else type(value).__name__
