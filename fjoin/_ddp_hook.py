@@ -76,7 +76,9 @@ class DDPRun:
         if pipeline is not None:
             if pipeline.optimizer.check:
                 pipeline.optimizer.check(held)
-            self.stepper.begin((path, pipeline.optimizer.at(path), p, None) for path, p in held.items())
+            items = [(path, pipeline.optimizer.at(path), p, None) for path, p in held.items()]
+            self.stepper.begin(items)
+            self._watched = [item for item in items if item[1].watched]
         # Whether nothing stands between a plain sum and the optimizer, and whether the kernels can divide it.
         self._bare = pipeline is not None and plan.reduce is not None and len(self._stages) == 1
         self._kernels_divide = pipeline is not None and all(
@@ -265,6 +267,10 @@ class DDPRun:
         # Where the hook does not carry them the ranks' gradients differ, and so may what they make of them.
         counts = {} if self._plan.carries else self._count()
         sums: dict[str, Any] = {"weight": self.total, "total": self.total, "loss": 0.0, **counts}
+        try:
+            self.stepper.check_rates(self._watched)
+        except (TypeError, ValueError) as error:
+            return _raise_after_backward(error)
         verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
         if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
             _raise_after_backward(missed)

@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._param_groups import check_group, own_by_group, resizes, values_of
 from ._stepper import Item, Stepper
 from .transforms import _base
 from .transforms._state_dict import to_state_dict
-from .transforms._tree import check_dense
-from .transforms.optimizers._inject import number_arguments, remade
+from .transforms.optimizers._inject import remade
 
 
 class Optimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that steps with one of ours, in place, by one kernel for all parameters of a kind.
 
-    Its hyperparameters that are floats stand in `param_groups`, where groups may have their own, and where learning-rate
-    schedulers change them. Its state is in `state`, `state_dict` and `load_state_dict`, by names such as "exp_avg". A
-    parameter without gradient is left alone, as by torch. It works with torch.amp.GradScaler.
+    Its hyperparameters that are numbers, and betas, stand in `param_groups`, where groups may have their own, and where
+    torch's schedulers change them. A group may repeat the other ones, and torch's own such as foreach, which changes
+    nothing. Its state is in `state`, `state_dict` and `load_state_dict`, by names such as "exp_avg". A parameter without
+    gradient is left alone, as by torch. It works with torch.amp.GradScaler.
 
     Args:
         params: What torch.optim takes: tensors, groups of them, or `model.named_parameters()`, whose names are the paths of
@@ -28,9 +29,10 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: An `Optimizer` of fjoin.transforms.
 
     Raises:
-        TypeError: `optimizer` is not an Optimizer; at a step: a sparse gradient.
-        ValueError: a `partition` without names; parameters that the optimizer cannot serve; at a step: hyperparameters
-            out of their range.
+        TypeError: `optimizer` is not an Optimizer; at a step: a sparse gradient, or one of another dtype.
+        ValueError: a `partition` without names; parameters that the optimizer cannot serve; a group that differs in what is
+            the same for all; at a step, which then changes nothing: hyperparameters out of their range or not finite, parameters
+            that have changed their shape or whose elements overlap in memory.
 
     Same as: the classes of torch.optim.
 
@@ -57,10 +59,11 @@ class Optimizer(torch.optim.Optimizer):
                 f"{optimizer!r} keeps its hyperparameters in its state; here they stand in param_groups: leave it away"
             )
         self._optimizer = optimizer
-        self._stepper = Stepper(self._show)
+        self._stepper = Stepper()  # without a way back from it to this: the states are freed with it
         self._made: dict[Any, _base.Optimizer] = {}  # with the hyperparameters of the last steps
-        hyperparameters = {} if optimizer.select else number_arguments(optimizer)
+        hyperparameters = {} if optimizer.select else own_by_group(optimizer)
         self._names = tuple(hyperparameters)
+        self._resizes = resizes(optimizer, self._names)
         super().__init__(params, hyperparameters)
         self._check()
         self._ready = True
@@ -70,22 +73,17 @@ class Optimizer(torch.optim.Optimizer):
         by_path = self._by_path()
         if self._optimizer.check:
             self._optimizer.check(by_path)
-        known = _arguments(self._optimizer) - set(self._names)
         for group in self.param_groups:
-            if fixed := sorted(known & group.keys()):
-                raise ValueError(
-                    f"{fixed} cannot differ by group: it is no number, or the optimizer follows a schedule or differs by path; "
-                    f"groups may have {sorted(self._names)}; for the rest use partition"
-                )
+            check_group(self._optimizer, self._names, group)
         # From the start, since torch.distributed.checkpoint takes a step where there is no state.
         items = [item for item in self._items() if item[2].requires_grad]
-        self._stepper.begin(items)
+        self._stepper.begin(items, self._show)
 
     def _items(self) -> list[Item]:
         """For all parameters: (whose state, what steps it with the group's hyperparameters, parameter, gradient)."""
         items: list[Item] = []
         for group in self.param_groups:
-            values = tuple((name, float(group[name])) for name in self._names)
+            values = values_of(group, self._names)
             for name, param in zip(_names(group), group["params"], strict=True):
                 items.append((param, self._with(self._optimizer.at(name), values), param, param.grad))
         return items
@@ -101,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_optimizer", "_names", "_stepper", "_ready")
+        own = ("_optimizer", "_names", "_resizes", "_stepper", "_ready")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_made": {}}  # type: ignore[no-untyped-call]
 
     def _by_path(self) -> dict[str, Tensor]:
@@ -117,18 +115,24 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of all parameters that have a gradient; what `closure` returned, which is called first."""
+        """One step of all parameters that have a gradient; what `closure` returned, which is called first.
+
+        Raises:
+            ValueError, TypeError: see the class; no parameter and no state has been changed then.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # which a GradScaler sets
         items = [item for item in self._items() if item[3] is not None]
-        for _, _, param, grad in items:
-            check_dense(f"the gradient of a parameter of shape {tuple(param.shape)}", grad)
+        for _, _, param, _ in items:
             if param not in self.state:  # it was cleared: begin anew
                 self._stepper.states.pop(param, None)
-        self._stepper.step(items, **guards)
+        self._stepper.check(items)
+        if self._resizes:
+            self._stepper.fit(items, self._show)
+        self._stepper.step(items, self._show, **guards)
         return loss
 
     def _show(self, param: Tensor, state: Any) -> None:
@@ -151,28 +155,32 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, or states of another optimizer.
         """
-        order = [
-            (name, param)
-            for group in self.param_groups
-            for name, param in zip(_names(group), group["params"], strict=True)
-        ]
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
+        old = [group for group in self.param_groups for _ in group["params"]]
+        order = list(zip([name for group in self.param_groups for name in _names(group)],
+                         [param for group in self.param_groups for param in group["params"]], old, strict=True))  # fmt: skip
+        keys = [(key, group) for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
         saved = state_dict["state"]  # in its own dtypes, which torch makes the parameters'
+        for group in state_dict["param_groups"]:
+            check_group(self._optimizer, self._names, group)
         states = self._stepper.prepared(
-            (param, self._optimizer.at(name), param, saved[key])
-            for key, (name, param) in zip(keys, order, strict=False)
+            (param, self._of_saved(name, param, {**mine, **its}, saved[key]), param, saved[key])
+            for (key, its), (name, param, mine) in zip(keys, order, strict=False)
             if saved.get(key)
         )
         super().load_state_dict(state_dict)
-        self._stepper.adopt(states)
+        for group in self.param_groups:
+            for name in self._names:
+                group.setdefault(name, self.defaults[name])
+        self._stepper.adopt(states, self._show)
+
+    def _of_saved(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> _base.Optimizer:
+        """The optimizer with the saved hyperparameters, where these decide which fields a state has."""
+        part = self._optimizer.at(name)
+        if not self._resizes:
+            return part
+        other = self._with(part, values_of(group, self._names))
+        return other if set(other.forms.of(param).filled()) == saved.keys() else part
 
 
 def _names(group: dict[str, Any]) -> list[str]:
     return group.get("param_names") or [""] * len(group["params"])
-
-
-def _arguments(optimizer: _base.Optimizer) -> set[str]:
-    """The names of an optimizer's arguments, and of those in it."""
-    children = optimizer.spec.children
-    inner = [_arguments(child) for child in children if isinstance(child, _base.Optimizer)]
-    return {name for name, _ in optimizer.spec.args}.union(*inner)

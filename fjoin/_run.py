@@ -92,6 +92,7 @@ class Run:
 
     def __call__(self, body: Body, batch: Any, turn: Turn | None) -> Metrics:
         storage = body.storage
+        storage.check_rates()
         self._taps.attach(storage)
         self.stop()
         live = turn is None or turn.live

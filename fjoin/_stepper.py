@@ -10,37 +10,100 @@ import torch
 from torch import Tensor
 
 from .transforms._base import Optimizer
+from .transforms._check import is_number
 from .transforms._state_dict import restored
 from .transforms._tree import fields, with_fields
+from .transforms.optimizers._checked import check_grad, check_written
+from .transforms.optimizers._rates import check_rates
 from .transforms.optimizers._wrap import sharing, step_in_place
 
 Item = tuple[Any, Optimizer, Tensor, Any]  # whose, what steps it, the parameter, its gradient
+Changed = Callable[[Any, Any], None]
+
+
+def ignore(key: Any, state: Any) -> None:
+    del key, state
 
 
 class Stepper:
     """The states of parameters, each under a key; what is 0-d in them is one tensor for all that are of one age.
 
-    Args:
-        changed: Told of a key and its state where this is another object from now on.
+    `changed`, of its methods, is called with a key and its state where this is another object from now on.
     """
 
-    def __init__(self, changed: Callable[[Any, Any], None] = lambda key, state: None) -> None:
+    def __init__(self) -> None:
         self.states: dict[Any, Any] = {}
-        self._changed = changed
 
-    def begin(self, items: Iterable[Item]) -> None:
+    def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
         """Begin the states of those of these parameters that have none: all are of one age."""
         fresh: dict[Any, Any] = {}
         for key, part, param, _ in items:
             if key not in self.states:
                 state = part.init_param(param.detach())
-                self.share(part, key, state, fresh.setdefault((id(part), param.dtype, param.device), state))
+                like = fresh.setdefault((id(part), param.dtype, param.device), state)
+                self._share(part, key, state, like, changed)
 
-    def step(self, items: Iterable[Item], **guards: Tensor | None) -> None:
-        """Step these parameters; the others do not age."""
+    def fit(self, items: Iterable[Item], changed: Changed = ignore) -> None:
+        """Begin those fields of these states that their optimizers did not have before, such as a momentum that was 0.
+
+        Raises:
+            ValueError: a momentum with dampening that begins after the first step.
+        """
+        for key, part, param, _ in items:
+            if (state := self.states.get(key)) is None:
+                continue
+            new = part.init_param(param.detach())
+            pairs = list(zip(fields(state), fields(new), strict=True))
+            if any(old is None and fresh is not None for old, fresh in pairs):
+                if any(name == "dampening" and value for name, value in part.spec.args) and state.step.item() > 0:
+                    raise ValueError(
+                        f"{part!r}: momentum with dampening cannot begin in step {int(state.step)}, since the first step has no "
+                        f"dampening; give the optimizer a small momentum from the start"
+                    )
+                self.states[key] = with_fields(new, [fresh if old is None else old for old, fresh in pairs])
+                changed(key, self.states[key])
+
+    def check(self, items: Iterable[Item]) -> None:
+        """Raise where a step would not serve one of these parameters; nothing has changed then.
+
+        Raises:
+            ValueError: a gradient of another shape or device; a parameter that has become another, or whose elements overlap
+                in memory; a hyperparameter that is not finite.
+            TypeError: a gradient of another dtype or layout.
+        """
+        rates = set()
+        for key, part, param, grad in items:
+            check_grad(param, grad, lambda key=key: f"the gradient of {_whose(key)}")  # type: ignore[misc]
+            check_written(param, lambda key=key: _whose(key))  # type: ignore[misc]
+            state = self.states.get(key)
+            if state is None:
+                continue
+            form = part.forms.of(param)
+            for field, kind, name in zip(fields(state), form.fields, form.names, strict=True):
+                if field is not None and kind is not None and (field.shape != kind[0] or field.dtype is not kind[1]):
+                    raise ValueError(
+                        f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
+                        f"{field.dtype}{list(field.shape)}; make the optimizer after the parameters are what they shall be"
+                    )
+            if part.watched and (id(part), id(state.step)) not in rates:
+                rates.add((id(part), id(state.step)))
+                check_rates(part.watched, state.step)
+
+    def check_rates(self, items: Iterable[Item]) -> None:
+        """The last of the checks of `check`, for parameters that cannot have become others."""
+        steps = {
+            (id(part), id(self.states[key].step)): (part, self.states[key].step)
+            for key, part, *_ in items
+            if part.watched
+        }
+        for part, step in steps.values():
+            check_rates(part.watched, step)
+
+    def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
+        """Step these parameters, which have been checked; the others do not age."""
         sharing = Counter(id(state.step) for state in self.states.values())
         items = list(items)
-        self.begin(items)
+        self.begin(items, changed)
         kinds: dict[Any, list[Item]] = {}
         for item in items:
             key, part, param, _ = item
@@ -51,19 +114,19 @@ class Stepper:
                 first = with_fields(first, [None if f is None else f.clone() if c else f
                                             for f, c in zip(fields(first), part.common, strict=True)])  # fmt: skip
                 for key, *_ in some:
-                    self.share(part, key, self.states[key], first)
+                    self._share(part, key, self.states[key], first, changed)
             states, params = [self.states[key] for key, *_ in some], [param for _, _, param, _ in some]
             here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
             step_in_place(part, params, [grad for *_, grad in some], states, **here)
             # Fused kernels do not count as writes: a graph that still needs the old values would silently use the new.
             torch.autograd.graph.increment_version(params)
 
-    def share(self, part: Optimizer, key: Any, state: Any, like: Any) -> None:
+    def _share(self, part: Optimizer, key: Any, state: Any, like: Any, changed: Changed) -> None:
         """Put a state under a key, its 0-d fields being those of another state."""
         self.states[key] = sharing(part, state, like)
-        self._changed(key, self.states[key])
+        changed(key, self.states[key])
 
-    def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Tensor]]]) -> dict[Any, Any]:
+    def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Any]]]) -> dict[Any, Any]:
         """States from tensors by name, for (key, optimizer, parameter, state) each; equal ages are shared again.
 
         Raises:
@@ -72,17 +135,20 @@ class Stepper:
         new: dict[Any, Any] = {}
         alike: dict[Any, Any] = {}
         for key, part, param, named in given:
+            named = {
+                name: torch.as_tensor(v) if is_number(v) else v for name, v in named.items()
+            }  # a count may be a number
             state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
             ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
             like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
             new[key] = sharing(part, state, like)
         return new
 
-    def adopt(self, states: dict[Any, Any]) -> None:
+    def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:
         """Go on with what `prepared` made."""
         self.states = states
         for key, state in states.items():
-            self._changed(key, state)
+            changed(key, state)
 
 
 def divides(part: Optimizer, dtype: torch.dtype) -> bool:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .transforms._base import Optimizer
 from .transforms._layout import Bucket, Span
 from .transforms._tree import fields, with_fields
+from .transforms.optimizers._rates import check_rates
 
 
 class Storage:
@@ -67,6 +68,12 @@ class Storage:
 
     def set_slots(self, slots: list[list[Any]]) -> None:
         self.slots = slots
+        parts = [
+            (self.optimizer.at(span.paths[0]), state)
+            for bucket, states in zip(self.layout, slots, strict=True)
+            for span, state in zip(bucket.spans, states, strict=True)
+        ]
+        self._watched = list({id(part): (part.watched, state.step) for part, state in parts if part.watched}.values())
         self._ranges = [
             [
                 (part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot)
@@ -82,6 +89,15 @@ class Storage:
             return piece
         shape = self.shapes[span.paths[0]]
         return piece[: shape.numel()].view(shape)
+
+    def check_rates(self) -> None:
+        """Raise where a hyperparameter of the next step is not finite, without a wait for a device.
+
+        Raises:
+            ValueError, TypeError: a schedule did not return one finite number; a tensor holds none.
+        """
+        for hypers, step in self._watched:
+            check_rates(hypers, step)
 
     def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
         """For each span: (optimizer, parameters, gradients, slots), to step in place."""

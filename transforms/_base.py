@@ -27,6 +27,7 @@ from ._tree import State, Tree, fields
 from .axes._env import under_vmap
 from .axes._primitive import AxisName
 from .optimizers._checked import Forms, checked
+from .optimizers._rates import watched
 
 U = TypeVar("U", bound=Callable[..., Any])
 Scope: TypeAlias = Literal["element", "leaf", "message", "tree"]
@@ -252,6 +253,11 @@ class Optimizer(_Specified):
         """For each field of the state, whether one value serves all elements of a flat buffer."""
         probe = self.init_param(torch.empty(3, device="meta"))
         return tuple(f is not None and f.dim() == 0 for f in fields(probe))
+
+    @functools.cached_property
+    def watched(self) -> tuple[tuple[str, Any], ...]:
+        """Its hyperparameters that may turn out not to be finite while training."""
+        return watched(self.spec)
 
     def init(self, params: Tree) -> State:
         """The states of all parameters: the tree of `params` with a state at every leaf."""

@@ -8,6 +8,35 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number; a bool does not count as one."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a number is finite as a float, which a whole number beyond 1.8e308 is not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def finite(**values: Any) -> None:
+    """Raise unless all are finite numbers.
+
+    Raises:
+        ValueError: a number that is not finite.
+        TypeError: no number.
+
+    >>> finite(start=0.5)
+    """
+    for name, value in values.items():
+        if not is_number(value):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not is_finite(value):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
+
+
 def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """The value, if it is an int in a range.
 
@@ -33,7 +62,7 @@ def positive(name: str, value: Any, zero: bool = False) -> float:
     >>> positive("eps", 0, zero=True)
     0
     """
-    fine = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    fine = is_number(value) and is_finite(value)
     if fine and (value > 0 or (zero and value == 0)):
         return value  # type: ignore[no-any-return]
     raise ValueError(f"{name} must be a finite number that is {'not negative' if zero else 'above 0'}, got {value!r}")
@@ -48,7 +77,7 @@ def decay(name: str, value: Any) -> float:
     >>> decay("momentum", 0.9)
     0.9
     """
-    fine = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    fine = is_number(value)
     if fine and 0 <= value < 1:
         return value  # type: ignore[no-any-return]
     raise ValueError(f"{name} must be in [0, 1), got {value!r}")

@@ -113,25 +113,37 @@ class _Compiled:
         def tree_of(flats: Any) -> Any:
             return optree.tree_unflatten(shapes.structure, layout.cut(flats))
 
-        def form() -> tuple[Any, Any]:
-            given = [jax.ShapeDtypeStruct((numel,), _name(dtype)) for (dtype, _), numel in layout.sizes.items()]
-            leaves, structure = jax.tree.flatten(jax.eval_shape(lambda flats: begin(tree_of(flats)), given))
-            if keys := [leaf for leaf in leaves if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)]:
-                raise TypeError(
-                    f"the state holds {len(keys)} of jax's typed random keys, which are no tensors; use raw keys"
-                )
-            return _Layout([(leaf.shape, str(leaf.dtype)) for leaf in leaves]), structure
+        def leaves_of(state: Any) -> list[Any]:
+            """The leaves of a state, of typed random keys the bits, since those are no tensors."""
+            leaves = jax.tree.leaves(state)
+            return [jax.random.key_data(x) if kind else x for x, kind in zip(leaves, kinds, strict=True)]
+
+        def state_of(leaves: list[Any]) -> Any:
+            wrap = jax.random.wrap_key_data
+            keys = [wrap(x, impl=kind) if kind else x for x, kind in zip(leaves, kinds, strict=True)]
+            return jax.tree.unflatten(structure, keys)
 
         with self.precision():
-            held, structure = form()
+            given = [jax.ShapeDtypeStruct((numel,), _name(dtype)) for (dtype, _), numel in layout.sizes.items()]
+            kinds: list[Any] = []
+
+            def look(flats: Any) -> Any:
+                state = begin(tree_of(flats))
+                typed = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)]
+                leaves = zip(jax.tree.leaves(state), typed, strict=True)
+                kinds[:] = [jax.random.key_impl(x) if is_key else None for x, is_key in leaves]
+                return state
+
+            structure = jax.tree.structure(jax.eval_shape(look, given))
+            plain_form = jax.eval_shape(lambda flats: leaves_of(begin(tree_of(flats))), given)
+            held = _Layout([(x.shape, str(x.dtype)) for x in plain_form])
 
         def init(*flats: Any) -> Any:
-            return held.join(jax.tree.leaves(begin(tree_of(flats))), concatenate)
+            return held.join(leaves_of(begin(tree_of(flats))), concatenate)
 
         def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            old = jax.tree.unflatten(structure, held.cut(state))
-            new, state = step(tree_of(grads), old, tree_of(params) if params else None)
-            return layout.join(optree.tree_leaves(new), concatenate), held.join(jax.tree.leaves(state), concatenate)
+            new, state = step(tree_of(grads), state_of(held.cut(state)), tree_of(params) if params else None)
+            return layout.join(optree.tree_leaves(new), concatenate), held.join(leaves_of(state), concatenate)
 
         self.init, self.update = jax.jit(init), jax.jit(update)
 

@@ -231,13 +231,17 @@ def test_groups_and_states_that_do_not_fit() -> None:
     model = make_model()
     first, second = list(model[0].parameters()), list(model[2].parameters())
     for opt, extra in (
-        (tx.adamw(), {"betas": (0.5, 0.9)}),
-        (tx.sgd(0.1), {"momentum": 0.9}),
+        (tx.adamw(), {"amsgrad": True}),
+        (tx.sgd(0.1), {"maximize": True}),
+        (tx.adam(), {"decoupled_weight_decay": True}),
+        (tx.mixed_precision(tx.adamw()), {"amsgrad": True}),
+        (tx.partition({"*": tx.adamw()}), {"betas": (0.5, 0.9)}),
+        (tx.adafactor(), {"eps": (1e-3, 1e-3)}),
         (tx.sgd(tx.constant(0.1)), {"lr": 0.5}),
     ):
         raises_text(
             ValueError,
-            lambda opt=opt, extra=extra: fjoin.Optimizer([{"params": first, **extra}], opt),
+            lambda opt=opt, extra=extra: fjoin.Optimizer([{"params": zip("ab", first, strict=True), **extra}], opt),
             next(iter(extra)),
         )
     optimizer = fjoin.Optimizer([{"params": [first[0]]}], tx.muon())

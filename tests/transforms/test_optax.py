@@ -146,3 +146,17 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "jax", None)
     raises_text(ImportError, lambda: tx.from_optax(optax.clip(1.0)), "pip install 'fjoin[optax]'")
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_noise_with_random_keys(impl: str) -> None:
+    """jax's typed keys cross as their bits, so that saved and loaded the same noise follows."""
+    grads = {"a": torch.ones(3), "b": torch.zeros(2, 2)}
+    theirs = {path: jax.numpy.asarray(g.numpy()) for path, g in grads.items()}
+    noise = optax.add_noise(0.1, 0.55, jax.random.key(3, impl=impl))
+    hook, state, held = tx.from_optax(noise), tx.from_optax(noise).init(grads), noise.init(theirs)
+    for _ in range(3):
+        state = tx.from_state_dict(hook.init(grads), tx.to_state_dict(state))
+        out, state = hook.update(grads, state, grads)
+        want, held = noise.update(theirs, held)
+        assert max_diff(out, {path: torch.tensor(w.tolist()) for path, w in want.items()}) < 1e-6

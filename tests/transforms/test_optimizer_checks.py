@@ -99,7 +99,10 @@ def test_elements_that_share_memory_cannot_be_written() -> None:
         raises_text(ValueError, lambda opt=opt, state=state: opt.step_param_(p, g, state), "param", "overlap")  # type: ignore[misc]
     state = tx.adamw(0.1).init_param(g)._replace(exp_avg=torch.zeros(1).expand(3))
     raises_text(ValueError, lambda: tx.adamw(0.1).step_param_(g.clone(), g, state), "state", "overlap")
-    assert max_diff(tx.sgd(0.1).step({"w": p}, {"w": g}, tx.sgd(0.1).init({"w": p}))[0], {"w": torch.full((3,), 0.9)}) < 1e-6
+    assert (
+        max_diff(tx.sgd(0.1).step({"w": p}, {"w": g}, tx.sgd(0.1).init({"w": p}))[0], {"w": torch.full((3,), 0.9)})
+        < 1e-6
+    )
 
 
 GAPS: dict[str, Callable[[], Tensor]] = {

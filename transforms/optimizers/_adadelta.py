@@ -11,7 +11,8 @@ from torch.optim.adadelta import adadelta as torch_adadelta
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, rate_at
-from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots, within
+from ._hyper import not_negative, within
+from ._inplace import from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -79,4 +80,4 @@ def adadelta(
             weight_decay=weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    return from_kernel(init_param, step_param, kernel)
+    return from_kernel(init_param, step_param, kernel, numbers=(rho, eps, weight_decay))

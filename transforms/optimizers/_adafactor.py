@@ -10,7 +10,8 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import rate_at, wide_root
-from ._inplace import by_formula, from_kernel, new_step, not_negative
+from ._hyper import a_number, not_negative
+from ._inplace import by_formula, from_kernel, new_step
 from ._schedules import ScalarOrSchedule
 
 
@@ -61,8 +62,11 @@ def adafactor(
     >>> opt.step_param(p, torch.tensor([2.0]), opt.init_param(p))[0]
     tensor([0.9000])
     """
+    if not isinstance(eps, (tuple, list)) or len(eps) != 2:
+        raise ValueError(f"eps must be (eps1, eps2), of which eps1 may be None, got {eps!r}")
     eps1, eps2 = eps
-    not_negative(lr=lr, weight_decay=weight_decay, eps1=eps1, eps2=eps2)
+    not_negative(lr=lr, weight_decay=weight_decay, eps1=0.0 if eps1 is None else eps1, eps2=eps2)
+    a_number(beta2_decay=beta2_decay, d=d)
     if isinstance(beta2_decay, (int, float)) and not beta2_decay <= 0:
         raise ValueError(f"beta2_decay must be at most 0, got {beta2_decay!r}")
     if isinstance(d, (int, float)) and not d >= 1:

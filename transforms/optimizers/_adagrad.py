@@ -11,7 +11,8 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, rate_at, root
-from ._inplace import by_formula, from_kernel, kernel_lr, new_step, not_negative, slots
+from ._hyper import not_negative
+from ._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -85,4 +86,4 @@ def adagrad(
             lr=kernel_lr(lr, states[0].step), weight_decay=weight_decay, lr_decay=lr_decay, eps=eps, maximize=maximize,
         )  # fmt: skip
 
-    return from_kernel(init_param, step_param, kernel)
+    return from_kernel(init_param, step_param, kernel, numbers=(lr_decay, weight_decay, eps))

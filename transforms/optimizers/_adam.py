@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at, root
-from ._inplace import check_betas, kernel_lr, new_step, not_negative, one_param, slots, through_memory, unscale
+from ._hyper import check_betas, not_negative
+from ._inplace import any_tensor, by_formula, in_place, kernel_lr, new_step, one_param, slots, through_memory, unscale
 from ._schedules import ScalarOrSchedule
 
 
@@ -24,7 +25,7 @@ class AdamState(NamedTuple):
 @factory
 def adam(
     lr: ScalarOrSchedule = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     amsgrad: bool = False,
@@ -38,7 +39,7 @@ def adam(
 
     Args:
         lr: Learning rate, or a schedule of it.
-        betas: (b1, b2), at least 0 and below 1.
+        betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the root.
         weight_decay: L2 penalty.
         amsgrad: Divide by the largest second moment so far.
@@ -48,7 +49,8 @@ def adam(
         An `Optimizer`. State: `AdamState(step, exp_avg, exp_avg_sq, max_exp_avg_sq)`.
 
     Raises:
-        ValueError: a negative lr, eps or weight_decay; betas outside [0, 1).
+        ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1), or a number and a tensor.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.Adam.
     Source: Kingma and Ba, Adam, arXiv:1412.6980, algorithm 1; amsgrad: arXiv:1904.09237.
@@ -64,7 +66,7 @@ def adam(
 @factory
 def adamw(
     lr: ScalarOrSchedule = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     amsgrad: bool = False,
@@ -87,7 +89,7 @@ def adamw(
 
 def _adam(
     lr: ScalarOrSchedule,
-    betas: tuple[float, float],
+    betas: tuple[float | Tensor, float | Tensor],
     eps: float,
     weight_decay: float,
     amsgrad: bool,
@@ -95,9 +97,8 @@ def _adam(
     decoupled: bool,
 ) -> Optimizer:
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-    check_betas(betas)
-    beta1, beta2 = betas
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    beta1, beta2 = check_betas(betas)
+    kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def init_param(param: Tensor) -> AdamState:
         return AdamState(
@@ -125,10 +126,14 @@ def _adam(
         param = param - (rate / correction1).to(dtype) * (exp_avg / (root(second) / correction2 + eps))
         return param, AdamState(step, exp_avg, exp_avg_sq, largest)
 
+    formula = in_place(by_formula(step_param))
+
     def step_params_(
         params: list[Tensor], grads: list[Tensor], states: list[AdamState], *,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
+        if any_tensor(beta1, beta2, eps, weight_decay):  # the kernel takes numbers
+            return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)

@@ -11,7 +11,8 @@ from torch.optim.adamax import adamax as torch_adamax
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at
-from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
+from ._hyper import check_betas, not_negative
+from ._inplace import from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -57,8 +58,7 @@ def adamax(
     tensor([0.9000])
     """
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-    check_betas(betas)
-    beta1, beta2 = betas
+    beta1, beta2 = check_betas(betas)
 
     def init_param(param: Tensor) -> AdamaxState:
         return AdamaxState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
@@ -78,4 +78,4 @@ def adamax(
             weight_decay=weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    return from_kernel(init_param, step_param, kernel)
+    return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))

@@ -11,7 +11,8 @@ from torch.optim.asgd import asgd as torch_asgd
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, rate_at
-from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots
+from ._hyper import a_number, not_negative
+from ._inplace import from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -60,6 +61,7 @@ def asgd(
     tensor([0.8000])
     """
     not_negative(lr=lr, weight_decay=weight_decay)
+    a_number(lambd=lambd, alpha=alpha, t0=t0)
 
     def init_param(param: Tensor) -> ASGDState:
         step = new_step(param)
@@ -86,4 +88,4 @@ def asgd(
             alpha=alpha, weight_decay=weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    return from_kernel(init_param, step_param, kernel, ("step", "eta", "mu"))
+    return from_kernel(init_param, step_param, kernel, ("step", "eta", "mu"), numbers=(lambd, alpha, t0, weight_decay))

@@ -19,6 +19,10 @@ class _Form(NamedTuple):
     names: list[str]
     fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it lies beside the parameter
 
+    def filled(self) -> list[str]:
+        """The names of the fields that are tensors."""
+        return [name for name, field in zip(self.names, self.fields, strict=True) if field is not None]
+
 
 class Forms:
     """The forms of an optimizer's states, by the shape and dtype of the parameter."""
@@ -33,7 +37,9 @@ class Forms:
         if form is None:
             state = self.init_param(torch.empty(param.shape, dtype=param.dtype, device="meta"))
             accessors, fields, structure = optree.tree_flatten_with_accessor(state, none_is_leaf=True)
-            names = [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+            names = [
+                ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors
+            ]
             kinds = [None if f is None else (f.shape, f.dtype, f.is_meta and f.dim() > 0) for f in fields]
             form = self._known[key] = _Form(structure, names, kinds)
         return form
@@ -65,7 +71,9 @@ class Forms:
                     f"{tuple(param.shape)}; pass the state that init(params) or the last step of these parameters returned"
                 )
             if field.dtype is not dtype:
-                raise TypeError(f"{where()}.{name} has dtype {field.dtype}, expected {dtype}; convert it with .to(dtype)")
+                raise TypeError(
+                    f"{where()}.{name} has dtype {field.dtype}, expected {dtype}; convert it with .to(dtype)"
+                )
             if beside and field.device != param.device:
                 raise ValueError(f"{where()}.{name} lies on {field.device}, but its parameter on {param.device}")
 
@@ -82,7 +90,9 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
         return
     check_dense(where(), grad)
     if grad.dtype is not param.dtype:
-        raise TypeError(f"{where()} has dtype {grad.dtype}, but its parameter {param.dtype}; convert one with .to(dtype)")
+        raise TypeError(
+            f"{where()} has dtype {grad.dtype}, but its parameter {param.dtype}; convert one with .to(dtype)"
+        )
     if grad.shape != param.shape:
         raise ValueError(f"{where()} has shape {tuple(grad.shape)}, but its parameter {tuple(param.shape)}")
     raise ValueError(f"{where()} lies on {grad.device}, but its parameter on {param.device}")
@@ -129,9 +139,9 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
         if params:
             kernel(params, grads, states, **guards)
 
-    made = step_params_ if lists else step_param_
-    made.checks, made.unchecked = forms.init_param, kernel  # type: ignore[attr-defined]
-    return made
+    made: Any = step_params_ if lists else step_param_
+    made.checks, made.unchecked = forms.init_param, kernel
+    return made  # type: ignore[no-any-return]
 
 
 def unchecked(step: Callable[..., None]) -> Callable[..., None]:

@@ -12,25 +12,6 @@ from .._base import Optimizer
 from ._schedules import ScalarOrSchedule, value_at
 
 
-def not_negative(**values: Any) -> None:
-    """Raise ValueError for a hyperparameter below 0; tensors and schedules are not looked into."""
-    for name, value in values.items():
-        if isinstance(value, (int, float)) and not value >= 0.0:
-            raise ValueError(f"{name} must be at least 0, got {value!r}")
-
-
-def within(least: float, most: float, **values: Any) -> None:
-    """Raise ValueError for a hyperparameter outside a range."""
-    for name, value in values.items():
-        if isinstance(value, (int, float)) and not least <= value <= most:
-            raise ValueError(f"{name} must be from {least:g} to {most:g}, got {value!r}")
-
-
-def check_betas(betas: tuple[float, float]) -> None:
-    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas if isinstance(beta, (int, float))):
-        raise ValueError(f"betas must be two numbers, at least 0 and below 1, got {betas!r}")
-
-
 def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
     """The learning rate as a fused kernel wants it: a number, or a tensor where reading it would wait for the device."""
     value = value_at(lr, step)
@@ -60,7 +41,9 @@ def through_memory(
     if all(tensor.is_contiguous() for tensors in given for tensor in tensors):
         return kernel(*given)
     dense = [p if _dense(p) else p.contiguous() for p in params]
-    laid = [[t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)] for ts in given]
+    laid = [
+        [t if t.stride() == p.stride() else copy_like(p, t) for p, t in zip(dense, ts, strict=False)] for ts in given
+    ]
     kernel(*laid)
     for i in (0, *range(2, len(given))):
         for old, new in zip(given[i], laid[i], strict=True):
@@ -126,6 +109,10 @@ def by_formula(step_param: Callable[..., Any]) -> Callable[[list[Tensor], list[T
     return kernel
 
 
+def any_tensor(*values: Any) -> bool:
+    return any(isinstance(value, Tensor) for value in values)
+
+
 def slots(states: list[Any], name: str) -> list[Tensor]:
     """One field of all states, as torch's functions take them; none where the states have none."""
     return [getattr(state, name) for state in states if getattr(state, name) is not None]
@@ -149,8 +136,14 @@ def from_kernel(
     step_param: Callable[..., Any],
     kernel: Callable[[list[Tensor], list[Tensor], list[Any]], None],
     common: tuple[str, ...] = ("step",),
+    numbers: tuple[Any, ...] = (),
     **settings: Any,
 ) -> Optimizer:
-    """An optimizer of a pure formula and a kernel; see `in_place`. `settings`: of `Optimizer`."""
-    step_params_ = in_place(kernel, common)
+    """An optimizer of a pure formula and a kernel; see `in_place`.
+
+    Args:
+        numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
+        settings: Of `Optimizer`.
+    """
+    step_params_ = in_place(by_formula(step_param) if any_tensor(*numbers) else kernel, common)
     return Optimizer(init_param, step_param, one_param(step_params_), step_params_, **settings)

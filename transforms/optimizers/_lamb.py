@@ -9,7 +9,8 @@ from .._base import Optimizer
 from .._spec import factory
 from ._adam import AdamState
 from ._formula import lerp, rate_at, root, wide_root
-from ._inplace import by_formula, check_betas, from_kernel, new_step, not_negative
+from ._hyper import check_betas, not_negative
+from ._inplace import by_formula, from_kernel, new_step
 from ._schedules import ScalarOrSchedule
 
 
@@ -49,8 +50,7 @@ def lamb(
     tensor([2.5000, 4.0000])
     """
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-    check_betas(betas)
-    beta1, beta2 = betas
+    beta1, beta2 = check_betas(betas)
 
     def init_param(param: Tensor) -> AdamState:
         return AdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param), None)

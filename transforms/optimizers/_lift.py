@@ -68,6 +68,8 @@ def _tensor_arguments(part: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, value in part.spec.args:
         if isinstance(value, Tensor):
             yield name, value
+        elif isinstance(value, (tuple, list)):
+            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Tensor))
         elif isinstance(value, Optimizer):
             yield from _tensor_arguments(value)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, rate_at
-from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
+from ._hyper import check_betas, not_negative
+from ._inplace import from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -52,8 +53,7 @@ def lion(
     tensor([0.9000])
     """
     not_negative(lr=lr, weight_decay=weight_decay)
-    check_betas(betas)
-    beta1, beta2 = betas
+    beta1, beta2 = check_betas(betas)
 
     def init_param(param: Tensor) -> LionState:
         return LionState(new_step(param), torch.zeros_like(param))
@@ -80,4 +80,4 @@ def lion(
         for state in states:
             state.step.add_(1)
 
-    return from_kernel(init_param, step_param, kernel)
+    return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, weight_decay))

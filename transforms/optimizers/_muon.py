@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from .._base import Optimizer
+from .._check import whole_number
 from .._spec import factory
 from .._tree import Tree, named_leaves
 from ._formula import rate_at
-from ._inplace import by_formula, from_kernel, new_step, not_negative
+from ._hyper import not_negative
+from ._inplace import by_formula, from_kernel, new_step
 from ._schedules import ScalarOrSchedule
 
 
@@ -69,11 +71,10 @@ def muon(
     >>> bool((new[0, 0] < -0.05) & (new[0, 1] == 0))
     True
     """
-    not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
-    if len(ns_coefficients) != 3:
+    not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps)
+    if not isinstance(ns_coefficients, (tuple, list)) or len(ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients must be three numbers, got {ns_coefficients!r}")
-    if not 0 <= ns_steps < 100:
-        raise ValueError(f"ns_steps must be from 0 to 99, got {ns_steps!r}")
+    whole_number("ns_steps", ns_steps, 0, 99)
     if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
         raise ValueError(f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
 

@@ -11,7 +11,8 @@ from torch.optim.nadam import nadam as torch_nadam
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at, root
-from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
+from ._hyper import check_betas, not_negative
+from ._inplace import from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -63,8 +64,7 @@ def nadam(
     tensor([0.8944])
     """
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay)
-    check_betas(betas)
-    beta1, beta2 = betas
+    beta1, beta2 = check_betas(betas)
 
     def init_param(param: Tensor) -> NAdamState:
         step = new_step(param)
@@ -94,4 +94,10 @@ def nadam(
             decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    return from_kernel(init_param, step_param, kernel, ("step", "mu_product"))
+    return from_kernel(
+        init_param,
+        step_param,
+        kernel,
+        ("step", "mu_product"),
+        numbers=(beta1, beta2, eps, weight_decay, momentum_decay),
+    )

@@ -11,7 +11,8 @@ from torch.optim.radam import radam as torch_radam
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at, root
-from ._inplace import check_betas, from_kernel, kernel_lr, new_step, not_negative, slots
+from ._hyper import check_betas, not_negative
+from ._inplace import from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -61,8 +62,7 @@ def radam(
     tensor([0.8000])
     """
     not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-    check_betas(betas)
-    beta1, beta2 = betas
+    beta1, beta2 = check_betas(betas)
     longest = 2 / (1 - beta2) - 1
 
     def init_param(param: Tensor) -> RAdamState:
@@ -95,4 +95,4 @@ def radam(
             weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
         )  # fmt: skip
 
-    return from_kernel(init_param, step_param, kernel)
+    return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))

@@ -11,7 +11,8 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at, root, used
-from ._inplace import from_kernel, kernel_lr, new_step, not_negative, slots
+from ._hyper import not_negative
+from ._inplace import from_kernel, kernel_lr, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -82,15 +83,15 @@ def rmsprop(
             grad_avg = lerp(grad_avg, grad, 1 - alpha)
             second = square_avg - grad_avg * grad_avg
         direction = grad / (root(second) + eps)
-        if velocity is not None:
+        if velocity is not None and used(momentum):
             direction = velocity = momentum * velocity + direction
         return param - rate * direction, RMSpropState(state.step + 1, square_avg, velocity, grad_avg)
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[RMSpropState]) -> None:
         torch_rmsprop(
-            params, grads, slots(states, "square_avg"), slots(states, "grad_avg"), slots(states, "momentum"),
+            params, grads, slots(states, "square_avg"), slots(states, "grad_avg"), slots(states, "momentum") if momentum else [],
             slots(states, "step"), foreach=True, capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step),
             alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered, maximize=maximize,
         )  # fmt: skip
 
-    return from_kernel(init_param, step_param, kernel)
+    return from_kernel(init_param, step_param, kernel, numbers=(alpha, eps, weight_decay, momentum))

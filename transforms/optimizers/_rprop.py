@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.rprop import rprop as torch_rprop
 
 from .._base import Optimizer
+from .._check import is_number
 from .._spec import factory
 from ._formula import rate_at
-from ._inplace import from_kernel, new_step, not_negative, slots
+from ._hyper import not_negative
+from ._inplace import from_kernel, new_step, slots
 from ._schedules import ScalarOrSchedule
 
 
@@ -55,8 +57,10 @@ def rprop(
     tensor([0.9000])
     """
     not_negative(lr=lr)
-    if len(etas) != 2 or not 0.0 < etas[0] < 1.0 < etas[1]:
+    if not _pair(etas) or not 0.0 < etas[0] < 1.0 < etas[1]:
         raise ValueError(f"etas must be two numbers, one above 0 and below 1, one above 1, got {etas!r}")
+    if not _pair(step_sizes):
+        raise ValueError(f"step_sizes must be two numbers, the smallest and the largest, got {step_sizes!r}")
     down, up = etas
     least, most = step_sizes
 
@@ -82,3 +86,7 @@ def rprop(
         )  # fmt: skip
 
     return from_kernel(init_param, step_param, kernel)
+
+
+def _pair(values: Any) -> bool:
+    return isinstance(values, (tuple, list)) and len(values) == 2 and all(map(is_number, values))

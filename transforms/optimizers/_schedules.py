@@ -9,20 +9,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._check import finite, whole_number
 from .._spec import Spec, factory, spec_of_function
+from ._rates import ScalarOrSchedule as ScalarOrSchedule
+from ._rates import value_at as value_at
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
-    """A function of the step that carries a spec."""
+    """A function of the step that carries a spec.
+
+    Attributes:
+        function: `step -> value`, of a 0-d float64 tensor.
+        spec: The schedule as data.
+        finite: Whether every value is known to be a finite 0-d tensor.
+    """
 
     function: Callable[[Tensor], Tensor]
     spec: Spec = Spec("")
+    finite: bool = False
 
     def __call__(self, step: Any) -> Tensor:
         return self.function(torch.as_tensor(step, dtype=torch.float64))
@@ -44,17 +54,8 @@ class Schedule:
         return repr(self._spec)
 
 
-ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
-
-
-def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
-    """The hyperparameter for a step; `step` counts the steps taken before."""
-    return hyper(step) if callable(hyper) else hyper
-
-
 def steps_at_least(name: str, value: int, least: int) -> None:
-    if not value >= least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    whole_number(name, value, least)
 
 
 @factory
@@ -64,10 +65,14 @@ def constant(value: float) -> Schedule:
     Returns:
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
+    Raises:
+        ValueError, TypeError: no finite number.
+
     >>> constant(0.1)(7).item()
     0.1
     """
-    return Schedule(lambda step: torch.full_like(step, value))
+    finite(value=value)
+    return Schedule(lambda step: torch.full_like(step, value), finite=True)
 
 
 @factory
@@ -84,15 +89,16 @@ def linear(start: float, end: float, total_steps: int) -> Schedule:
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
-        ValueError: `total_steps` is below 1.
+        ValueError, TypeError: `total_steps` is below 1; a value that is no finite number.
 
     Same as: torch.optim.lr_scheduler.LinearLR; optax.linear_schedule.
 
     >>> [linear(0.0, 1.0, 4)(s).item() for s in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
     """
+    finite(start=start, end=end)
     steps_at_least("total_steps", total_steps, 1)
-    return Schedule(lambda step: start + (end - start) * torch.clamp(step / total_steps, max=1.0))
+    return Schedule(lambda step: start + (end - start) * torch.clamp(step / total_steps, max=1.0), finite=True)
 
 
 @factory
@@ -109,20 +115,21 @@ def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
-        ValueError: `total_steps` is below 1.
+        ValueError, TypeError: `total_steps` is below 1; a value that is no finite number.
 
     Same as: torch.optim.lr_scheduler.CosineAnnealingLR, up to T_max; optax.cosine_decay_schedule.
 
     >>> [round(cosine(1.0, 4)(s).item(), 4) for s in (0, 2, 4, 9)]
     [1.0, 0.5, 0.0, 0.0]
     """
+    finite(start=start, end=end)
     steps_at_least("total_steps", total_steps, 1)
 
     def function(step: Tensor) -> Tensor:
         done = torch.clamp(step / total_steps, max=1.0)
         return end + (start - end) * 0.5 * (1 + torch.cos(math.pi * done))
 
-    return Schedule(function)
+    return Schedule(function, finite=True)
 
 
 @factory
@@ -141,13 +148,14 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
-        ValueError: `warmup_steps` is negative, or `total_steps` not above it.
+        ValueError, TypeError: `warmup_steps` is negative, or `total_steps` not above it; a value that is no finite number.
 
     Same as: LinearLR and CosineAnnealingLR in torch's SequentialLR.
 
     >>> [round(warmup_cosine(1.0, 2, 6)(s).item(), 4) for s in (0, 1, 2, 4, 6)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
+    finite(peak=peak, end=end)
     steps_at_least("warmup_steps", warmup_steps, 0)
     steps_at_least("total_steps", total_steps, warmup_steps + 1)
     rest = cosine(peak, total_steps - warmup_steps, end)
@@ -156,4 +164,4 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         rise = peak * (step + 1) / max(warmup_steps, 1)
         return torch.where(step < warmup_steps, rise, rest(torch.clamp(step - warmup_steps, min=0.0)))
 
-    return Schedule(function)
+    return Schedule(function, finite=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from .._check import finite, is_finite, positive
 from .._spec import factory
 from .._tree import on
 from ._schedules import Schedule, steps_at_least
@@ -31,6 +32,7 @@ def warmup(warmup_steps: int, then: Callable[[Any], Any]) -> Schedule:
 
     Raises:
         ValueError: `warmup_steps` is negative.
+        TypeError: `then` is no schedule.
 
     Same as: LinearLR and another one in torch's SequentialLR.
 
@@ -39,12 +41,14 @@ def warmup(warmup_steps: int, then: Callable[[Any], Any]) -> Schedule:
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     steps_at_least("warmup_steps", warmup_steps, 0)
+    if not callable(then):
+        raise TypeError(f"warmup: then must be a schedule, got {then!r}; for a fixed rate pass constant({then!r})")
 
     def function(step: Tensor) -> Tensor:
         rise = then(torch.zeros_like(step)) * (step + 1) / max(warmup_steps, 1)
         return torch.where(step < warmup_steps, rise, then(torch.clamp(step - warmup_steps, min=0.0)))
 
-    return Schedule(function)
+    return Schedule(function, finite=getattr(then, "finite", False))
 
 
 @factory
@@ -58,11 +62,16 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
     Returns:
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
+    Raises:
+        ValueError, TypeError: a value that is no finite number.
+
     Same as: torch.optim.lr_scheduler.MultiStepLR; optax.piecewise_constant_schedule.
 
     >>> [round(piecewise(1.0, {2: 0.1, 4: 0.5})(s).item(), 3) for s in (0, 1, 2, 3, 4)]
     [1.0, 1.0, 0.1, 0.1, 0.05]
     """
+
+    finite(start=start, **{f"factors[{boundary!r}]": factor for boundary, factor in factors.items()})
 
     def function(step: Tensor) -> Tensor:
         value = torch.full_like(step, start)
@@ -70,7 +79,7 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
             value = torch.where(step >= boundary, value * factor, value)
         return value
 
-    return Schedule(function)
+    return Schedule(function, finite=is_finite(start * math.prod(max(1.0, abs(f)) for f in factors.values())))
 
 
 @factory
@@ -100,7 +109,8 @@ def one_cycle(
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
-        ValueError: `total_steps` is below 1, pct_start outside [0, 1], another `anneal`.
+        ValueError, TypeError: `total_steps` is below 1, pct_start outside [0, 1], another `anneal`; a factor that is not above
+            0; a value that is no finite number.
 
     Same as: torch.optim.lr_scheduler.OneCycleLR with cycle_momentum=False.
     Source: Smith and Topin, Super-Convergence, arXiv:1708.07120.
@@ -108,7 +118,10 @@ def one_cycle(
     >>> [round(one_cycle(1.0, 10)(s).item(), 4) for s in (0, 1, 2, 9, 99)]
     [0.04, 0.52, 1.0, 0.0, 0.0]
     """
+    finite(peak=peak, pct_start=pct_start, div_factor=div_factor, final_div_factor=final_div_factor)
     steps_at_least("total_steps", total_steps, 1)
+    positive("div_factor", div_factor)
+    positive("final_div_factor", final_div_factor)
     if not 0 <= pct_start <= 1:
         raise ValueError(f"pct_start must be from 0 to 1, got {pct_start!r}")
     if anneal not in ("cos", "linear"):
@@ -129,7 +142,7 @@ def one_cycle(
             value, found, begin = torch.where(here, first + (last - first) * along, value), found | here, end
         return value
 
-    return Schedule(function)
+    return Schedule(function, finite=True)
 
 
 @factory
@@ -143,20 +156,21 @@ def tabulated(values: tuple[float, ...]) -> Schedule:
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
-        ValueError: no value.
+        ValueError, TypeError: no value; one that is no finite number.
 
     >>> [tabulated((0.1, 0.2))(s).item() for s in (0, 1, 2)]
     [0.1, 0.2, 0.2]
     """
-    if not values:
-        raise ValueError("tabulated needs at least one value")
+    if not isinstance(values, (tuple, list)) or not values:
+        raise ValueError(f"tabulated needs at least one value, in a tuple, got {values!r}")
+    finite(**{f"values[{i}]": value for i, value in enumerate(values)})
 
     def function(step: Tensor) -> Tensor:
         table = on(step.device, torch.tensor(values, dtype=torch.float64))
         at = torch.clamp(step, 0, len(values) - 1).long()
         return table.index_select(0, at.reshape(-1)).view(at.shape)  # table[at] would read `at` on the host
 
-    return Schedule(function)
+    return Schedule(function, finite=True)
 
 
 def from_torch_scheduler(make: Callable[[Optimizer], Any], lr: float, total_steps: int) -> Schedule:

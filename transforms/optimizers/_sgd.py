@@ -10,7 +10,8 @@ from torch import Tensor
 from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, used
-from ._inplace import by_formula, in_place, kernel_lr, new_step, not_negative, one_param, slots, through_memory, unscale
+from ._hyper import a_number, not_negative
+from ._inplace import any_tensor, by_formula, in_place, kernel_lr, new_step, one_param, slots, through_memory, unscale
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -46,7 +47,8 @@ def sgd(
         An `Optimizer`. State: `SGDState(step, momentum)`.
 
     Raises:
-        ValueError: a negative lr, momentum or weight_decay; nesterov without momentum or with dampening.
+        ValueError: a negative or infinite lr, momentum or weight_decay; nesterov without momentum or with dampening.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.SGD.
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning, 2013, section 2.
@@ -57,6 +59,7 @@ def sgd(
     tensor([0.8000])
     """
     not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+    a_number(dampening=dampening)
     known = isinstance(momentum, (int, float)) and isinstance(dampening, (int, float))
     if nesterov and known and (momentum <= 0 or dampening != 0):
         raise ValueError(
@@ -71,7 +74,7 @@ def sgd(
         rate = rate.to(param.dtype) if isinstance(rate, Tensor) else rate
         grad = penalized(param, grad, weight_decay, maximize)
         velocity = state.momentum
-        if velocity is not None:
+        if velocity is not None and used(momentum):
             velocity = momentum * velocity + (1 - dampening) * grad
             if used(dampening):
                 velocity = torch.where(state.step == 0, grad, velocity)
@@ -85,7 +88,10 @@ def sgd(
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
         step = states[0].step
-        if momentum and dampening and step.device.type != "cpu":  # the kernel is told of the first step by the host
+        numbers = not any_tensor(
+            momentum, dampening, weight_decay
+        )  # which the kernel takes, and whether it is the first step
+        if not numbers or (momentum and dampening and step.device.type != "cpu"):
             return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
         # The velocity starts at 0, so that only dampening tells the first step from the others.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
@@ -99,7 +105,7 @@ def sgd(
                 is_first_step=first, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
             )  # fmt: skip
 
-        through_memory(run, params, grads, slots(states, "momentum"))
+        through_memory(run, params, grads, slots(states, "momentum") if momentum else [])
         step.add_(1 if found_inf is None else 1 - found_inf)
 
     return Optimizer(init_param, step_param, one_param(step_params_), step_params_)

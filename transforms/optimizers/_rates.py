@@ -1,0 +1,79 @@
+"""The values of schedules, checked before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._check import is_finite, is_number
+from .._spec import Spec, _show
+from .._tree import on_host
+
+ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
+
+
+def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
+    """The hyperparameter for a step, a number or a 0-d tensor; `step` counts the steps taken before.
+
+    Raises:
+        ValueError: a schedule returned several elements, or a value that is not finite, where looking waits for nothing.
+        TypeError: a schedule returned neither a number nor a tensor.
+    """
+    if not callable(hyper):
+        return hyper.reshape(()) if isinstance(hyper, Tensor) and hyper.dim() else hyper
+    value: Any = hyper(step)
+    if getattr(hyper, "finite", False):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool:
+            raise ValueError(
+                f"the schedule {_show(hyper)} returned a tensor of shape {tuple(value.shape)}, {value.dtype}, in step "
+                f"{_shown(step)}, expected one real number"
+            )
+        if on_host(value):
+            _check_finite(hyper, float(value), step)
+        return value.reshape(())
+    if not is_number(value):
+        raise TypeError(f"the schedule {_show(hyper)} returned {value!r} in step {_shown(step)}, expected a number")
+    _check_finite(hyper, value, step)
+    return value  # type: ignore[no-any-return]
+
+
+def _check_finite(hyper: Any, value: Any, step: Any) -> None:
+    if not is_finite(value):
+        raise ValueError(
+            f"the schedule {_show(hyper)} returned {value!r} in step {_shown(step)}, expected a finite number"
+        )
+
+
+def _shown(step: Any) -> Any:
+    return int(step) if not isinstance(step, Tensor) or on_host(step) else "that is on a device"
+
+
+def watched(spec: Spec) -> tuple[tuple[str, Any], ...]:
+    """The hyperparameters of an optimizer that may turn out not to be finite while training: (name, schedule or tensor).
+
+    Those of an optimizer inside it are included.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, value in spec.args:
+        if hasattr(value, "step_param"):
+            found += watched(value.spec)
+        elif isinstance(value, Tensor) or (callable(value) and not getattr(value, "finite", False)):
+            found.append((name, value))
+    return tuple(found)
+
+
+def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> None:
+    """Raise where a hyperparameter of `watched` is not finite in this step; without a wait for a device.
+
+    Raises:
+        ValueError, TypeError: as `value_at`; a tensor that holds no finite number.
+    """
+    for name, hyper in hypers:
+        value = value_at(hyper, step)
+        if isinstance(value, Tensor) and value is hyper and on_host(value) and not is_finite(float(value)):
+            raise ValueError(f"{name} must be a finite number, got {hyper!r}")
