@@ -47,6 +47,7 @@ from ._errors import NotVmappable as NotVmappable
 from ._errors import UnboundAxis as UnboundAxis
 from ._explain import explain as explain
 from ._explanation import Explanation as Explanation
+from ._from_json import from_json as from_json
 from ._fuse import PipelineState as PipelineState
 from ._fuse import fuse as fuse
 from ._join import JoinHook as JoinHook
@@ -62,7 +63,6 @@ from ._skip import skip_if_nonfinite as skip_if_nonfinite
 from ._spec import Spec as Spec
 from ._spec import factory as factory
 from ._spec import fingerprint as fingerprint
-from ._spec import from_json as from_json
 from ._spec import to_json as to_json
 from ._state_dict import from_state_dict as from_state_dict
 from ._state_dict import to_state_dict as to_state_dict

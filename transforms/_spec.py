@@ -20,6 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _FACTORIES: dict[str, Callable[..., Any]] = {}
+DEEPEST = 100  # levels of transforms in transforms
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,11 @@ class Spec:
         for _, value in self.args:
             search(value)
         return tuple(found)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """The levels of what is inside."""
+        return 1 + max((child.spec.depth for child in self.children), default=0)
 
     def canonical(self) -> str:
         return json.dumps(_encode(self, functions=True), sort_keys=False)
@@ -117,7 +123,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     taken once only.
 
     Raises:
-        ValueError: another factory has this name.
+        ValueError: another factory has this name; at a call: what it takes is nested 100 deep already.
 
     >>> from fjoin import transforms as tx
     >>> tx.clip_by_global_norm(1.0)
@@ -133,9 +139,15 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        spec = Spec(name, tuple(bound.arguments.items()))
+        if spec.depth > DEEPEST:
+            raise ValueError(
+                f"{name} would be nested {spec.depth} deep, expected at most {DEEPEST}; several stages stand side by side in "
+                f"chain(...)"
+            )
         made: Any = function(*args, **kwargs)
         if not made.spec.name:  # one that has a name already was made by another factory
-            made = made.with_spec(Spec(name, tuple(bound.arguments.items())))
+            made = made.with_spec(spec)
         return made  # type: ignore[no-any-return]
 
     _FACTORIES[name] = make
@@ -211,54 +223,6 @@ def to_json(transform: Any) -> str:
     if not isinstance(getattr(transform, "spec", None), Spec):
         raise TypeError(f"expected a transform, optimizer, schedule or pipeline, got {transform!r}")
     return json.dumps(_encode(transform, functions=False), indent=1)
-
-
-def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-    """Build again what `to_json` wrote.
-
-    Only factories known by name are called: reading a text runs no code that it brings along.
-
-    Args:
-        text: What `to_json` returned.
-        functions: Qualified name -> function, for those among the arguments.
-
-    Returns:
-        A transform, optimizer, schedule or pipeline, equal to the one written.
-
-    Raises:
-        ValueError: an unknown factory or function, named in the message.
-
-    >>> from_json('{"name": "clip_by_value", "args": {"max_value": 0.5}}')
-    clip_by_value(0.5)
-    """
-
-    def decode(node: Any) -> Any:
-        if isinstance(node, list):
-            return tuple(decode(item) for item in node)
-        if not isinstance(node, dict):
-            return node
-        if "dtype" in node and "tensor" in node:
-            return torch.tensor(node["tensor"], dtype=getattr(torch, node["dtype"]))
-        if "dtype" in node:
-            return getattr(torch, node["dtype"])
-        if "dict" in node:
-            return {decode(k): decode(v) for k, v in node["dict"]}
-        if "function" in node:
-            try:
-                return (functions or {})[node["function"]]
-            except KeyError:
-                raise ValueError(
-                    f"the text names the function {node['function']!r}; pass it as "
-                    f"from_json(text, functions={{{node['function']!r}: ...}})"
-                ) from None
-        args = {k: decode(v) for k, v in node["args"].items()}
-        if node["name"] not in _FACTORIES:
-            raise ValueError(f"unknown transform {node['name']!r}; known: {sorted(_FACTORIES)}")
-        make = _FACTORIES[node["name"]]
-        bound = inspect.BoundArguments(inspect.signature(make), dict(args))  # type: ignore[arg-type]
-        return make(*bound.args, **bound.kwargs)
-
-    return decode(json.loads(text))
 
 
 def fingerprint(*parts: Any) -> str:
