@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .transforms._check import as_float
+from .transforms.sync._weights import known_weight
 
 
 class Loss:
@@ -56,15 +58,18 @@ def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
     """The weight of a batch; 1 where nothing says otherwise.
 
     Raises:
-        ValueError: it is negative or not finite.
+        ValueError: neither 0 nor from 1e-30 to 1e30.
+        TypeError: no number.
     """
     if weight is None:
         return 1.0
     value = weight(batch)
-    number = float(value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"weight(batch) must be a finite number that is not negative, got {value!r}")
-    return number
+    if hasattr(value, "item"):  # a tensor's, an array's
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):
+            raise ValueError(f"weight(batch) must be a scalar, got {value!r}") from None
+    return known_weight("weight(batch)", value)
 
 
 def user_sums(aux: Any) -> dict[str, Any]:
@@ -76,13 +81,19 @@ def user_sums(aux: Any) -> dict[str, Any]:
     if not isinstance(aux, dict) or "sum" not in aux:
         return {}
     sums: dict[str, Any] = {}
+    if not isinstance(aux["sum"], Mapping):
+        raise TypeError(f"aux['sum'] must be a mapping from names to numbers, got {aux['sum']!r}")
     for name, value in aux["sum"].items():
+        if not isinstance(name, str):
+            raise TypeError(f"aux['sum'] is keyed by names, got {name!r}")
         if isinstance(value, Tensor):
-            if value.dim():
-                raise ValueError(f"aux['sum'][{name!r}] must be a scalar, got a tensor of shape {tuple(value.shape)}")
+            if value.dim() or value.is_complex():
+                raise ValueError(
+                    f"aux['sum'][{name!r}] must be a real scalar, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
+                )
             sums[name] = host_number(value)
         elif isinstance(value, (int, float)):
-            sums[name] = float(value)
+            sums[name] = as_float(f"aux['sum'][{name!r}]", value)
         else:
             raise TypeError(f"aux['sum'][{name!r}] must be a number or a 0-d tensor, got {value!r}")
     return sums

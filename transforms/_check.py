@@ -21,6 +21,18 @@ def is_finite(value: Any) -> bool:
         return False
 
 
+def as_float(name: str, value: Any) -> float:
+    """A number as a float.
+
+    Raises:
+        ValueError: a whole number beyond 1.8e308.
+    """
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit a float, got a number of {int(value).bit_length()} bits") from None
+
+
 def finite(**values: Any) -> None:
     """Raise unless all are finite numbers.
 
@@ -83,6 +95,30 @@ def decay(name: str, value: Any) -> float:
     raise ValueError(f"{name} must be in [0, 1), got {value!r}")
 
 
+def axis_sizes(sizes: Any, most: int) -> dict[str, int]:
+    """Axis name -> number of ranks, if there are at most so many in all.
+
+    Raises:
+        TypeError: no mapping; an axis that is not named by a string.
+        ValueError: no axis; a size that is no whole number, at least 1; more ranks.
+
+    >>> axis_sizes({"data": 4}, most=8)
+    {'data': 4}
+    """
+    if not isinstance(sizes, Mapping) or not all(isinstance(name, str) for name in sizes):
+        raise TypeError(f"axes must be a mapping from names to numbers of ranks, got {sizes!r}")
+    if not sizes:
+        raise ValueError("axes is empty; pass at least one, for example {'data': 4}")
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"axis {name!r} must have a whole number of ranks, at least 1, got {size!r}")
+    if math.prod(sizes.values()) > most:
+        raise ValueError(
+            f"the axes {dict(sizes)!r} have more than {most} ranks in all, which is the most that is served"
+        )
+    return dict(sizes)
+
+
 def flag(name: str, value: Any) -> bool:
     """The value, if it is True or False.
 
@@ -95,6 +131,35 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def axis_names(axis: Any) -> tuple[str, ...]:
+    """The names of an axis, or of several.
+
+    Raises:
+        TypeError: neither a string nor a tuple of strings.
+        ValueError: one of them stands twice.
+
+    >>> axis_names(("node", "local"))
+    ('node', 'local')
+    """
+    if isinstance(axis, str):
+        return (axis,)
+    if not isinstance(axis, tuple) or not all([isinstance(name, str) for name in axis]):
+        raise TypeError(f"an axis is named by a string, several by a tuple of strings, got {axis!r}")
+    if len(set(axis)) < len(axis):
+        raise ValueError(f"axis {axis!r} names an axis twice; name each once")
+    return axis
+
+
+def some_axes(name: str, axis: Any) -> None:
+    """Raise unless `axis` names one axis or several.
+
+    Raises:
+        TypeError, ValueError: as `axis_names`; none is named.
+    """
+    if not axis_names(axis):
+        raise ValueError(f"{name} needs at least one axis, got {axis!r}")
 
 
 def one_axis(name: str, axis: Any) -> str:

@@ -19,17 +19,20 @@ from torch._subclasses.fake_tensor import (
 from ._alternatives import alternatives, both
 from ._base import Optimizer, Pipeline, Transform
 from ._bucketwise import Carried, restrict
+from ._check import axis_sizes
 from ._combine import stages
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
 from ._plan import make_plan, takes_flat
-from ._tree import Tree, registered
+from ._tree import Tree, check_dense, named_leaves, registered
 from .axes._collectives import axis_size, psum
 from .axes._env import Axis, bind_axes
 from .axes._order import to_order
 from .sync._lane import encode_lane, lane_dtype, mask_words, step_lane
 from .sync._mean import MeanState
+
+MOST_RANKS = 2**20
 
 # What one rank sends, in units of its payload, on an axis of n ranks.
 _SENT: dict[str, Callable[[int], float]] = {
@@ -91,7 +94,8 @@ def explain(
         An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
 
     Raises:
-        TypeError: neither pipeline nor transform; a stage that reads a tensor's value.
+        TypeError: neither pipeline nor transform; a stage that reads a tensor's value; a leaf that is no dense tensor.
+        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks.
 
     >>> from fjoin import transforms as tx
     >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
@@ -118,7 +122,9 @@ def explain_cut(
     """
     hook, optimizer, after = _parts(pipeline)
     notes: list[Message] = []
-    sizes = dict(axes)
+    sizes = axis_sizes(axes, MOST_RANKS)
+    for path, leaf in named_leaves(params).items():
+        check_dense(f"params[{path!r}]", leaf)
     recorders = {name: Recorder(name, n, notes, sizes) for name, n in sizes.items()}
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
         run = _Run(hook, params, cut, sizes, module_words is not None, notes)

@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ._check import some_axes
 from ._tree import State, device_of, on
 from .axes._collectives import axis_index, axis_size, pmin
 from .axes._from_one import from_one
@@ -88,6 +89,8 @@ def broadcast_from_last(axis: AxisName) -> JoinHook:
     >>> tx.simulate(lambda w, last: hook.post(w, last), {"data": 3}, [torch.tensor(v) for v in (1.0, 2.0, 3.0)], [False, True, True])
     [tensor(2.), tensor(2.), tensor(2.)]
     """
+
+    some_axes("broadcast_from_last", axis)
 
     def post(state: State, is_last_joiner: bool) -> State:
         last = _last(is_last_joiner, axis, device_of(optree.tree_leaves(state)))

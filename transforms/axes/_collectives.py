@@ -35,6 +35,9 @@ def psum(x: Tree, axis: AxisName) -> Tree:
 
     Raises:
         UnboundAxis: nothing binds the axis.
+        TypeError: `axis` is no name, or a leaf has a dtype that does not travel: 16-bit integers, float8; for `pmax` and `pmin`
+            complex numbers; or is sparse.
+        ValueError: `axis` names an axis twice.
 
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda x: tx.psum(x, "data"), {"data": 3}, [1.0, 2.0, 3.0])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
-from .._tree import Tree, plain
+from .._check import axis_names
+from .._tree import Tree, path_string, plain
 from ._env import Axis, lookup
 
 AxisName: TypeAlias = str | tuple[str, ...]
+names = axis_names
 
 _TRANSPOSE = {
     "psum": "psum",
@@ -95,14 +97,40 @@ def _stacked(op: str, x: Tensor, arg: Any, n: int) -> Tensor:
     return torch.where(kept, out, torch.zeros_like(out))
 
 
-def names(axis: AxisName) -> tuple[str, ...]:
-    return axis if isinstance(axis, tuple) else (axis,)
-
-
 def note(axis: AxisName, what: str) -> None:
     """Say what the next message over an axis carries as bytes: the simulator compares it between ranks."""
     for one in _lookup_all(axis):
         one.note(what)
+
+
+# What every backend moves and adds.
+_SENT = {
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def _travels(leaf: Tensor, ordered: bool) -> bool:
+    if leaf.layout is not torch.strided:
+        return False
+    return (leaf.dtype in _SENT and not (ordered and leaf.is_complex())) or (ordered and leaf.is_floating_point())
+
+
+def _refuse(tree: Tree, ordered: bool) -> NoReturn:
+    """Raise TypeError for the first leaf that cannot travel between ranks."""
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not _travels(x, ordered))
+    name = f"the leaf at {path_string(path)!r}" if path else "the tensor"
+    if leaf.layout is not torch.strided:
+        raise TypeError(
+            f"{name} has layout {leaf.layout}, and only dense tensors travel between ranks; use .to_dense()"
+        )
+    if leaf.is_complex():
+        raise TypeError(
+            f"{name} has dtype {leaf.dtype}, and complex numbers have no order; use torch.view_as_real(tensor)"
+        )
+    other = torch.float32 if leaf.is_floating_point() else torch.int64
+    raise TypeError(f"{name} has dtype {leaf.dtype}, which does not travel between ranks; convert it with .to({other})")
 
 
 def as_tensor(leaf: Any) -> Tensor:
@@ -110,16 +138,19 @@ def as_tensor(leaf: Any) -> Tensor:
 
 
 def packed(
-    tree: Tree, lead: int, run: Callable[[Tensor], Tensor], run_: Callable[[Tensor], Tensor] | None = None
-) -> Tree:
+    tree: Tree, lead: int, run: Callable[[Tensor], Tensor], run_: Callable[[Tensor], Tensor] | None = None,
+    ordered: bool = False,
+) -> Tree:  # fmt: skip
     """Apply `run` to the leaves, one call per dtype and device.
 
     The leaves are packed behind their first `lead` dimensions; `run` may change how many leading
     dimensions there are, not the packed one. `run_` may change its argument; it is called where that
-    is a fresh copy through which nothing differentiates.
+    is a fresh copy through which nothing differentiates. `ordered`: floats travel as integers, and are compared.
     """
     leaves, structure = optree.tree_flatten(tree)
     leaves = [as_tensor(leaf) for leaf in leaves]
+    if not all([_travels(leaf, ordered) for leaf in leaves]):
+        _refuse(tree, ordered)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault((leaf.dtype, leaf.device), []).append(i)
@@ -147,9 +178,10 @@ def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
 
 
 def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
+    ordered = op in ("pmax", "pmin")
     for one in _lookup_all(axis):
         run_ = one.run_ if op == "psum" else None
-        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg), run_)  # type: ignore[misc]
+        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg), run_, ordered)  # type: ignore[misc]
     return tree
 
 

@@ -6,8 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from torch import Tensor
+
+from .._check import axis_sizes
 from ._lockstep import lockstep
 from ._vmapped import vmapped
+
+MOST = {"lockstep": 4096, "vmap": 2**20}  # ranks: of lockstep each is a thread
 
 
 def simulate(
@@ -29,7 +34,7 @@ def simulate(
 
     Args:
         function: What one rank runs; it may call collectives over `axes`.
-        axes: Axis name -> number of ranks, the slowest varying first.
+        axes: Axis name -> number of ranks, the slowest varying first; at most 4096 ranks in all under lockstep, 2^20 under vmap.
         args: For each argument of `function`, one value per rank.
         engine: "lockstep" or "vmap".
 
@@ -37,7 +42,8 @@ def simulate(
         What `function` returned on each rank, in rank order.
 
     Raises:
-        ValueError: no axis, a size below 1, or an argument without one value per rank.
+        ValueError: no axis, a size that is no whole number from 1, too many ranks, or an argument without one value per rank.
+        TypeError: no function, no mapping of axes, or an argument that is no sequence.
         CollectiveMismatch: the ranks' collectives do not fit together.
         NotVmappable: a transform that needs lockstep ran under vmap.
 
@@ -45,18 +51,17 @@ def simulate(
     >>> simulate(lambda x: tx.pmean(x, "data"), {"data": 4}, [0.0, 1.0, 2.0, 3.0], engine="vmap")
     [tensor(1.5000), tensor(1.5000), tensor(1.5000), tensor(1.5000)]
     """
-    if not axes:
-        raise ValueError("axes is empty; pass at least one, for example {'data': 4}")
-    for name, size in axes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"axis {name!r} must have a whole number of ranks, at least 1, got {size!r}")
-    n = math.prod(axes.values())
+    if not callable(function):
+        raise TypeError(f"simulate runs a function, got {function!r}")
+    if engine not in MOST:
+        raise ValueError(f"engine must be 'lockstep' or 'vmap', got {engine!r}")
+    n = math.prod(axis_sizes(axes, MOST[engine]).values())
     for i, arg in enumerate(args):
+        if not hasattr(arg, "__len__") or (isinstance(arg, Tensor) and not arg.dim()):
+            raise TypeError(f"argument {i} must be a sequence with one value per rank, got {arg!r}")
         if len(arg) != n:
             raise ValueError(f"argument {i} has {len(arg)} values for {n} ranks; pass one value per rank")
     rows = [tuple(arg[rank] for arg in args) for rank in range(n)]
     if engine == "lockstep":
         return lockstep(function, dict(axes), rows)
-    if engine == "vmap":
-        return vmapped(function, dict(axes), rows)
-    raise ValueError(f"engine must be 'lockstep' or 'vmap', got {engine!r}")
+    return vmapped(function, dict(axes), rows)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._base import Transform, init_empty
+from .._check import some_axes
 from .._spec import factory
 from .._tree import State, Tree, device_of, map_with_path, named_leaves, on
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
@@ -42,6 +43,7 @@ def average_buffers(axis: AxisName) -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, [1.0, 4.0], [5, 7], [2, 1])[0]
     {'var': tensor(2.), 'n': tensor(7)}
     """
+    some_axes("average_buffers", axis)
 
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
@@ -82,6 +84,7 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     >>> tx.simulate(one_rank, {"data": 3}, [1.0, 4.0, 9.0], [0, 1, 1])
     [tensor(4.), tensor(4.), tensor(4.)]
     """
+    some_axes("broadcast_buffers", axis)
 
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra

@@ -8,12 +8,14 @@ their sum is below 2^48 / ranks (2^45, 3.5e13, on 8 ranks). A float64 message ho
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .._check import as_float
 from .._tree import on
 
 Lane: TypeAlias = Mapping[str, Any]
@@ -44,7 +46,8 @@ def host_words(lane: Mapping[str, float], dtype: torch.dtype, ranks: int) -> lis
         return list(lane.values())
     base = _base(ranks)
     words: list[float] = []
-    for value in lane.values():
+    for name, value in lane.items():
+        _check_fits(name, value, dtype, ranks)
         high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0
         words += (high, value - high * base)
     return words
@@ -62,7 +65,7 @@ def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device
     """The lane as a vector of words, (words * scalars,), in the order of its names."""
     if not lane:
         return torch.zeros(0, dtype=dtype, device=device)
-    values = torch.stack([_wide(v, device) for v in lane.values()])
+    values = torch.stack([_wide(name, v, device, dtype, ranks) for name, v in lane.items()])
     if dtype is torch.float64:
         return values
     base = _base(ranks)
@@ -71,9 +74,26 @@ def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device
     return torch.stack([high, values - high * base], dim=1).reshape(-1).to(dtype)
 
 
-def _wide(value: Any, device: torch.device | None) -> Tensor:
+def _check_fits(name: str, value: float, dtype: torch.dtype, ranks: int) -> None:
+    """Raise ValueError for a finite number whose words, summed over the ranks, need not fit the dtype."""
+    most = torch.finfo(dtype).max / ranks * (1.0 if dtype is torch.float64 else _base(ranks))
+    if math.isfinite(value) and abs(value) > most:
+        raise ValueError(
+            f"{name.removeprefix('sum.')!r} in the lane is {value!r}, but a message of {dtype} carries at most {most:.3g} for each "
+            f"rank; scale it down"
+        )
+
+
+def _wide(name: str, value: Any, device: torch.device | None, dtype: torch.dtype, ranks: int) -> Tensor:
     if isinstance(value, Tensor):
+        if value.dim() or value.is_complex():
+            raise ValueError(
+                f"{name!r} in the lane must be a real scalar, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
+            )
         return on(device, value, torch.float64)
+    if not isinstance(value, numbers.Real):
+        raise TypeError(f"{name!r} in the lane must be a number or a 0-d tensor, got {value!r}")
+    _check_fits(name, as_float(f"{name!r} in the lane", value), dtype, ranks)
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 

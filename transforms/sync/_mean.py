@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._base import Reduction, Transform, init_empty, takes_donated
 from .._bucketwise import Carried
+from .._check import some_axes
 from .._spec import factory
 from .._tree import Tree, device_of, plain
 from ..axes._collectives import axis_size, psum
@@ -67,6 +68,7 @@ def _weighted_sum(
 
 def _reduction(axis: AxisName, over: Over | None) -> Transform:
     """`mean`, or the weighted sum where `over` is None."""
+    some_axes("sum_over" if over is None else "mean", axis)
 
     @takes_donated
     def update(
@@ -148,7 +150,9 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
         State: `MeanState(total, lane)`, the sums that came with the last message.
 
     Raises:
-        ValueError: `over` is none of the three; at `update`: the weight is negative or not finite.
+        ValueError: `over` is none of the three; `axis` names none, or one twice; at `update`: the weight is neither 0 nor from
+            1e-30 to 1e30.
+        TypeError: `axis` is no name.
         UnboundAxis: at `update`: nothing binds `axis`.
 
     Same as: the all-reduce of torch's DDP; over="world" and "live" are
@@ -178,7 +182,7 @@ def sum_over(axis: AxisName) -> Transform:
         State: `MeanState(total, lane)`, total being the sum of the weights.
 
     Raises:
-        ValueError, UnboundAxis: at `update`, as `mean`.
+        ValueError, TypeError, UnboundAxis: as `mean`.
 
     >>> from fjoin import transforms as tx
     >>> def one_rank(g):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -10,6 +9,9 @@ import torch
 from torch import Tensor
 
 from .._tree import Tree, on, where
+from .._check import is_finite
+
+_LEAST, _MOST = 1e-30, 1e30
 
 Over: TypeAlias = Literal["weight", "live", "world"]
 
@@ -23,7 +25,8 @@ def check_weight(weight: Any) -> Tensor:
     """The weight as a 0-d float64 tensor; None is 1.
 
     Raises:
-        ValueError: a host number that is negative, NaN or infinite, or a tensor that is not 0-d.
+        ValueError: a host number that is neither 0 nor from 1e-30 to 1e30, or a tensor that is not 0-d.
+        TypeError: no number.
     """
     if weight is None:
         return torch.ones((), dtype=torch.float64)
@@ -31,11 +34,31 @@ def check_weight(weight: Any) -> Tensor:
         if weight.dim():
             raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
         return weight.to(torch.float64)
-    if not (isinstance(weight, numbers.Real) and math.isfinite(weight) and float(weight) >= 0):
+    return torch.tensor(known_weight("weight", weight), dtype=torch.float64)
+
+
+def known_weight(name: str, weight: Any) -> float:
+    """The weight as a float.
+
+    Only ratios of weights count, and sums of them, and of their products with losses, travel in float32: so they have bounds.
+
+    Raises:
+        ValueError: neither 0 nor from 1e-30 to 1e30.
+        TypeError: no number.
+    """
+    if not isinstance(weight, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {weight!r}")
+    number: Any = weight  # numbers.Real has no order to a checker of types
+    if number == 0 or _LEAST <= number <= _MOST:
+        return float(weight)
+    if not is_finite(number) or number < 0:
         raise ValueError(
-            f"weight must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
+            f"{name} must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
         )
-    return torch.tensor(float(weight), dtype=torch.float64)
+    raise ValueError(
+        f"{name} must be 0, or from {_LEAST:g} to {_MOST:g}, got {weight!r}; only the ratios of the ranks' weights count, so "
+        f"multiply all of them by one number"
+    )
 
 
 class Share(NamedTuple):

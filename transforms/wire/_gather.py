@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._base import Reduction, Transform, takes_donated
 from .._bucketwise import Carried
+from .._check import some_axes
 from .._spec import factory
 from .._tree import Tree, device_of
 from ..axes._collectives import all_gather, axis_size
@@ -52,6 +53,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([3.0, 2.0]), torch.tensor([0.0, 8.0])])[0]
     tensor([1.5000, 4.0000])
     """
+    some_axes("all_gather_mean", axis)
     check_over(over)
 
     @takes_donated
@@ -125,6 +127,7 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
     >>> tx.simulate(one_rank, {"data": 3}, [torch.tensor([v, v - 1, 0.0]) for v in (5.0, 0.5, -1.0)])[0]
     tensor([ 1., -1.,  0.])
     """
+    some_axes("majority_vote", axis)
     check_over(over)
     votes = _votes()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._base import Reduction, Transform
 from .._bucketwise import Carried
-from .._check import real
+from .._check import one_axis, real
 from .._spec import factory
 from .._tree import Tree, device_of, named_leaves, on
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
@@ -55,6 +55,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     tensor(3.)
     """
     check_over(over)
+    local, node = one_axis("hierarchical_mean: local", local), one_axis("hierarchical_mean: node", node)
     if local == node:
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
     if wire is not None and check_codec("wire", wire).noisy:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._base import Reduction, Scope, Transform, takes_donated
 from .._bucketwise import Carried, part_of
-from .._check import flag, positive, real, whole_number
+from .._check import flag, positive, real, some_axes, whole_number
 from .._tree import Tree, device_of, named_leaves, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
@@ -47,6 +47,7 @@ class Settings(NamedTuple):
 
 
 def check_settings(given: Settings) -> None:
+    some_axes("power_sgd", given.axis)
     check_over(given.over)
     whole_number("rank", given.rank, 1)
     whole_number("seed", given.seed)
