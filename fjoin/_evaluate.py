@@ -12,7 +12,8 @@ from torch import Tensor
 from ._errors import DesyncError
 from ._loss import weigh
 from ._make_mesh import everyone
-from ._mesh import Mesh
+from ._mesh import Mesh, check_mesh
+from .transforms._check import iterable
 
 
 class Evaluation(NamedTuple):
@@ -57,8 +58,13 @@ def evaluate(
     >>> fjoin.evaluate(lambda x: {"mean": x.mean(), "sum": {"n": len(x)}}, batches, weight=len)
     Evaluation(means={'mean': 3.0}, sums={'n': 4.0}, weight=4.0, batches=2)
     """
+    if mesh is not None:
+        check_mesh("evaluate", mesh)
     mesh = mesh or everyone()
     try:
+        if not callable(metric_fn):
+            raise TypeError(f"metric_fn must be a function of a batch, got {metric_fn!r}")
+        iterable("loader", loader)
         mine = _go_through(metric_fn, loader, weight)
         found = mesh.exchange("fjoin.evaluate", mine, _combine)
     except BaseException as error:

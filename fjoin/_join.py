@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from ._errors import EarlyTermination, JoinError, NoBatch
 from ._look_ahead import LookAhead
+from .transforms._check import iterable
 
 B = TypeVar("B")
 _END: Any = object()
@@ -81,6 +82,7 @@ def _iterate(
     first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
     number, finished, replays = 0, False, when_exhausted == "replay"
     try:
+        iterable("loader", loader)
         batches, look_ahead = iter(loader), LookAhead()
         current = _load(steps, batches)
         have = first._count(current is not _END, throw_on_early_termination, replays)

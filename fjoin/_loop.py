@@ -13,8 +13,9 @@ from ._join import _END, NO_BATCH, JoinedLoader
 from ._look_ahead import LookAhead
 from ._loss import weigh
 from ._make_mesh import everyone
-from ._mesh import Mesh
+from ._mesh import Mesh, check_mesh
 from ._step import TrainStep
+from .transforms._check import iterable
 from .transforms._tree import on
 
 B = TypeVar("B")
@@ -52,6 +53,7 @@ class Loop(Generic[B]):
         self.number, self.batches = 0, 0
         answer: _Sum | None = None
         try:
+            iterable("loader", self._loader)
             batches, given, look_ahead = iter(self._loader), self._empty, LookAhead()
             current, weight = self._load(batches)
             total, have = self._sum(current, weight).wait()
@@ -184,6 +186,8 @@ def join(
             raise TypeError(
                 "when_exhausted is for join(loader, steps=...); without steps every rank runs the body itself"
             )
+        if mesh is not None:
+            check_mesh("join", mesh)
         return Loop(loader, mesh or everyone(), weight, empty, throw_on_early_termination)
     if mesh is not None or weight is not None:
         raise TypeError("join(loader, steps=...) takes no mesh and no weight; the steps have their own")

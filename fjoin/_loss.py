@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,31 @@ class Loss:
     def weigh(self, batch: Any) -> float:
         return weigh(self._weight, batch)
 
+    def check(self, buffers: Any) -> None:
+        """Raise unless `loss_fn` can be called with these buffers, or without any.
+
+        Raises:
+            TypeError: it takes another number of arguments, or the buffers are no tensors by path.
+            ValueError: under torch.inference_mode.
+        """
+        refuse_inference("init")
+        if buffers is not None and (
+            not isinstance(buffers, Mapping) or not all(isinstance(b, Tensor) for b in buffers.values())
+        ):
+            raise TypeError(f"buffers must be a dict from paths to tensors, got {buffers!r}")
+        names = ("params", "batch") if buffers is None else ("params", "buffers", "batch")
+        try:
+            signature = inspect.signature(self._loss_fn)
+        except (TypeError, ValueError):  # of what is not written in Python
+            return
+        try:
+            signature.bind(*names)
+        except TypeError:
+            given = "without buffers" if buffers is None else "with buffers"
+            raise TypeError(
+                f"init {given} needs a loss_fn({', '.join(names)}), got one that takes {signature}"
+            ) from None
+
     def __call__(
         self, params: Any, buffers: dict[str, Tensor] | None, batch: Any
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
@@ -40,9 +66,12 @@ class Loss:
             got = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"loss_fn must return a 0-d floating-point loss, the mean over the local batch, got {got}")
         if not loss.requires_grad:
+            refuse_inference("a step")
             raise ValueError("the loss does not depend on params; was it detached, or computed from other tensors?")
         if buffers is None:
             return loss, aux, None
+        if not isinstance(parts[2], Mapping) or not all(isinstance(b, Tensor) for b in parts[2].values()):
+            raise TypeError(f"loss_fn must return its buffers as a dict from paths to tensors, got {parts[2]!r}")
         if parts[2].keys() != buffers.keys():
             raise ValueError(f"loss_fn returned the buffers {sorted(parts[2])}, expected {sorted(buffers)}")
         for path, b in parts[2].items():
@@ -52,6 +81,14 @@ class Loss:
                     f"{buffers[path].dtype}{list(buffers[path].shape)}; buffers keep their shape and dtype"
                 )
         return loss, aux, {path: b.detach() for path, b in parts[2].items()}
+
+
+def refuse_inference(what: str) -> None:
+    """Raise ValueError under torch.inference_mode, whose tensors know no gradients."""
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{what} cannot run under torch.inference_mode, in which there are no gradients; leave it before"
+        )
 
 
 def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:

@@ -19,14 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._errors import CollectiveTimeout, DesyncError
 from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_over
 from ._meetings import Meetings
-from ._mesh import Mesh, SimulatedMesh
+from ._mesh import Mesh, SimulatedMesh, check_mesh
 from ._sockets import Connections, event_loops
 from ._store import Store, Unanswered, within
+from .transforms._check import flag, is_number
 from .transforms._errors import NotVmappable
 from .transforms.axes._env import One, bind_axes, bound, under_vmap
 from .transforms.axes._lockstep import SimulatedAxis
 
 T = TypeVar("T")
+_SHORTEST, _LONGEST = 1e-3, 1e8  # seconds: what the backends' clocks take
 
 
 def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False) -> Mesh:
@@ -47,15 +49,21 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
         that is no longer referenced.
 
     Raises:
-        ValueError: the sizes do not fit the number of ranks.
+        ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8.
+        TypeError: `shape` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
         CollectiveTimeout: not all ranks come within `timeout_s`.
 
     >>> fjoin.mesh({"data": -1})
     mesh({'data': 1}, rank=0)
     """
+    if not is_number(timeout_s) or not _SHORTEST <= timeout_s <= _LONGEST:
+        raise ValueError(f"timeout_s must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {timeout_s!r}")
+    flag("ordered", ordered)
     if isinstance(shape, DeviceMesh):
         return _from_device_mesh(shape, timeout_s, ordered)
+    if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
+        raise TypeError(f"shape must be a mapping from axis names to sizes, for example {{'data': -1}}, got {shape!r}")
     if not shape:
         raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
     if under_vmap():
@@ -233,6 +241,7 @@ def bind(mesh: Mesh) -> Iterator[None]:
         mesh: What `fjoin.mesh` made.
 
     Raises:
+        TypeError: `mesh` is none.
         PeerLost, CollectiveTimeout: in place of what the backend raises in the block. The mesh is taken down.
 
     >>> from fjoin import transforms as tx
@@ -240,6 +249,7 @@ def bind(mesh: Mesh) -> Iterator[None]:
     ...     tx.psum(torch.tensor(2.0), "data")
     tensor(2.)
     """
+    check_mesh("bind", mesh)
     try:
         with bind_axes(mesh.axes):
             yield

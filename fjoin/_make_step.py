@@ -7,11 +7,11 @@ from typing import Any
 
 from ._loss import Loss
 from ._make_mesh import mesh as make_mesh
-from ._mesh import Mesh
+from ._mesh import Mesh, check_mesh
 from ._run import Run
 from ._step import TrainStep
 from .transforms._base import Pipeline, Transform, check_transform
-from .transforms._check import whole_number
+from .transforms._check import flag, whole_number
 from .transforms._combine import identity
 from .transforms._layout import BUCKET_BYTES
 from .transforms._plan import make_plan
@@ -80,6 +80,12 @@ def train_step(
         raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
     if not isinstance(pipeline, Pipeline):
         raise TypeError(f"pipeline must be a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
+    if mesh is not None:
+        check_mesh("train_step", mesh)
+    if weight is not None and not callable(weight):
+        raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
+    flag("donate", donate)
+    flag("overlap_step", overlap_step)
     whole_number("accumulate", accumulate, 1)
     whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ._functional import Apply
 from .transforms._tree import check_dense, registered
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
     """Path -> leaf in the order in which they were registered, and the way back."""
+    if isinstance(params, nn.Module) or (isinstance(params, tuple) and params and isinstance(params[0], Apply)):
+        raise TypeError(
+            f"params must be a pytree of tensors, got a {type(params).__name__}; write apply, params, buffers = "
+            f"fjoin.functional(module), call apply(params, buffers, x) in loss_fn, and pass params"
+        )
+    if params is None or isinstance(params, Iterator):
+        raise TypeError(f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}")
     names, leaves, structure = registered(params)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -21,6 +29,10 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
     first: dict[int, str] = {}
     for name, leaf in zip(names, leaves, strict=True):
         check_dense(f"params[{name!r}]", leaf)
+        if leaf.is_meta:
+            raise ValueError(
+                f"params[{name!r}] lies on meta, so that it holds no values; give it some, by to_empty and an init"
+            )
         if is_traceable_wrapper_subclass(leaf):
             raise TypeError(
                 f"params[{name!r}] is a {type(leaf).__name__}, but a step holds plain tensors; a tensor-parallel or fully_shard "

@@ -82,6 +82,7 @@ class TrainStep:
 
     def _init_alone(self, params: Any, buffers: dict[str, Tensor] | None, sync: str | None) -> TrainState:
         self._usable()
+        self._run.loss.check(buffers)
         if buffers is None and self._run.on_buffers != identity():
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:

@@ -20,6 +20,22 @@ Patterns: TypeAlias = str | tuple[str, ...]
 Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]
 
 
+def check_which(name: str, which: Any, functions: bool = True) -> None:
+    """Raise unless `which` is a pattern, several of them, or, with `functions`, a function of a path.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: no pattern at all.
+    """
+    if isinstance(which, str) or (functions and callable(which)):
+        return
+    if not isinstance(which, (tuple, list)) or not all(isinstance(pattern, str) for pattern in which):
+        other = ", or a function of a path" if functions else ""
+        raise TypeError(f"{name} must be a glob pattern such as '*.bias', a tuple of them{other}, got {which!r}")
+    if not which:
+        raise ValueError(f"{name} is empty, so that it matches nothing, got {which!r}")
+
+
 def matcher(which: Which) -> Callable[[str], bool]:
     """Whether a path is meant: by a glob pattern, by several, or by a function."""
     if isinstance(which, str):
@@ -52,7 +68,7 @@ def masked(transform: Transform, which: Which) -> Transform:
 
     Raises:
         ValueError: at `init`: nothing is chosen; the message lists the paths. At `update`: `accumulate` inside.
-        TypeError: `transform` is not a Transform.
+        TypeError: `transform` is not a Transform; `which` is no pattern.
 
     Same as: optax.masked.
 
@@ -63,6 +79,7 @@ def masked(transform: Transform, which: Which) -> Transform:
     {'a.weight': tensor(1.), 'a.bias': tensor(3.)}
     """
     check_transform(transform, "masked: transform")
+    check_which("masked: which", which)
 
     def init(params: Tree) -> State:
         chosen = _chosen(which, params)
@@ -130,6 +147,11 @@ def partition(parts: Mapping[Patterns, Any]) -> Any:
     >>> opt.step(p, g, opt.init(p))[0]
     {'a.weight': tensor(-0.1000), 'a.bias': tensor(-1.)}
     """
+    if not isinstance(parts, Mapping):
+        raise TypeError(f"partition takes a mapping from patterns to transforms or optimizers, got {parts!r}")
+    for pattern in parts:
+        if not isinstance(pattern, str):
+            check_which("partition: a pattern", pattern, functions=False)
     if not parts:
         raise ValueError("partition needs at least one pattern, for example {'*': transform}")
     if all(isinstance(part, Optimizer) for part in parts.values()):

@@ -162,6 +162,15 @@ def some_axes(name: str, axis: Any) -> None:
         raise ValueError(f"{name} needs at least one axis, got {axis!r}")
 
 
+def iterable(name: str, value: Any) -> None:
+    """Raise TypeError unless one can iterate over `value`.
+
+    >>> iterable("loader", [1, 2])
+    """
+    if not hasattr(value, "__iter__") and not hasattr(value, "__getitem__"):
+        raise TypeError(f"{name} must be iterable, got {value!r}")
+
+
 def one_axis(name: str, axis: Any) -> str:
     """The name of the axis, if it is one.
 

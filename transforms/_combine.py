@@ -135,12 +135,15 @@ def stateless(function: Callable[..., Any], scope: Scope = "leaf") -> Transform:
 
     Raises:
         ValueError: another scope.
+        TypeError: `function` is none.
 
     Same as: optax.stateless_with_tree_map.
 
     >>> stateless(torch.sign).update({"w": torch.tensor([-2.0, 3.0])}, ())
     ({'w': tensor([-1.,  1.])}, ())
     """
+    if not callable(function):
+        raise TypeError(f"stateless takes a function of one gradient leaf, got {function!r}")
     if scope not in ("leaf", "element"):
         raise ValueError(f"scope must be 'leaf' or 'element' for a function of one leaf, got {scope!r}")
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from ._alternatives import alternatives, both
 from ._base import Optimizer, Pipeline, Transform
 from ._bucketwise import Carried, restrict
-from ._check import axis_sizes
+from ._check import axis_sizes, whole_number
 from ._combine import stages
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
@@ -103,6 +103,7 @@ def explain(
     >>> what.messages, what.payload_bytes, what.state_bytes
     (1, 4080, 4012)
     """
+    whole_number("bucket_bytes", bucket_bytes, 1)
     return explain_cut(pipeline, params, axes, lambda leaves: make_layout(leaves, lambda path: 0, bucket_bytes))
 
 

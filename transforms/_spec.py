@@ -137,7 +137,10 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> T:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}; it takes {signature}") from None
         bound.apply_defaults()
         spec = Spec(name, tuple(bound.arguments.items()))
         if spec.depth > DEEPEST:

@@ -88,6 +88,10 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
             given = saved[name]
             if not isinstance(given, Tensor):
                 raise TypeError(f"{what}: {name!r} is {given!r}, expected a tensor")
+            if given.layout is not torch.strided or given.is_meta > place.is_meta:
+                raise TypeError(
+                    f"{what}: {name!r} is a tensor of layout {given.layout} on {given.device}, expected a dense one that holds values"
+                )
             if place.shape != given.shape:
                 raise ValueError(f"{what}: {name!r} has shape {tuple(given.shape)}, but here {tuple(place.shape)}")
             if not torch.can_cast(given.dtype, place.dtype):

@@ -117,7 +117,7 @@ def pbroadcast(x: Tree, axis: str, source: int) -> Tree:
     [tensor(2.), tensor(2.)]
     """
     one = lookup(axis)
-    if not 0 <= source < one.size:
+    if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < one.size:
         raise ValueError(f"source must be a rank of axis {axis!r}, 0 to {one.size - 1}, got {source!r}")
     return packed(x, 0, lambda v: apply_one("pbroadcast", v, one, source))
 
@@ -269,7 +269,10 @@ def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
     [tensor(3.), tensor(1.), tensor(2.)]
     """
     one = lookup(axis)
-    pairs = tuple((int(s), int(t)) for s, t in perm)
+    try:
+        pairs = tuple([(int(s), int(t)) for s, t in perm])
+    except (TypeError, ValueError):
+        raise TypeError(f"perm must be pairs (source, target) of ranks, got {perm!r}") from None
     for what, ranks in (("source", [s for s, _ in pairs]), ("target", [t for _, t in pairs])):
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"perm names a {what} twice: {pairs}")

@@ -113,7 +113,7 @@ _SENT = {
 def _travels(leaf: Tensor, ordered: bool) -> bool:
     if leaf.layout is not torch.strided:
         return False
-    return (leaf.dtype in _SENT and not (ordered and leaf.is_complex())) or (ordered and leaf.is_floating_point())
+    return leaf.dtype in _SENT and not (ordered and leaf.is_complex())
 
 
 def _refuse(tree: Tree, ordered: bool) -> NoReturn:
@@ -125,7 +125,7 @@ def _refuse(tree: Tree, ordered: bool) -> NoReturn:
         raise TypeError(
             f"{name} has layout {leaf.layout}, and only dense tensors travel between ranks; use .to_dense()"
         )
-    if leaf.is_complex():
+    if ordered and leaf.is_complex():
         raise TypeError(
             f"{name} has dtype {leaf.dtype}, and complex numbers have no order; use torch.view_as_real(tensor)"
         )
@@ -134,7 +134,12 @@ def _refuse(tree: Tree, ordered: bool) -> NoReturn:
 
 
 def as_tensor(leaf: Any) -> Tensor:
-    return leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
+    if isinstance(leaf, Tensor):
+        return leaf
+    try:
+        return torch.as_tensor(leaf)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"a collective takes tensors and numbers, got {leaf!r}") from None
 
 
 def packed(

@@ -22,7 +22,9 @@ Lane: TypeAlias = Mapping[str, Any]
 
 
 def check_lane(lane: Lane | None) -> None:
-    """Raise ValueError where a name is taken."""
+    """Raise TypeError where the lane is no mapping, ValueError where a name is taken."""
+    if lane is not None and not isinstance(lane, Mapping):
+        raise TypeError(f"lane must be a mapping from names to scalars, got {lane!r}")
     if lane and "total" in lane:
         raise ValueError("'total' in the lane is taken by the sum of the weights; choose another name")
 

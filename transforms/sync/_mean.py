@@ -56,8 +56,8 @@ def _weighted_sum(
     scaled = optree.tree_map(scale, grads)
     if carried is not None:
         return psum(scaled, axis), carried_state(carried)
-    full = {"total": factor, **(lane or {})}
     check_lane(lane)
+    full = {"total": factor, **(lane or {})}
     leaves = optree.tree_leaves(grads)
     device = device_of(leaves)
     words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)
