@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._param_groups import check_group, own_by_group, resizes, values_of
+from ._param_groups import check_group, own_by_group, resizing, values_of
 from ._stepper import Item, Stepper
 from .transforms import _base
 from .transforms._state_dict import to_state_dict
@@ -63,7 +63,8 @@ class Optimizer(torch.optim.Optimizer):
         self._made: dict[Any, _base.Optimizer] = {}  # with the hyperparameters of the last steps
         hyperparameters = {} if optimizer.select else own_by_group(optimizer)
         self._names = tuple(hyperparameters)
-        self._resizes = resizes(optimizer, self._names)
+        self._resizing = resizing(optimizer, self._names)
+        self._sizes: list[bool] | None = None  # whether each of these was not 0 in the last step, of each group
         super().__init__(params, hyperparameters)
         self._check()
         self._ready = True
@@ -83,14 +84,15 @@ class Optimizer(torch.optim.Optimizer):
         """For all parameters: (whose state, what steps it with the group's hyperparameters, parameter, gradient)."""
         items: list[Item] = []
         for group in self.param_groups:
-            values = values_of(group, self._names)
+            one = None if self._optimizer.select else self._with(self._optimizer, values_of(group, self._names))
             for name, param in zip(_names(group), group["params"], strict=True):
-                items.append((param, self._with(self._optimizer.at(name), values), param, param.grad))
+                items.append((param, one or self._optimizer.at(name), param, param.grad))
         return items
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a group that the optimizer cannot serve is not added."""
         super().add_param_group(param_group)
+        self._sizes = None
         if hasattr(self, "_ready"):  # not while the first groups come
             try:
                 self._check()
@@ -99,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_optimizer", "_names", "_resizes", "_stepper", "_ready")
+        own = ("_optimizer", "_names", "_resizing", "_sizes", "_stepper", "_ready")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_made": {}}  # type: ignore[no-untyped-call]
 
     def _by_path(self) -> dict[str, Tensor]:
@@ -125,13 +127,18 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # which a GradScaler sets
-        items = [item for item in self._items() if item[3] is not None]
-        for _, _, param, _ in items:
-            if param not in self.state:  # it was cleared: begin anew
-                self._stepper.states.pop(param, None)
+        everything = self._items()
+        items = [item for item in everything if item[3] is not None]
+        if len(self.state) != len(self._stepper.states):
+            for param in [
+                param for param in self._stepper.states if param not in self.state
+            ]:  # cleared: they begin anew
+                del self._stepper.states[param]
         self._stepper.check(items)
-        if self._resizes:
-            self._stepper.fit(items, self._show)
+        sizes = [group[name] != 0 for group in self.param_groups for name in self._resizing]
+        if sizes != self._sizes:
+            self._stepper.fit(everything, self._show)
+            self._sizes = sizes
         self._stepper.step(items, self._show, **guards)
         return loss
 
@@ -172,11 +179,12 @@ class Optimizer(torch.optim.Optimizer):
             for name in self._names:
                 group.setdefault(name, self.defaults[name])
         self._stepper.adopt(states, self._show)
+        self._sizes = None
 
     def _of_saved(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> _base.Optimizer:
         """The optimizer with the saved hyperparameters, where these decide which fields a state has."""
         part = self._optimizer.at(name)
-        if not self._resizes:
+        if not self._resizing:
             return part
         other = self._with(part, values_of(group, self._names))
         return other if set(other.forms.of(param).filled()) == saved.keys() else part

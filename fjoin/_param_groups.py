@@ -30,8 +30,8 @@ def own_by_group(part: Optimizer) -> dict[str, Any]:
     return found
 
 
-def resizes(part: Optimizer, names: Iterable[str]) -> bool:
-    """Whether one of these numbers decides, by being 0 or not, which fields a state has."""
+def resizing(part: Optimizer, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of these numbers that decide, by being 0 or not, which fields a state has."""
     probe = torch.empty(0, device="meta")
 
     def kinds(name: str, value: float) -> list[bool]:
@@ -40,9 +40,8 @@ def resizes(part: Optimizer, names: Iterable[str]) -> bool:
         except ValueError:  # which it cannot be
             return []
 
-    return any(
-        a and b and a != b for a, b in ((kinds(name, 0.0), kinds(name, 0.5)) for name in names if name != "betas")
-    )
+    both = {name: (kinds(name, 0.0), kinds(name, 0.5)) for name in names if name != "betas"}
+    return tuple(name for name, (without, with_it) in both.items() if without and with_it and without != with_it)
 
 
 def values_of(group: Mapping[str, Any], names: Iterable[str]) -> tuple[tuple[str, Any], ...]:

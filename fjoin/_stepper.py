@@ -33,6 +33,7 @@ class Stepper:
 
     def __init__(self) -> None:
         self.states: dict[Any, Any] = {}
+        self._seen: dict[Any, Any] = {}  # the form in which each parameter has been checked
 
     def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
         """Begin the states of those of these parameters that have none: all are of one age."""
@@ -71,23 +72,28 @@ class Stepper:
                 in memory; a hyperparameter that is not finite.
             TypeError: a gradient of another dtype or layout.
         """
-        rates = set()
+        watched: dict[Any, tuple[Optimizer, Any]] = {}
         for key, part, param, grad in items:
+            if part.watched and (state := self.states.get(key)) is not None:
+                watched[id(part), id(state.step)] = part, state
+            form = param.shape, param.stride(), param.dtype, param.device
+            fine = grad.shape == form[0] and grad.dtype is form[2] and grad.device == form[3]
+            if fine and grad.layout is torch.strided and self._seen.get(key) == form:
+                continue
             check_grad(param, grad, lambda key=key: f"the gradient of {_whose(key)}")  # type: ignore[misc]
             check_written(param, lambda key=key: _whose(key))  # type: ignore[misc]
-            state = self.states.get(key)
-            if state is None:
+            if (state := self.states.get(key)) is None:
                 continue
-            form = part.forms.of(param)
-            for field, kind, name in zip(fields(state), form.fields, form.names, strict=True):
+            expected = part.forms.of(param)
+            for field, kind, name in zip(fields(state), expected.fields, expected.names, strict=True):
                 if field is not None and kind is not None and (field.shape != kind[0] or field.dtype is not kind[1]):
                     raise ValueError(
                         f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
                         f"{field.dtype}{list(field.shape)}; make the optimizer after the parameters are what they shall be"
                     )
-            if part.watched and (id(part), id(state.step)) not in rates:
-                rates.add((id(part), id(state.step)))
-                check_rates(part.watched, state.step)
+            self._seen[key] = form
+        for part, state in watched.values():
+            check_rates(part.watched, state.step)
 
     def check_rates(self, items: Iterable[Item]) -> None:
         """The last of the checks of `check`, for parameters that cannot have become others."""
@@ -147,6 +153,7 @@ class Stepper:
     def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:
         """Go on with what `prepared` made."""
         self.states = states
+        self._seen.clear()
         for key, state in states.items():
             changed(key, state)
 

@@ -44,8 +44,8 @@ class Forms:
             form = self._known[key] = _Form(structure, names, kinds)
         return form
 
-    def check_state(self, param: Tensor, state: State, where: Callable[[], str]) -> None:
-        """Raise unless a state is of the form that `init_param` gives it.
+    def check_state(self, param: Tensor, state: State, where: Callable[[], str]) -> list[Any]:
+        """The fields of a state, if it is of the form that `init_param` gives it.
 
         Args:
             where: Gives the name of the state for the message.
@@ -76,6 +76,7 @@ class Forms:
                 )
             if beside and field.device != param.device:
                 raise ValueError(f"{where()}.{name} lies on {field.device}, but its parameter on {param.device}")
+        return found
 
 
 def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
@@ -124,10 +125,11 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
     def check(param: Tensor, grad: Tensor, state: State) -> None:
         check_dense("param", param)
         check_grad(param, grad, lambda: "grad")
-        forms.check_state(param, state, lambda: "state")
+        fields = forms.check_state(param, state, lambda: "state")
         check_written(param, lambda: "param")
-        for field in optree.tree_leaves(state):
-            check_written(field, lambda: "a field of state")
+        for field in fields:
+            if field is not None:
+                check_written(field, lambda: "a field of state")
 
     def step_param_(param: Tensor, grad: Tensor, state: State, **guards: Tensor | None) -> None:
         check(param, grad, state)
