@@ -29,10 +29,6 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
     first: dict[int, str] = {}
     for name, leaf in zip(names, leaves, strict=True):
         check_dense(f"params[{name!r}]", leaf)
-        if leaf.is_meta:
-            raise ValueError(
-                f"params[{name!r}] lies on meta, so that it holds no values; give it some, by to_empty and an init"
-            )
         if is_traceable_wrapper_subclass(leaf):
             raise TypeError(
                 f"params[{name!r}] is a {type(leaf).__name__}, but a step holds plain tensors; a tensor-parallel or fully_shard "
@@ -53,3 +49,12 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
         return optree.tree_unflatten(structure, [flat[name] for name in names])
 
     return dict(zip(names, leaves, strict=True)), dict if type(params) is dict and names == list(params) else rebuild
+
+
+def check_values(params: dict[str, Tensor]) -> None:
+    """Raise ValueError for parameters on the meta device, which have nothing to send to other ranks."""
+    if empty := [path for path, p in params.items() if p.is_meta]:
+        raise ValueError(
+            f"params[{empty[0]!r}] lies on meta, so that it holds no values; give it some first, by module.to_empty(device=...) and "
+            f"an initialization"
+        )

@@ -13,7 +13,7 @@ from . import _join
 from ._agree import check_program, same_loops, same_values
 from ._errors import DesyncError, FjoinError, JoinError, NonFinite
 from ._metrics import Metrics
-from ._params import flatten
+from ._params import check_values, flatten
 from ._run import Run
 from ._state import Body, TrainState
 from ._storage import Storage, apart
@@ -92,6 +92,8 @@ class TrainStep:
 
     def _init(self, params: Any, buffers: dict[str, Tensor] | None, sync: str | None) -> TrainState:
         flat, rebuild = flatten(params)
+        if sync is not None:
+            check_values(flat)
         optimizer = self.pipeline.optimizer
         if optimizer.check:
             optimizer.check(flat)

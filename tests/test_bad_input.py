@@ -161,7 +161,7 @@ TRANSFORMS: dict[str, Case] = {
     "partition(None)": (lambda: tx.partition(None), TypeError, ("mapping", "None")),  # type: ignore[call-overload]
     "partition by number": (lambda: tx.partition({3: tx.sgd(0.1)}), TypeError, ("pattern", "3")),  # type: ignore[call-overload]
     "every, 500 deep": (lambda: functools.reduce(lambda t, _: tx.every(2, t), range(500), MEAN), ValueError, ("every", "101 deep")),
-    "an argument is missing": (lambda: tx.fuse(tx.sgd(0.1)), TypeError, ("fuse", "'optimizer'", "(hook")),  # type: ignore[call-arg,arg-type]
+    "an argument is missing": (lambda: tx.fuse(tx.sgd(0.1)), TypeError, ("fuse", "'optimizer'", "hook, optimizer, after")),  # type: ignore[call-arg,arg-type]
     "an argument too many": (lambda: tx.adamw(1e-3, fused=True), TypeError, ("adamw", "'fused'", "betas")),  # type: ignore[call-arg]
     **{
         f"{make.__name__}({axis!r})": (lambda make=make, axis=axis: make(axis), kind, (text,))

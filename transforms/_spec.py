@@ -140,7 +140,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{name}: {error}; it takes {signature}") from None
+            raise TypeError(f"{name}: {error}; it takes {', '.join(signature.parameters)}") from None
         bound.apply_defaults()
         spec = Spec(name, tuple(bound.arguments.items()))
         if spec.depth > DEEPEST:

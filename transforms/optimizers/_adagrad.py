@@ -67,8 +67,7 @@ def adagrad(
     )
 
     def init_param(param: Tensor) -> AdagradState:
-        start = torch.as_tensor(initial_accumulator_value, dtype=param.dtype, device=param.device)
-        return AdagradState(new_step(param), torch.zeros_like(param) + start)
+        return AdagradState(new_step(param), torch.zeros_like(param) + initial_accumulator_value)
 
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:
         grad = penalized(param, grad, weight_decay, maximize)
