@@ -10,6 +10,7 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 
 from .._base import Optimizer
 from .._spec import factory
+from .._tree import on
 from ._formula import penalized, rate_at, root
 from ._hyper import not_negative
 from ._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
@@ -67,7 +68,9 @@ def adagrad(
     )
 
     def init_param(param: Tensor) -> AdagradState:
-        return AdagradState(new_step(param), torch.zeros_like(param) + initial_accumulator_value)
+        start = initial_accumulator_value
+        start = on(param.device, start, param.dtype) if isinstance(start, Tensor) else start
+        return AdagradState(new_step(param), torch.zeros_like(param) + start)
 
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:
         grad = penalized(param, grad, weight_decay, maximize)
