@@ -16,7 +16,7 @@ from ._storage import apart, put
 from ._wire import Outgoing
 from .transforms._base import Transform
 from .transforms.axes._env import bind_axes
-from .transforms.optimizers._wrap import step_in_place
+from .transforms.optimizers._checked import unchecked
 
 
 @contextlib.contextmanager
@@ -34,7 +34,8 @@ def changing(body: Body) -> Iterator[None]:
 def step_bucket(body: Body, index: int, out: Outgoing, verdict: Verdict) -> None:
     """Run the optimizer's kernels on one bucket."""
     for optimizer, param, grad, slots in body.storage.ranges(index, out.grads):
-        step_in_place(optimizer, [param], [grad], [slots], grad_scale=verdict.scale, found_inf=verdict.found_inf)
+        step_param_ = unchecked(optimizer.step_param_)  # its slots have been made by init_param
+        step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
     # Fused kernels do not count as writes: without this a graph that still needs the old values, such
     # as a user's own, would silently use the new ones.
     torch.autograd.graph.increment_version(body.storage.flats[index])

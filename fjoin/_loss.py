@@ -23,19 +23,9 @@ class Loss:
     def weigh(self, batch: Any) -> float:
         return weigh(self._weight, batch)
 
-    def check(self, buffers: Any) -> None:
-        """Raise unless `loss_fn` can be called with these buffers, or without any.
-
-        Raises:
-            TypeError: it takes another number of arguments, or the buffers are no tensors by path.
-            ValueError: under torch.inference_mode.
-        """
-        refuse_inference("init")
-        if buffers is not None and (
-            not isinstance(buffers, Mapping) or not all(isinstance(b, Tensor) for b in buffers.values())
-        ):
-            raise TypeError(f"buffers must be a dict from paths to tensors, got {buffers!r}")
-        names = ("params", "batch") if buffers is None else ("params", "buffers", "batch")
+    def check(self, buffers: bool) -> None:
+        """Raise TypeError unless `loss_fn` takes the arguments that it is called with, `buffers` among them or not."""
+        names = ("params", "buffers", "batch") if buffers else ("params", "batch")
         try:
             signature = inspect.signature(self._loss_fn)
         except (TypeError, ValueError):  # of what is not written in Python
@@ -43,7 +33,7 @@ class Loss:
         try:
             signature.bind(*names)
         except TypeError:
-            given = "without buffers" if buffers is None else "with buffers"
+            given = "with buffers" if buffers else "without buffers"
             raise TypeError(
                 f"init {given} needs a loss_fn({', '.join(names)}), got one that takes {signature}"
             ) from None

@@ -58,3 +58,10 @@ def check_values(params: dict[str, Tensor]) -> None:
             f"params[{empty[0]!r}] lies on meta, so that it holds no values; give it some first, by module.to_empty(device=...) and "
             f"an initialization"
         )
+
+
+def check_buffers(buffers: Any) -> None:
+    """Raise TypeError for buffers that are no tensors by path."""
+    if buffers is None or (isinstance(buffers, dict) and all(isinstance(b, Tensor) for b in buffers.values())):
+        return
+    raise TypeError(f"buffers must be a dict from paths to tensors, got {buffers!r}")

@@ -44,7 +44,7 @@ class Run:
         overlap_step: bool,
         on_buffers: Transform,
     ) -> None:
-        self.loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
+        self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
         plan = make_plan(pipeline.hook, tuple(mesh.shape))
         self.on_buffers = on_buffers
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
@@ -76,6 +76,10 @@ class Run:
             # From 2048 on and below 4096, so that none is a multiple of another; scattered, so that few means are.
             self._lane.step_id = self.guard.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
 
+    def check_loss(self, buffers: bool) -> None:
+        """Raise where `loss_fn` cannot be called with buffers, or without; see `Loss.check`."""
+        self._loss.check(buffers)
+
     def close(self) -> None:
         """Free buffers and hooks."""
         self._taps.detach()
@@ -96,7 +100,7 @@ class Run:
         self._taps.attach(storage)
         self.stop()
         live = turn is None or turn.live
-        weight = self.loss.weigh(batch) if live else 0.0
+        weight = self._loss.weigh(batch) if live else 0.0
         replayed: Tensor | None = None
         if weight or turn is None or not turn.replays:
             axes = self.mesh.axes if turn is None or turn.replays or self.ranks == 1 else self._shadowed
@@ -179,7 +183,7 @@ class Run:
         the newest step of which all ranks know it, and before the first such one of what the ranks tell each other in the
         store. So it is the same on all ranks, and changes no bit of results that float16 holds in full precision.
         """
-        if not (storage.float16 and self.hook.scales and self.loss.weighs):
+        if not (storage.float16 and self.hook.scales and self._loss.weighs):
             return self._usual_unit
         total = self.guard.weight
         if total is None:
@@ -193,7 +197,7 @@ class Run:
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))
         with torch.enable_grad(), bind_axes(axes), bind_weight(weight):
-            loss, aux, buffers = self.loss(params, body.buffers, batch)
+            loss, aux, buffers = self._loss(params, body.buffers, batch)
         if aux is not None or buffers is not None:
             aux, buffers = apart((aux, buffers), body.storage.written(bool(body.window)))
         return loss, aux, buffers

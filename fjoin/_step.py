@@ -12,8 +12,9 @@ from torch import Tensor
 from . import _join
 from ._agree import check_program, same_loops, same_values
 from ._errors import DesyncError, FjoinError, JoinError, NonFinite
+from ._loss import refuse_inference
 from ._metrics import Metrics
-from ._params import check_values, flatten
+from ._params import check_buffers, check_values, flatten
 from ._run import Run
 from ._state import Body, TrainState
 from ._storage import Storage, apart
@@ -82,7 +83,8 @@ class TrainStep:
 
     def _init_alone(self, params: Any, buffers: dict[str, Tensor] | None, sync: str | None) -> TrainState:
         self._usable()
-        self._run.loss.check(buffers)
+        refuse_inference("init")
+        check_buffers(buffers)
         if buffers is None and self._run.on_buffers != identity():
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:
@@ -118,6 +120,7 @@ class TrainStep:
             buffers,
             sync,
         )
+        run.check_loss(buffers is not None)
         if self.ranks > 1 and self.rank == 0:
             warn_if_silent(self.pipeline, tuple(self._mesh.shape), self.ranks, stacklevel=4)
         storage = Storage(layout, flat, optimizer)
