@@ -42,7 +42,7 @@ def train_step(
         mesh: The ranks; by default all of them, as the axis "data".
         donate: Let a step take the memory of the state it is given. False keeps the old state whole, at
             the price of a copy in each step.
-        weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens. By default
+        weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens; 0, or from 1e-30 to 1e30. By default
             each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision. Of float16 parameters the weighted
             gradients travel times a power of two, so that weights of thousands do not overflow in a `mean`.
         bucket_bytes: Gradients are sent once this much is ready. More than the default of 5 MiB, such as 20 * 2**20, can be faster

@@ -130,3 +130,61 @@ def test_gaps_in_memory_are_served(name: str, make: Callable[[], tx.Optimizer], 
     assert max_diff(p, want) < 1e-14 and max_diff(own, state) < 1e-14
     base = p._base
     assert base is not None and int((base != 1).sum()) == (0 if "frozen" in repr(part) else p.numel())
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("make", [tx.adam, tx.adamw, tx.adamax, tx.nadam, tx.radam, tx.lion, tx.lamb])
+def test_betas_that_are_tensors_are_those_that_are_numbers(make: Any, shape: tuple[int, ...]) -> None:
+    numbers = 0.8, 0.95
+    with_tensors = make(0.1, betas=tuple(torch.full(shape, beta, dtype=torch.float64) for beta in numbers))
+    params = {
+        "w": torch.linspace(0.5, 2.0, 6, dtype=torch.float64).view(2, 3),
+        "b": torch.ones((), dtype=torch.float64),
+    }
+    grads = {path: torch.sin(p) for path, p in params.items()}
+    results = []
+    for opt in (make(0.1, betas=numbers), with_tensors):
+        p, state = params, opt.init(params)
+        own, held = {k: v.clone() for k, v in params.items()}, opt.init(params)
+        held = {k: opt.init_param(v) for k, v in own.items()}
+        for _ in range(7):
+            p, state = opt.step(p, grads, state)
+            for k in own:
+                opt.step_param_(own[k], grads[k].clone(), held[k])
+        assert max_diff(p, own) < 1e-13
+        results.append(p)
+    assert max_diff(*results) < 1e-13
+    assert {path: p.shape for path, p in results[1].items()} == {path: p.shape for path, p in params.items()}
+
+
+def test_a_handwritten_optimizer_is_checked_too() -> None:
+    """Its kernel never sees a state that its own `init_param` does not make."""
+    seen: list[torch.Size] = []
+
+    def init_param(param: Tensor) -> Any:
+        return tx.MuonState(torch.zeros((), device=param.device), torch.zeros_like(param))
+
+    def step_param(param: Tensor, grad: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return param - grad - state.momentum, tx.MuonState(state.step + 1, grad)
+
+    def step_param_(param: Tensor, grad: Tensor, state: Any, **guards: Any) -> None:
+        seen.append(state.momentum.shape)
+        param.sub_(grad + state.momentum)
+        state.momentum.copy_(grad)
+        state.step.add_(1)
+
+    opt, p = tx.Optimizer(init_param, step_param, step_param_), torch.ones(3)
+    for wrong in (
+        init_param(torch.ones(1)),
+        init_param(torch.ones(3).double()),
+        tx.FrozenState(torch.zeros(())),
+        None,
+        p,
+    ):
+        before = len(seen)
+        for call in (lambda w=wrong: opt.step_param_(p, p, w), lambda w=wrong: opt.step({"w": p}, {"w": p}, {"w": w})):
+            with pytest.raises((TypeError, ValueError), match="state"):
+                call()
+        assert len(seen) == before
+    params, state = opt.step({"w": p}, {"w": p}, opt.init({"w": p}))
+    assert seen == [(3,)] and max_diff(params, {"w": torch.zeros(3)}) == 0 == max_diff(state["w"].momentum, p)

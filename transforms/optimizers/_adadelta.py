@@ -49,7 +49,8 @@ def adadelta(
         An `Optimizer`. State: `AdadeltaState(step, square_avg, acc_delta)`.
 
     Raises:
-        ValueError: a negative lr, eps or weight_decay; rho outside [0, 1].
+        ValueError: a negative or infinite lr, eps or weight_decay; rho outside [0, 1].
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.Adadelta.
     Source: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv:1212.5701, algorithm 1.

@@ -52,7 +52,8 @@ def adafactor(
         An `Optimizer`. State: `AdafactorState(step, row_var, col_var, variance)`.
 
     Raises:
-        ValueError: a negative lr, eps or weight_decay; beta2_decay above 0; d below 1.
+        ValueError: a negative or infinite lr, eps or weight_decay; beta2_decay above 0; d below 1.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.Adafactor.
     Source: Shazeer and Stern, Adafactor, arXiv:1804.04235, algorithms 4 and 5.

@@ -49,7 +49,8 @@ def adagrad(
         An `Optimizer`. State: `AdagradState(step, sum)`.
 
     Raises:
-        ValueError: a negative argument.
+        ValueError: a negative or infinite argument.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.Adagrad.
     Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12, 2011, section 1.

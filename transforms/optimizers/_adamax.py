@@ -25,7 +25,7 @@ class AdamaxState(NamedTuple):
 @factory
 def adamax(
     lr: ScalarOrSchedule = 2e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     maximize: bool = False,
@@ -38,7 +38,7 @@ def adamax(
 
     Args:
         lr: Learning rate, or a schedule of it.
-        betas: (b1, b2), at least 0 and below 1.
+        betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the size of the gradient.
         weight_decay: L2 penalty.
         maximize: Go up instead of down.
@@ -47,7 +47,8 @@ def adamax(
         An `Optimizer`. State: `AdamaxState(step, exp_avg, exp_inf)`.
 
     Raises:
-        ValueError: a negative lr, eps or weight_decay; betas outside [0, 1).
+        ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1).
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.Adamax.
     Source: Kingma and Ba, Adam, arXiv:1412.6980, algorithm 2.

@@ -50,7 +50,8 @@ def asgd(
         An `Optimizer`. State: `ASGDState(step, eta, mu, ax)`.
 
     Raises:
-        ValueError: a negative lr or weight_decay.
+        ValueError: a negative or infinite lr or weight_decay.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.ASGD.
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, SIAM 30, 1992.

@@ -17,7 +17,7 @@ from ._schedules import ScalarOrSchedule
 @factory
 def lamb(
     lr: ScalarOrSchedule = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     maximize: bool = False,
@@ -30,7 +30,7 @@ def lamb(
 
     Args:
         lr: Learning rate, or a schedule of it.
-        betas: (b1, b2), at least 0 and below 1.
+        betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the root.
         weight_decay: Decay, as part of the step.
         maximize: Go up instead of down.
@@ -39,7 +39,8 @@ def lamb(
         An `Optimizer`. State: `AdamState(step, exp_avg, exp_avg_sq, None)`.
 
     Raises:
-        ValueError: a negative lr, eps or weight_decay; betas outside [0, 1).
+        ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1).
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: optax.lamb.
     Source: You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.

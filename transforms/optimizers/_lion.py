@@ -23,7 +23,7 @@ class LionState(NamedTuple):
 @factory
 def lion(
     lr: ScalarOrSchedule = 1e-4,
-    betas: tuple[float, float] = (0.9, 0.99),
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
     weight_decay: float = 0.0,
     maximize: bool = False,
 ) -> Optimizer:
@@ -34,7 +34,7 @@ def lion(
 
     Args:
         lr: Learning rate, or a schedule of it; three to ten times smaller than for `adamw`.
-        betas: (b1, b2), at least 0 and below 1.
+        betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         weight_decay: Decoupled decay; three to ten times larger than for `adamw`.
         maximize: Go up instead of down.
 
@@ -42,7 +42,8 @@ def lion(
         An `Optimizer`. State: `LionState(step, exp_avg)`.
 
     Raises:
-        ValueError: a negative lr or weight_decay; betas outside [0, 1).
+        ValueError: a negative or infinite lr or weight_decay; betas outside [0, 1).
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: optax.lion.
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.

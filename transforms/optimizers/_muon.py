@@ -59,8 +59,9 @@ def muon(
         An `Optimizer`. State: `MuonState(step, momentum)`.
 
     Raises:
-        ValueError: a negative lr, momentum or weight_decay; another adjust_lr_fn; at init: parameters that are
+        ValueError: a negative or infinite lr, momentum or weight_decay; another adjust_lr_fn; at init: parameters that are
             no matrices.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.Muon.
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.

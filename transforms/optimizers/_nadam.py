@@ -26,7 +26,7 @@ class NAdamState(NamedTuple):
 @factory
 def nadam(
     lr: ScalarOrSchedule = 2e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     momentum_decay: float = 4e-3,
@@ -42,7 +42,7 @@ def nadam(
 
     Args:
         lr: Learning rate, or a schedule of it.
-        betas: (b1, b2), at least 0 and below 1.
+        betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the root.
         weight_decay: L2 penalty, or decoupled decay.
         momentum_decay: How fast the momentum comes to b1.
@@ -53,7 +53,8 @@ def nadam(
         An `Optimizer`. State: `NAdamState(step, mu_product, exp_avg, exp_avg_sq)`.
 
     Raises:
-        ValueError: a negative lr, eps, weight_decay or momentum_decay; betas outside [0, 1).
+        ValueError: a negative or infinite lr, eps, weight_decay or momentum_decay; betas outside [0, 1).
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.NAdam.
     Source: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop, algorithm 2.

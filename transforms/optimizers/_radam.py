@@ -25,7 +25,7 @@ class RAdamState(NamedTuple):
 @factory
 def radam(
     lr: ScalarOrSchedule = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled_weight_decay: bool = False,
@@ -41,7 +41,7 @@ def radam(
 
     Args:
         lr: Learning rate, or a schedule of it.
-        betas: (b1, b2), at least 0 and below 1.
+        betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the root.
         weight_decay: L2 penalty, or decoupled decay.
         decoupled_weight_decay: Decay parameters themselves, as `adamw`.
@@ -51,7 +51,8 @@ def radam(
         An `Optimizer`. State: `RAdamState(step, exp_avg, exp_avg_sq)`.
 
     Raises:
-        ValueError: a negative lr, eps or weight_decay; betas outside [0, 1).
+        ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1).
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.RAdam.
     Source: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, arXiv:1908.03265, algorithm 2.

@@ -54,7 +54,8 @@ def rmsprop(
         An `Optimizer`. State: `RMSpropState(step, square_avg, momentum, grad_avg)`.
 
     Raises:
-        ValueError: a negative argument.
+        ValueError: a negative or infinite argument.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.RMSprop.
     Source: Hinton, Neural Networks for Machine Learning, lecture 6e; centered: Graves, arXiv:1308.0850, section 4.2.

@@ -46,7 +46,8 @@ def rprop(
         An `Optimizer`. State: `RpropState(step, prev, step_size)`.
 
     Raises:
-        ValueError: a negative lr; etas that are not 0 < eta- < 1 < eta+.
+        ValueError: a negative or infinite lr; etas that are not 0 < eta- < 1 < eta+.
+        TypeError: what is neither number nor tensor; lr: nor schedule.
 
     Same as: torch.optim.Rprop.
     Source: Riedmiller and Braun, A direct adaptive method for faster backpropagation learning, 1993, section IV.
