@@ -97,6 +97,24 @@ def test_what_is_known_when_it_is_made() -> None:
     raises_text(TypeError, lambda: tx.warmup(3, 0.1), "then", "0.1", "constant(0.1)")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("schedule", [tx.constant(0.1), from_step_one(0.1)])
+def test_only_the_rate_follows_a_schedule_by_itself(schedule: Any) -> None:
+    """The others do so in inject_hyperparameters."""
+    params = {"w": torch.ones(3)}
+    texts = "weight_decay", "inject_hyperparameters(...)"
+    for opt in (tx.adamw(0.1, weight_decay=schedule), tx.mixed_precision(tx.sgd(0.1, weight_decay=schedule))):
+        raises_text(TypeError, lambda opt=opt: opt.init(params), *texts)  # type: ignore[misc]
+        step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), opt))
+        raises_text(TypeError, lambda step=step: step.init(params), *texts)  # type: ignore[misc]
+        p = torch.nn.Parameter(torch.ones(3))
+        p.grad = torch.ones(3)
+        raises_text(TypeError, lambda opt=opt, p=p: fjoin.Optimizer([p], opt).step(), *texts)  # type: ignore[misc]
+        assert max_diff(p, torch.ones(3)) == 0
+    opt = tx.inject_hyperparameters(tx.adamw(0.1, weight_decay=schedule))
+    new, _ = opt.step(params, params, opt.init(params))
+    assert max_diff(new, tx.adamw(0.1, weight_decay=0.1).step(params, params, tx.adamw().init(params))[0]) < 1e-6
+
+
 def test_schedules_of_this_package_are_not_looked_at_again() -> None:
     """Their values are known to be finite, so a step on a device has nothing to wait for."""
     schedules = [

@@ -19,6 +19,7 @@ from .._tree import State, Tree, check_dense, check_same, fields, path_string, p
 from ._checked import unchecked
 from ._formula import like
 from ._inplace import copy_like
+from ._rates import watched
 from ._wrap import sharing
 
 
@@ -31,6 +32,7 @@ def init(optimizer: Optimizer, params: Tree) -> State:
         name = path_string(path)
         check_dense(f"params[{name!r}]", param)
         part = optimizer.at(name)
+        watched(part.spec)  # which raises where a schedule stands that nothing reads
         state = part.init_param(param.detach())
         return sharing(part, state, shared.setdefault((id(part), param.dtype, param.device), state))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._spec import Spec, _show
+from .._spec import _FACTORIES, Spec, _show
 from .._tree import on_host
 
 ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
@@ -53,18 +53,34 @@ def _shown(step: Any) -> Any:
     return int(step) if not isinstance(step, Tensor) or on_host(step) else "that is on a device"
 
 
-def watched(spec: Spec) -> tuple[tuple[str, Any], ...]:
+def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
     """The hyperparameters of an optimizer that may turn out not to be finite while training: (name, schedule or tensor).
 
     Those of an optimizer inside it are included.
+
+    Args:
+        injected: Whether an `inject_hyperparameters` around it reads the schedules.
+
+    Raises:
+        TypeError: another hyperparameter than lr follows a schedule, and none does.
     """
     found: list[tuple[str, Any]] = []
     for name, value in spec.args:
         if hasattr(value, "step_param"):
-            found += watched(value.spec)
+            found += watched(value.spec, injected or spec.name == "inject_hyperparameters")
+        elif callable(value) and name != "lr" and not injected and _is_ours(spec):
+            raise TypeError(
+                f"{spec.name}: {name} follows the schedule {_show(value)}; only lr can do so by itself, so wrap the optimizer in "
+                f"inject_hyperparameters(...)"
+            )
         elif isinstance(value, Tensor) or (callable(value) and not getattr(value, "finite", False)):
             found.append((name, value))
     return tuple(found)
+
+
+def _is_ours(spec: Spec) -> bool:
+    make = _FACTORIES.get(spec.name)
+    return make is not None and make.__module__.startswith(__package__ or "")
 
 
 def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> None:
