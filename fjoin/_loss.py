@@ -28,7 +28,7 @@ class Loss:
         names = ("params", "buffers", "batch") if buffers else ("params", "batch")
         try:
             signature = inspect.signature(self._loss_fn)
-        except (TypeError, ValueError):  # of what is not written in Python
+        except (TypeError, ValueError):  # a function that is not written in Python
             return
         try:
             signature.bind(*names)

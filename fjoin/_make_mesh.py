@@ -28,7 +28,7 @@ from .transforms.axes._env import One, bind_axes, bound, under_vmap
 from .transforms.axes._lockstep import SimulatedAxis
 
 T = TypeVar("T")
-_SHORTEST, _LONGEST = 1e-3, 1e8  # seconds: what the backends' clocks take
+_SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
 
 def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False) -> Mesh:

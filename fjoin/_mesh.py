@@ -155,9 +155,7 @@ class Mesh:
 def check_mesh(where: str, mesh: Any) -> None:
     """Raise TypeError unless `mesh` is one."""
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            f"{where}: mesh must be what fjoin.mesh makes, such as fjoin.mesh({{'data': -1}}), got {mesh!r}"
-        )
+        raise TypeError(f"{where}: mesh must be a Mesh, made by fjoin.mesh({{'data': -1}}), got {mesh!r}")
 
 
 def _reduce_(axis: Any, buffer: Tensor) -> Work:

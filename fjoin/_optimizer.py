@@ -30,9 +30,9 @@ class Optimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: `optimizer` is not an Optimizer; at a step: a sparse gradient, or one of another dtype.
-        ValueError: a `partition` without names; parameters that the optimizer cannot serve; a group that differs in what is
-            the same for all; at a step, which then changes nothing: hyperparameters out of their range or not finite, parameters
-            that have changed their shape or whose elements overlap in memory.
+        ValueError: a `partition` without names; parameters that the optimizer cannot serve; a group with another value of a
+            hyperparameter that is the same for all; at a step, which then changes nothing: hyperparameters out of their range
+            or not finite, parameters that have changed their shape or whose elements overlap in memory.
 
     Same as: the classes of torch.optim.
 
@@ -117,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of all parameters that have a gradient; what `closure` returned, which is called first.
+        """One step of all parameters that have a gradient; returns the result of `closure`, which is called first.
 
         Raises:
             ValueError, TypeError: see the class; no parameter and no state has been changed then.
@@ -130,9 +130,8 @@ class Optimizer(torch.optim.Optimizer):
         everything = self._items()
         items = [item for item in everything if item[3] is not None]
         if len(self.state) != len(self._stepper.states):
-            for param in [
-                param for param in self._stepper.states if param not in self.state
-            ]:  # cleared: they begin anew
+            cleared = [param for param in self._stepper.states if param not in self.state]
+            for param in cleared:  # they begin anew
                 del self._stepper.states[param]
         self._stepper.check(items)
         sizes = [group[name] != 0 for group in self.param_groups for name in self._resizing]

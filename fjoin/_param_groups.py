@@ -60,7 +60,7 @@ def values_of(group: Mapping[str, Any], names: Iterable[str]) -> tuple[tuple[str
 
 
 def check_group(optimizer: Optimizer, names: Iterable[str], group: Mapping[str, Any]) -> None:
-    """Raise where a group asks for something else than what the optimizer does for all groups.
+    """Raise where a group has another value of a hyperparameter that is the same for all groups.
 
     Raises:
         ValueError: naming it, and its value in the optimizer.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._param_groups import own_by_group
 from .transforms._base import Optimizer
 from .transforms._check import is_number
 from .transforms._state_dict import restored
@@ -56,7 +57,7 @@ class Stepper:
             new = part.init_param(param.detach())
             pairs = list(zip(fields(state), fields(new), strict=True))
             if any(old is None and fresh is not None for old, fresh in pairs):
-                if any(name == "dampening" and value for name, value in part.spec.args) and state.step.item() > 0:
+                if own_by_group(part).get("dampening") and state.step.item() > 0:
                     raise ValueError(
                         f"{part!r}: momentum with dampening cannot begin in step {int(state.step)}, since the first step has no "
                         f"dampening; give the optimizer a small momentum from the start"
@@ -86,10 +87,13 @@ class Stepper:
                 continue
             expected = part.forms.of(param)
             for field, kind, name in zip(fields(state), expected.fields, expected.names, strict=True):
-                if field is not None and kind is not None and (field.shape != kind[0] or field.dtype is not kind[1]):
+                if field is None or kind is None:
+                    continue
+                shape, dtype, beside = kind
+                if field.shape != shape or field.dtype is not dtype or (beside and field.device != param.device):
                     raise ValueError(
                         f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
-                        f"{field.dtype}{list(field.shape)}; make the optimizer after the parameters are what they shall be"
+                        f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
                     )
             self._seen[key] = form
         for part, state in watched.values():
@@ -141,9 +145,8 @@ class Stepper:
         new: dict[Any, Any] = {}
         alike: dict[Any, Any] = {}
         for key, part, param, named in given:
-            named = {
-                name: torch.as_tensor(v) if is_number(v) else v for name, v in named.items()
-            }  # a count may be a number
+            # A count may be a number.
+            named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
             state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
             ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
             like = alike.setdefault((id(part), param.dtype, param.device, ages), state)

@@ -17,12 +17,12 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 
 def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-    """Build again what `to_json` wrote.
+    """Build a transform, optimizer, schedule or pipeline from its JSON text, as `to_json` writes it.
 
     Only factories known by name are called: reading a text runs no code that it brings along.
 
     Args:
-        text: What `to_json` returned; at most 2^26 characters, nested at most 100 deep.
+        text: JSON, as returned by `to_json`; at most 2^26 characters, nested at most 100 deep.
         functions: Qualified name -> function, for those among the arguments.
 
     Returns:
@@ -30,7 +30,7 @@ def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = No
 
     Raises:
         TypeError: `text` is no string.
-        ValueError: what cannot be read, with its place in the text: no JSON; an unknown factory, argument, function or dtype; a
+        ValueError: a text that cannot be read, with the place of the error: no JSON; an unknown factory, argument, function or dtype; a
             missing argument, or one that the factory refuses.
 
     >>> from_json('{"name": "clip_by_value", "args": {"max_value": 0.5}}')
@@ -63,7 +63,7 @@ class _Reader:
         self._functions = functions
 
     def read(self, node: Any, at: tuple[str, ...], depth: int) -> Any:
-        """What a node stands for; `at`: the way to it."""
+        """The value of a node; `at`: the way to it."""
         if depth > 3 * DEEPEST:  # a transform in a list in a dict
             raise ValueError(f"{_place(at)} is nested too deep; a transform is nested at most {DEEPEST} deep")
         if isinstance(node, list):

@@ -54,7 +54,7 @@ class Spec:
 
     @functools.cached_property
     def depth(self) -> int:
-        """The levels of what is inside."""
+        """The number of levels of transforms, this one included."""
         return 1 + max((child.spec.depth for child in self.children), default=0)
 
     def canonical(self) -> str:
@@ -123,7 +123,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     taken once only.
 
     Raises:
-        ValueError: another factory has this name; at a call: what it takes is nested 100 deep already.
+        ValueError: another factory has this name; at a call: an argument is nested 100 deep already.
 
     >>> from fjoin import transforms as tx
     >>> tx.clip_by_global_norm(1.0)

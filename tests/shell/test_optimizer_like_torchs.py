@@ -28,6 +28,7 @@ PAIRS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "sgd, momentum": (tx.sgd, torch.optim.SGD, {"momentum": 0.9}),
     "sgd, dampening": (tx.sgd, torch.optim.SGD, {"dampening": 0.5, "weight_decay": 0.1}),
     "sgd, nesterov": (tx.sgd, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "a master": (lambda lr, **options: tx.mixed_precision(tx.sgd(lr, **options)), torch.optim.SGD, {}),
     "rmsprop": (tx.rmsprop, torch.optim.RMSprop, {}),
 }
 CYCLES: dict[str, Callable[[Any], Any]] = {
@@ -63,9 +64,12 @@ def test_a_momentum_that_comes_and_goes() -> None:
     resumed = fjoin.Optimizer(c.parameters(), tx.sgd(0.1))
     resumed.load_state_dict(saved)
     assert max_diff(train(a, ours, 2, first=8), train(c, resumed, 2, first=8)) == 0
-    late = fjoin.Optimizer(make_model().parameters(), tx.sgd(0.1, dampening=0.5))
+
+
+@pytest.mark.parametrize("wrap", [lambda opt: opt, tx.mixed_precision])
+def test_a_momentum_with_dampening_comes_before_the_first_step_or_not(wrap: Any) -> None:
     model = make_model()
-    late = fjoin.Optimizer(model.parameters(), tx.sgd(0.1, dampening=0.5))
+    late = fjoin.Optimizer(model.parameters(), wrap(tx.sgd(0.1, dampening=0.5)))
     before = train(model, late, 2)
     late.param_groups[0]["momentum"] = 0.9
     raises_text(ValueError, lambda: train(model, late, 1, first=2), "dampening", "step 2")
@@ -186,8 +190,8 @@ def _expanded(p: Tensor) -> None:
 
 
 BAD: dict[str, tuple[type[Exception], Callable[[Tensor], Any], tuple[str, ...]]] = {
-    "shape": (ValueError, _changed, ("shape (4,)", "make the optimizer after")),
-    "dtype": (ValueError, _narrowed, ("make the optimizer after",)),
+    "shape": (ValueError, _changed, ("shape (4,)", "change the parameters first")),
+    "dtype": (ValueError, _narrowed, ("change the parameters first",)),
     "overlap": (ValueError, _expanded, ("overlap in memory", "contiguous")),
     "sparse": (TypeError, lambda p: setattr(p, "grad", torch.ones(3, dtype=p.dtype).to_sparse()), ("sparse",)),
 }

@@ -103,7 +103,7 @@ def note(axis: AxisName, what: str) -> None:
         one.note(what)
 
 
-# What every backend moves and adds.
+# The dtypes that every backend moves and adds.
 _SENT = {
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex64, torch.complex128,

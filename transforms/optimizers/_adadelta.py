@@ -50,7 +50,7 @@ def adadelta(
 
     Raises:
         ValueError: a negative or infinite lr, eps or weight_decay; rho outside [0, 1].
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Adadelta.
     Source: Zeiler, ADADELTA: An Adaptive Learning Rate Method, arXiv:1212.5701, algorithm 1.

@@ -53,7 +53,7 @@ def adafactor(
 
     Raises:
         ValueError: a negative or infinite lr, eps or weight_decay; beta2_decay above 0; d below 1.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Adafactor.
     Source: Shazeer and Stern, Adafactor, arXiv:1804.04235, algorithms 4 and 5.

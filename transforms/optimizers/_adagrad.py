@@ -50,7 +50,7 @@ def adagrad(
 
     Raises:
         ValueError: a negative or infinite argument.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Adagrad.
     Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods, JMLR 12, 2011, section 1.

@@ -50,7 +50,7 @@ def adam(
 
     Raises:
         ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1), or a number and a tensor.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Adam.
     Source: Kingma and Ba, Adam, arXiv:1412.6980, algorithm 1; amsgrad: arXiv:1904.09237.

@@ -48,7 +48,7 @@ def adamax(
 
     Raises:
         ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1).
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Adamax.
     Source: Kingma and Ba, Adam, arXiv:1412.6980, algorithm 2.

@@ -51,7 +51,7 @@ def asgd(
 
     Raises:
         ValueError: a negative or infinite lr or weight_decay.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.ASGD.
     Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, SIAM 30, 1992.

@@ -1,4 +1,4 @@
-"""Kernels go through memory, so a gradient or a state of another form would let them write where nothing is theirs."""
+"""Checks of gradients and states: a kernel trusts their shapes, and would write past the end of a smaller one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._tree import State, check_dense
 
 
 class _Form(NamedTuple):
-    """What `init_param` returns for parameters of one shape and dtype."""
+    """The form of a state for parameters of one shape and dtype."""
 
     structure: Any
     names: list[str]

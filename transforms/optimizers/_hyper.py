@@ -35,7 +35,7 @@ def a_number(**values: Any) -> None:
 
 
 def within(least: float, most: float, **values: Any) -> None:
-    """Raise ValueError for a hyperparameter outside a range, TypeError for what is no number."""
+    """Raise ValueError for a hyperparameter outside a range, TypeError for one that is no number."""
     for name, value in values.items():
         number = _number(name, value)
         if number is not None and not least <= number <= most:

@@ -32,7 +32,7 @@ def through_memory(
 ) -> None:
     """Call `kernel(params, grads, *slots)` with tensors that lie in memory as their parameters do, without gaps.
 
-    Those that do not are replaced by copies, and what the kernel has written into these is written back.
+    The others are replaced by copies, and the results are written back from these.
 
     Args:
         slots: Lists of state tensors, each as long as `params` or empty.
@@ -52,7 +52,7 @@ def through_memory(
 
 
 def _dense(x: Tensor) -> bool:
-    """Whether a tensor has no gaps in memory, so that what is made like it gets its strides."""
+    """Whether a tensor has no gaps in memory, so that a tensor made like it gets its strides."""
     return torch.empty_like(x, device="meta").stride() == x.stride()
 
 

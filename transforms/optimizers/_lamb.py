@@ -40,7 +40,7 @@ def lamb(
 
     Raises:
         ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1).
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: optax.lamb.
     Source: You et al., Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.

@@ -43,7 +43,7 @@ def lion(
 
     Raises:
         ValueError: a negative or infinite lr or weight_decay; betas outside [0, 1).
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: optax.lion.
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.

@@ -61,7 +61,7 @@ def muon(
     Raises:
         ValueError: a negative or infinite lr, momentum or weight_decay; another adjust_lr_fn; at init: parameters that are
             no matrices.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Muon.
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.

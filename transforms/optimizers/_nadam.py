@@ -54,7 +54,7 @@ def nadam(
 
     Raises:
         ValueError: a negative or infinite lr, eps, weight_decay or momentum_decay; betas outside [0, 1).
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.NAdam.
     Source: Dozat, Incorporating Nesterov Momentum into Adam, ICLR 2016 workshop, algorithm 2.

@@ -52,7 +52,7 @@ def radam(
 
     Raises:
         ValueError: a negative or infinite lr, eps or weight_decay; betas outside [0, 1).
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.RAdam.
     Source: Liu et al., On the Variance of the Adaptive Learning Rate and Beyond, arXiv:1908.03265, algorithm 2.

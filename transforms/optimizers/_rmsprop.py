@@ -55,7 +55,7 @@ def rmsprop(
 
     Raises:
         ValueError: a negative or infinite argument.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.RMSprop.
     Source: Hinton, Neural Networks for Machine Learning, lecture 6e; centered: Graves, arXiv:1308.0850, section 4.2.

@@ -47,7 +47,7 @@ def rprop(
 
     Raises:
         ValueError: a negative or infinite lr; etas that are not 0 < eta- < 1 < eta+.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.Rprop.
     Source: Riedmiller and Braun, A direct adaptive method for faster backpropagation learning, 1993, section IV.

@@ -48,7 +48,7 @@ def sgd(
 
     Raises:
         ValueError: a negative or infinite lr, momentum or weight_decay; nesterov without momentum or with dampening.
-        TypeError: what is neither number nor tensor; lr: nor schedule.
+        TypeError: an argument that is neither a number nor a tensor; lr may be a schedule too.
 
     Same as: torch.optim.SGD.
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning, 2013, section 2.
