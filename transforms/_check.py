@@ -10,7 +10,7 @@ from typing import Any
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number; a bool does not count as one."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 def is_finite(value: Any) -> bool:

@@ -39,6 +39,8 @@ class Spec:
         found: list[Any] = []
 
         def search(value: Any) -> None:
+            if value is None or type(value) in (float, int, bool, str):
+                return
             if isinstance(getattr(value, "spec", None), Spec):
                 found.append(value)
             elif isinstance(value, (list, tuple)):

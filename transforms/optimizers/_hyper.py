@@ -66,6 +66,8 @@ def check_betas(betas: Any) -> tuple[Any, Any]:
 
 def _number(name: str, value: Any) -> float | Tensor | None:
     """The value as the host knows it; None where it does not."""
+    if type(value) is float or type(value) is int:
+        return value
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         raise TypeError(
             f"{name} must be a number or a schedule, got torch's {type(value).__name__}; tabulate it with "
