@@ -188,3 +188,15 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
         assert len(seen) == before
     params, state = opt.step({"w": p}, {"w": p}, opt.init({"w": p}))
     assert seen == [(3,)] and max_diff(params, {"w": torch.zeros(3)}) == 0 == max_diff(state["w"].momentum, p)
+
+
+@pytest.mark.parametrize("make", [tx.sgd, tx.adamw, tx.rmsprop, lambda: tx.mixed_precision(tx.adam())])
+def test_one_kernel_counts_the_steps_of_all_its_states_once(make: Callable[[], tx.Optimizer]) -> None:
+    opt, p, q = make(), torch.ones(3), torch.ones(())
+    apart, shared = [opt.init_param(p), opt.init_param(q)], list(opt.init([p, q]))
+    assert opt.step_params_ is not None
+    raises_text(ValueError, lambda: opt.step_params_([p, q], [p, q], apart), "states[1].", "step", "share")  # type: ignore[misc]
+    assert same_bits(p, torch.ones(3))
+    opt.step_params_([p, q], [torch.ones(3), torch.ones(())], shared)
+    assert {float(state.step) for state in shared} == {1.0}
+    opt.step_params_([], [], [])

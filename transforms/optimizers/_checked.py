@@ -78,6 +78,18 @@ class Forms:
                 raise ValueError(f"{where()}.{name} lies on {field.device}, but its parameter on {param.device}")
         return found
 
+    def check_ages(self, states: list[State]) -> None:
+        """Raise ValueError unless states share the tensors that count steps, which a kernel counts once for all."""
+        form = self.of(torch.empty(3, device="meta"))
+        leaves = [optree.tree_leaves(state, none_is_leaf=True) for state in states]
+        for i, other in enumerate(leaves[1:], 1):
+            for name, kind, a, b in zip(form.names, form.fields, leaves[0], other, strict=True):
+                if kind is not None and not kind[0] and a is not b:
+                    raise ValueError(
+                        f"states[{i}].{name} is another tensor than states[0].{name}; states that are stepped in one call share it, as "
+                        f"those of init(params) do; step the others in a call of their own"
+                    )
+
 
 def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
     """Raise unless a gradient is a dense tensor of its parameter's shape, dtype and device.
@@ -138,6 +150,7 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
     def step_params_(params: list[Tensor], grads: list[Tensor], states: list[State], **guards: Tensor | None) -> None:
         for param, grad, state in zip(params, grads, states, strict=True):
             check(param, grad, state)
+        forms.check_ages(states)
         if params:
             kernel(params, grads, states, **guards)
 
