@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._tree import Tree, on, where
 from .._check import is_finite
+from .._tree import Tree, on, where
 
 _LEAST, _MOST = 1e-30, 1e30
 
