@@ -117,7 +117,7 @@ class Run:
         lane = self._lane.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
-            body.buffers_before, body.batches_before = body.buffers, body.batches
+            body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 with self._taps.keeping():

@@ -30,6 +30,7 @@ class Body:
     buffers_state: Any = ()  # of the transform of the buffers
     buffers_before: dict[str, Tensor] | None = None  # this step's first forward pass
     batches_before: int = 0  # this step's first call
+    version_before: int = 0  # of the state given to this step's first call
     step: int = 0  # steps taken
     batches: int = 0  # consumed on this rank
     calls: int = 0  # calls of the step, more than steps where gradients are accumulated
@@ -100,7 +101,8 @@ class TrainState:
             )
         if body.torn or (owner is not None and body.lost):
             raise TornState(body.torn or body.lost, step=body.step)
-        if body.version != self._version:
+        # A window that is lost has overwritten nothing: the states given to its calls are that of the last completed step.
+        if self._version != body.version and not (body.lost and self._version >= body.version_before):
             step = body.step if body.window else body.step - 1
             raise DonatedState(
                 f"this state was donated to step {step}, which has overwritten it; use the state that the step "

@@ -30,13 +30,15 @@ def test_the_last_completed_step_can_be_read(within: int) -> None:
     step, state = step_of(loss, ADAM, accumulate=3)
     for _ in range(3):
         state, _ = step(state, X)
-    whole = state.clone()
+    whole, first = state.clone(), state
     for _ in range(within):
         state, _ = step(state, X)
+    raises_text(fjoin.DonatedState, lambda: first.params, "donated to step 1")
     assert state.batches == 3 + within
     raises_text(ValueError, lambda: step(state, X * 9), "bad batch")
-    assert same_bits(state.params, whole.params) and same_bits(state.pipeline, whole.pipeline)
-    assert (state.step, state.batches) == (1, 3)
+    for left in (state, first):
+        assert same_bits(left.params, whole.params) and same_bits(left.pipeline, whole.pipeline)
+        assert (left.step, left.batches) == (1, 3)
     raises_text(fjoin.TornState, lambda: step(state, X), "accumulation window", "bad batch", "state.clone()")
     again = state.clone()
     assert same_bits(again.params, whole.params) and (again.step, again.batches) == (1, 3)
