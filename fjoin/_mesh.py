@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
@@ -11,19 +10,7 @@ import torch
 from torch import Tensor
 
 from ._axis import Done, GroupAxis, Work
-
-
-class Use:
-    """Which steps a mesh has, and which thread of this rank runs one.
-
-    Attributes:
-        steps: The steps that have been initialised on it, in the same order on all ranks.
-        lock: Held by the thread that runs one.
-        refused: What another thread was told that tried to run one meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self.steps, self.lock, self.refused = 0, threading.RLock(), ""
+from ._use import Use
 
 
 class Mesh:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._apply import changing, run_after, step_bucket
+from ._float16 import Units
 from ._guard import Guard, Verdict
 from ._hook import HookRun, RunsHook
 from ._join import Turn
@@ -17,7 +18,7 @@ from ._lane import StepLane
 from ._loss import Loss, user_sums
 from ._mesh import Mesh
 from ._metrics import Metrics
-from ._plain import PlainHook, power_near
+from ._plain import PlainHook
 from ._seed import Seed, Unscaling, seed_of
 from ._shadowed import shadowed
 from ._state import Body
@@ -62,7 +63,7 @@ class Run:
             self._early = plain if overlap_step and plain.direct and pipeline.skips is None else None
         else:
             self.hook = HookRun(pipeline.hook, plan, mesh, self._lane, self.guard, accumulate > 1)
-        self._usual_unit, self._first_weight = self.hook.unit, 0.0
+        self._units = Units(self.hook, self.guard, mesh, self.axes, loss.weighs, accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
         self._unscaling = Unscaling(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: Queue | None = None
@@ -110,7 +111,7 @@ class Run:
             loss, aux = None, None
         share = weight if self.hook.by_weight else float(weight > 0)
         if not body.window:
-            body.unit = self._unit(storage, weight)
+            body.unit = self._units.of_window(storage, weight)
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaling is not None else None
         seed = seed_of(loss, share, self.hook, scale, self._accumulate > 1)
@@ -175,22 +176,6 @@ class Run:
                 "batch out, give it weight 0"
             )
         self._reached = True
-
-    def _unit(self, storage: Storage, weight: float) -> float:
-        """What the gradients of a window are multiplied with while they are summed, a power of two.
-
-        Sums of weight * gradient overflow float16 from weights of thousands on. There it is near 1 / the sum of the weights: of
-        the newest step of which all ranks know it, and before the first such one of what the ranks tell each other in the
-        store. So it is the same on all ranks, and changes no bit of results that float16 holds in full precision.
-        """
-        if not (storage.float16 and self.hook.scales and self._loss.weighs):
-            return self._usual_unit
-        total = self.guard.weight
-        if total is None:
-            if not self._first_weight:
-                self._first_weight = self.mesh.exchange("the first step", weight * self._accumulate, sum, self.axes)
-            total = self._first_weight
-        return power_near(total) if 0 < total < math.inf else self._usual_unit
 
     def _forward(
         self, body: Body, batch: Any, weight: float, axes: dict[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -304,30 +304,16 @@ class TrainStep:
 
     # -- failures ------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let no other thread of this rank run a step of this mesh meanwhile: their messages would be mixed up.
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Let no other thread of this rank run a step of this mesh meanwhile."""
+        return self._mesh.use.alone(self._met) if self.ranks > 1 else contextlib.nullcontext()
 
-        One that tries gets an error. This one completes its step, and then ends all ranks.
-        """
-        use = self._mesh.use
-        if self.ranks > 1 and not use.lock.acquire(blocking=False):
-            error = JoinError(
-                "two threads of this rank run steps of one mesh at the same time, so that their messages would be mixed up; "
-                "run them in one thread, or give each its own fjoin.mesh(...)"
-            )
-            use.refused = str(error)
+    def _met(self, error: JoinError, tells: bool) -> None:
+        """Two threads have met: the step cannot go on."""
+        if self._broken is None:
             self._break(error)
-            raise error
-        try:
-            yield
-            if use.refused and self._broken is None:
-                error = JoinError(use.refused, step=self._last_step)
-                self._break(error)
+            if tells:
                 self._mesh.failed(error, self._last_step)
-        finally:
-            if self.ranks > 1:
-                use.lock.release()
 
     def _usable(self) -> None:
         if self._broken is not None:
