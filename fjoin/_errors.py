@@ -60,4 +60,7 @@ class DonatedState(FjoinError):
 
 
 class TornState(FjoinError):
-    """A step failed after it had changed some of the parameters; the state is neither old nor new."""
+    """A state cannot be stepped: a step failed after it had changed some of the parameters, or within an accumulation window.
+
+    In the second case the state can still be read and cloned; it is that of the last completed step.
+    """
