@@ -6,8 +6,8 @@ import contextlib
 import json
 from typing import NoReturn
 
+from ._connections import Connections
 from ._errors import CollectiveTimeout, FjoinError, PeerLost
-from ._peers import Peers
 from ._store import Store
 
 # The limit on the store's answers once something has failed.
@@ -23,13 +23,16 @@ class Failures:
         name: Of the mesh, the same on all its ranks.
         rank: This rank in the mesh.
         size: The number of its ranks.
+        connections: Those of its groups, where these are known.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int) -> None:
+    def __init__(self, store: Store, name: str, rank: int, size: int, connections: Connections) -> None:
         self._store, self._name, self._rank, self._size = store, name, rank, size
-        self._peers = Peers()
+        # One broken connection lets gloo close all of its group, so only a rank without any connection has surely ended.
+        self._all, self._own = Connections(), connections
+        self._gone_before: set[int] = set()  # when this was last looked at
         with contextlib.suppress(RuntimeError):
-            store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._peers.addresses()))
+            store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._all.addresses()))
 
     def report(self, error: BaseException, step: int | None) -> None:
         """Let the other ranks know, unless another report came first."""
@@ -53,32 +56,31 @@ class Failures:
                 return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
         return None
 
-    def gone(self) -> list[int]:
-        """The ranks whose processes have ended, as far as connections show."""
-        others = [rank for rank in range(self._size) if rank != self._rank and not self._peers.known(rank)]
+    def gone(self) -> set[int]:
+        """The ranks that have ended or have closed their mesh, as far as connections show; of those only the former, if there are any."""
+        others = [rank for rank in range(self._size) if rank != self._rank and not self._all.known(rank)]
         with contextlib.suppress(RuntimeError):
             if not self._connections_of(others):  # a rank that is late must not hide another one
                 for rank in others:
                     self._connections_of([rank])
-        return self._peers.gone()
+        return self._all.gone() or self._own.gone()
 
     def _connections_of(self, ranks: list[int]) -> bool:
         """Learn the connections to some ranks, if all of them have made this mesh."""
         texts = self._store.get_all(_ANSWER_S, [f"{self._name}/connections/{rank}" for rank in ranks]) if ranks else []
         for rank, text in zip(ranks, texts or (), strict=False):
-            self._peers.know(rank, json.loads(text))
+            for connections in (self._all, self._own):
+                connections.know(rank, json.loads(text))
         return texts is not None
 
     def lost(self, step: int | None, reason: str) -> PeerLost:
         """The error of a connection that has ended without a report."""
-        gone = self.gone()
-        if self._size == 2:
-            gone = [1 - self._rank]
+        gone = sorted(self.gone()) if self._size > 2 else [1 - self._rank]
         rank = gone[0] if len(gone) == 1 else None
         where = "" if step is None else f"step {step}: "
         to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"
         return PeerLost(
-            f"{where}rank {self._rank} lost the connection {to}, whose process has ended or was killed; where ranks have "
+            f"{where}rank {self._rank} lost the connection {to}, which has ended, was killed or has closed its mesh; where ranks have "
             f"different numbers of batches, loop over step.join(loader). {reason}",
             rank=rank,
             step=step,
@@ -95,11 +97,13 @@ class Failures:
         )
 
     def raise_if_any(self) -> None:
-        """Raise where another rank has reported a failure, or its process has ended."""
+        """Raise where another rank has reported a failure, or is gone in two looks: its last message may still arrive."""
+        before, self._gone_before = self._gone_before, self.gone()
+        # A report comes before the end of a connection, so it is looked for behind that.
         if (failure := self.reported()) is not None:
             raise failure
-        if self.gone():
-            _raise(self.reported() or self.lost(None, ""))  # a report comes before the connection's end
+        if before & self._gone_before:
+            _raise(self.lost(None, ""))
 
 
 def _raise(error: FjoinError) -> NoReturn:

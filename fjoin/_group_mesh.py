@@ -18,11 +18,11 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from ._axis import GroupAxis
+from ._connections import Connections, shut
 from ._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
 from ._failures import Failures
 from ._meetings import Meetings
 from ._mesh import Mesh
-from ._sockets import Connections, shut
 from ._store import Store
 
 TIMEOUT_S = 600.0
@@ -41,7 +41,7 @@ class GroupMesh(Mesh):
     """A mesh over process groups, which it takes down where a rank fails.
 
     Args:
-        connections: Those of these groups, where they are known.
+        connections: Those of these groups, where these are known.
         owned: Whether the groups were made for this mesh, so that they are destroyed with it.
     """
 
@@ -52,11 +52,11 @@ class GroupMesh(Mesh):
         everyone: Any,
         timeout_s: float,
         ordered: bool,
-        connections: Connections | None = None,
+        connections: Connections,
         owned: bool = True,
     ) -> None:
         self._store, name = Store(), everyone.group_name  # a name that is the same on all ranks
-        self._failures = failures = Failures(self._store, name, everyone.rank(), everyone.size())
+        self._failures = failures = Failures(self._store, name, everyone.rank(), everyone.size(), connections)
         self._ranks = dist.get_process_group_ranks(everyone)
         self._everyone = GroupAxis(everyone, ordered, check=failures.raise_if_any)
         # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
@@ -72,7 +72,7 @@ class GroupMesh(Mesh):
         backends = dict(pair.split(":") for pair in dist.get_backend_config(everyone).split(","))
         # Values for the host travel between hosts where they can, and do not wait behind kernels.
         self._cuda = backends.get("cpu", "nccl") == "nccl"
-        self._connections = connections or Connections()
+        self._connections = connections
         self._down = False
         self._all = {id(axis): axis for axis in (*axes.values(), whole)}.values()
         self._owned = owned
@@ -126,7 +126,7 @@ class GroupMesh(Mesh):
         if self._down:
             return
         self.report(error, step)
-        opened = self._connections.opened()
+        opened = self._connections.opened() if self._owned else []
         self._take_down()
         # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
         shut(opened)
@@ -157,18 +157,15 @@ class GroupMesh(Mesh):
             return error
         # A message's handle that is left in a frame of the failed call would keep connections open.
         traceback.clear_frames(error.__traceback__)
-        # A rank that fails reports before its connections end.
-        if (failure := self._failures.reported()) is not None:
-            return failure
-        if _LATE.search(str(error)):
-            return self._failures.late(step, str(error))
-        return self._failures.lost(step, str(error))
+        make = self._failures.late if _LATE.search(str(error)) else self._failures.lost
+        failure = make(step, str(error))
+        # A rank that fails reports before its connections end, so a report is looked for behind them.
+        return self._failures.reported() or failure
 
     def lost(self) -> BaseException | None:
-        broken = any(axis.broken for axis in self._all)
-        if (failure := self._failures.reported()) is not None:
-            return failure
-        return self._failures.lost(None, "") if broken or self._failures.gone() else None
+        lost = any(axis.broken for axis in self._all) or self._failures.gone()
+        failure = self._failures.lost(None, "") if lost else None
+        return self._failures.reported() or failure
 
 
 _CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
@@ -221,7 +218,9 @@ def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) 
 
 def mesh_over(group: Any, name: str = "data") -> Mesh:
     """A mesh of one axis over a process group of the user's, which it takes down where a rank fails."""
-    return GroupMesh({name: group.size()}, {name: group}, group, _timeout_of(group), ordered=False, owned=False)
+    return GroupMesh(
+        {name: group.size()}, {name: group}, group, _timeout_of(group), False, Connections(()), owned=False
+    )
 
 
 def _timeout_of(group: Any) -> float:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._connections import Connections, event_loops
 from ._errors import CollectiveTimeout, DesyncError
 from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_over
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
-from ._sockets import Connections, event_loops
 from ._store import Store, Unanswered, within
 from .transforms._check import flag, is_number
 from .transforms._errors import NotVmappable
