@@ -24,6 +24,7 @@ class Injector:
     def __init__(self, fault: Fault, rank: int, report: Report) -> None:
         self._fault, self._mine, self._report = fault, rank == fault.rank, report
         self.step = 0  # calls of the loop's body so far
+        self.params: Callable[[], Any] = lambda: None  # reads the parameters as they are
 
     def at(self, place: str, step: int | None = None) -> str:
         """Hit here, if it is the place; the kind of a fault that the caller has to make, else ""."""
@@ -63,17 +64,17 @@ def run(rank: int, report: Report, fault: Fault) -> None:
         "train_step": train_step, "pipeline.step": pure_step, "ddp.register": registered, "fjoin.Join": joined,
     }  # fmt: skip
     seen: list[str] = []
-    state: Callable[[], Any] = lambda: None  # noqa: E731
+    inject = Injector(fault, rank, report)
     try:
-        for state in programs[fault.program](rank, fault, Injector(fault, rank, report)):
-            if (params := state()) is not None:
+        for _ in programs[fault.program](rank, fault, inject):
+            if (params := inject.params()) is not None:
                 seen.append(digest(params))
     except SystemExit:
         raise
     except BaseException as error:
-        report((type(error), str(error), getattr(error, "rank", None), seen, readable(state)))
+        report((type(error), str(error), getattr(error, "rank", None), seen, readable(inject.params)))
         return
-    report((None, "", None, seen, readable(state)))
+    report((None, "", None, seen, readable(inject.params)))
 
 
 def digest(params: Any) -> str:
@@ -139,7 +140,7 @@ def loader(fault: Fault, rank: int, batch: Callable[[int, int], Any], inject: In
         yield batch(rank, i)
 
 
-def train_step(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[], Any]]:
+def train_step(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
     import torch
     from in_backward import in_backward
 
@@ -174,20 +175,20 @@ def train_step(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[
         if fault.kind in ("break", "step twice") and (rank, i) == (fault.rank, fault.step):
             inject._report("fault")
             if fault.kind == "break":
-                yield functools.partial(getattr, state, "params")
                 return
             state, _ = step(state, x)
-            yield functools.partial(getattr, state, "params")
+            inject.params = functools.partial(getattr, state, "params")
+            yield
         state, metrics = step(state, x)
+        inject.params = functools.partial(getattr, state, "params")
         if metrics.stepped:
-            yield functools.partial(getattr, state, "params")
+            yield
     if evaluates:
         inject.step = fault.step
         fjoin.evaluate(lambda x: inject.at("evaluate") and {} or {"m": x.mean()}, [batch(rank, 0)], mesh=mesh)
-    yield functools.partial(getattr, state, "params")
 
 
-def pure_step(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[], Any]]:
+def pure_step(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
     import torch
 
     import fjoin
@@ -204,7 +205,8 @@ def pure_step(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[]
             inject.at("loss")
             grads = torch.func.grad(loss_of)(params, x)
             params, state = pipe.step(params, grads, state, weight=loop.weight)
-            yield functools.partial(dict, params)
+            inject.params = functools.partial(dict, params)
+            yield
 
 
 def module(fault: Fault) -> Any:
@@ -217,7 +219,7 @@ def module(fault: Fault) -> Any:
     return DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)))
 
 
-def registered(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[], Any]]:
+def registered(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
     import fjoin
 
     _, batch = problem()
@@ -230,10 +232,11 @@ def registered(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[
         inject.at("loss")
         loss.backward()
         ddp.zero_grad()
-        yield lambda: dict(ddp.module.named_parameters())
+        inject.params = lambda: dict(ddp.module.named_parameters())
+        yield
 
 
-def joined(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[], Any]]:
+def joined(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
     import torch
 
     import fjoin
@@ -250,5 +253,4 @@ def joined(rank: int, fault: Fault, inject: Injector) -> Iterator[Callable[[], A
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            yield lambda: None
-    yield lambda: None
+            yield
