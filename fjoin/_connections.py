@@ -67,9 +67,9 @@ class Connections:
         """The connections that are still open, each with a descriptor of its own."""
         found = []
         for one in self._by_ends.values():
-            with _duplicate(one.fd) as connection:
-                if connection is not None and os.fstat(connection.fileno()).st_ino == one.inode:
-                    # Not by its method `dup`, which lets gloo's end of the descriptor block.
+            # Not by the method `dup` of a socket, which lets gloo's end of the descriptor block.
+            with contextlib.suppress(OSError):
+                if os.fstat(one.fd).st_ino == one.inode:
                     found.append(socket.socket(fileno=os.dup(one.fd)))
         return found
 
@@ -100,9 +100,14 @@ def _duplicate(fd: int) -> Iterator[socket.socket | None]:
 
 
 def _is_open(one: _Socket) -> bool:
-    with _duplicate(one.fd) as connection:
-        if connection is None or os.fstat(connection.fileno()).st_ino != one.inode:
+    try:
+        if os.fstat(one.fd).st_ino != one.inode:
             return False
+    except OSError:  # closed
+        return False
+    with _duplicate(one.fd) as connection:
+        if connection is None:  # this process has no descriptor left to look through
+            return True
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED
 
 

@@ -16,7 +16,7 @@ from ._ddp_buckets import FromDDP, first_buckets
 from ._ddp_scale import ScaledLoss
 from ._ddp_sum import PlainSum
 from ._ddp_used import UsedParameters, known
-from ._errors import NonFinite
+from ._errors import CollectiveTimeout, PeerLost
 from ._guard import Guard
 from ._hook import Call
 from ._mesh import Mesh
@@ -129,14 +129,13 @@ class DDPRun:
                 self._launch(out)
                 if not self._missing:
                     self._finish()
-        except NonFinite:  # on all ranks alike
-            self._forget()
-            raise
         except BaseException as error:
             self._forget()
-            # The group stays: the module's reducer, which runs this, holds it.
-            failure = self._mesh.report(error, self.step)
+            failure = self._mesh.account(error, self.step)
             try:
+                if isinstance(failure, (PeerLost, CollectiveTimeout)):
+                    # The group stays: the module's reducer, which runs this, holds it. Other errors may be those of all ranks.
+                    self._mesh.report(failure, self.step)
                 if failure is error:
                     raise
                 raise failure from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Collection
 from typing import NoReturn
 
 from ._connections import Connections
@@ -96,13 +97,17 @@ class Failures:
             step=step,
         )
 
-    def raise_if_any(self) -> None:
-        """Raise where another rank has reported a failure, or is gone in two looks: its last message may still arrive."""
+    def raise_if_any(self, awaited: Collection[int]) -> None:
+        """Raise where another rank has reported a failure, or where all ranks that are waited for are gone.
+
+        They must be gone in two looks, since their last messages may still arrive. Where only some of them are, they may have
+        done their part.
+        """
         before, self._gone_before = self._gone_before, self.gone()
         # A report comes before the end of a connection, so it is looked for behind that.
         if (failure := self.reported()) is not None:
             raise failure
-        if before & self._gone_before:
+        if awaited and set(awaited) <= before & self._gone_before:
             _raise(self.lost(None, ""))
 
 

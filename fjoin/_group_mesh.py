@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import re
 import sys
 import time
@@ -57,17 +58,24 @@ class GroupMesh(Mesh):
     ) -> None:
         self._store, name = Store(), everyone.group_name  # a name that is the same on all ranks
         self._failures = failures = Failures(self._store, name, everyone.rank(), everyone.size(), connections)
-        self._ranks = dist.get_process_group_ranks(everyone)
-        self._everyone = GroupAxis(everyone, ordered, check=failures.raise_if_any)
+        self._ranks = ranks = dist.get_process_group_ranks(everyone)
+
+        def look(group: Any) -> Callable[[], None]:
+            """A look at failures, for the ranks that wait in a message over a group."""
+            others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+            return lambda: failures.raise_if_any(others)
+
+        self._look = look(everyone)
+        self._everyone = GroupAxis(everyone, ordered, check=self._look)
         # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
         names, whole = tuple(shape), self._everyone
 
         def joint(axes: tuple[str, ...]) -> GroupAxis | None:
             return whole if axes == names else None
 
-        axes = {name: GroupAxis(group, ordered, joint, failures.raise_if_any) for name, group in groups.items()}
+        axes = {name: GroupAxis(group, ordered, joint, look(group)) for name, group in groups.items()}
         super().__init__(shape, axes, self._everyone.rank)
-        self._meetings = Meetings(self._store, name, timeout_s, failures.raise_if_any)
+        self._meetings = Meetings(self._store, name, timeout_s, lambda rank: failures.raise_if_any([ranks.index(rank)]))
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(everyone).split(","))
         # Values for the host travel between hosts where they can, and do not wait behind kernels.
@@ -75,9 +83,9 @@ class GroupMesh(Mesh):
         self._connections = connections
         self._down = False
         self._all = {id(axis): axis for axis in (*axes.values(), whole)}.values()
-        self._owned = owned
+        self._owned, self._process = owned, os.getpid()
         if owned:
-            weakref.finalize(self, _destroy, list(self._all), False).atexit = False
+            weakref.finalize(self, _destroy, list(self._all), False, self._process).atexit = False
         MESHES.add(self)
 
     @property
@@ -109,7 +117,7 @@ class GroupMesh(Mesh):
             CollectiveTimeout: the device has not come so far within the mesh's time-out.
         """
         seconds = self._timeout_s
-        if not _comes(event, seconds, self._failures.raise_if_any):
+        if not _comes(event, seconds, self._look):
             raise CollectiveTimeout(
                 f"the device of rank {self.rank} has not ended a step within {seconds:g} s: a message in it may wait for a rank "
                 f"that was killed or stopped; for steps that take longer pass fjoin.mesh(..., timeout_s=...)"
@@ -123,16 +131,16 @@ class GroupMesh(Mesh):
         return error
 
     def failed(self, error: BaseException, step: int | None) -> None:
-        if self._down:
+        if self._down or self._process != os.getpid():
             return
         self.report(error, step)
-        opened = self._connections.opened() if self._owned else []
+        opened = self._connections.opened()
         self._take_down()
         # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
         shut(opened)
 
     def close(self) -> None:
-        if not self._owned or self._down:
+        if not self._owned or self._down or self._process != os.getpid():
             return
         failed = False
         if torch.cuda.is_initialized():
@@ -143,7 +151,7 @@ class GroupMesh(Mesh):
 
     def _take_down(self, failed: bool = True) -> None:
         self._down = True
-        _destroy(list(self._all), failed)
+        _destroy(list(self._all), failed, self._process)
 
     def is_echo(self, error: BaseException) -> bool:
         if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
@@ -171,13 +179,16 @@ class GroupMesh(Mesh):
 _CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
 
 
-def _destroy(axes: list[GroupAxis], failed: bool) -> None:
+def _destroy(axes: list[GroupAxis], failed: bool, process: int) -> None:
     """Destroy the groups of some axes, for all meshes.
 
     Args:
+        process: The one that has made them. In one that it has forked they have no threads, and are left alone.
         failed: Whether messages may be under way that will never end: peers that wait in them get an error at once.
             Otherwise NCCL's are waited for.
     """
+    if process != os.getpid():
+        return
     groups = list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
     for group in groups if failed else ():  # all of them first: to destroy one waits for its stream
         with contextlib.suppress(RuntimeError):

@@ -12,6 +12,7 @@ from torch import Tensor
 from ._errors import JoinError
 
 B = TypeVar("B")
+_LOOKED_AT = 1024  # elements of a tensor, of which a new batch changes some
 
 
 class LookAhead:
@@ -48,12 +49,13 @@ class LookAhead:
         return following
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
-        return _bytes(tensor).clone() if tensor.data_ptr() in self._again else None
+        return _bytes(tensor) if tensor.data_ptr() in self._again else None
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor: equal also where it holds NaN."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """The beginning of a tensor as bytes, which are equal also where they are NaN."""
+    start = tensor.detach().reshape(-1)[:_LOOKED_AT] if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+    return start.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _tensors(batch: Any) -> list[Tensor]:

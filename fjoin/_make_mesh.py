@@ -111,11 +111,11 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
 
 
 def _of_groups(
-    sizes: dict[str, int], groups: dict[str, Any], before: set[int], timeout_s: float, ordered: bool
+    sizes: dict[str, int], groups: dict[str, Any], before: set[int], timeout_s: float, ordered: bool, owned: bool = True
 ) -> Mesh:
     """The mesh over new groups by axis; that of all ranks is under "", or the only one."""
     everyone = groups.pop("", None) or next(iter(groups.values()))
-    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before))
+    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before), owned)
 
 
 def _connect(backend: str, timeout_s: float) -> None:
@@ -123,7 +123,7 @@ def _connect(backend: str, timeout_s: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_s)
     _limited(timeout_s, lambda: dist.init_process_group(backend, timeout=timeout))
     # Threads of groups that are still there when the interpreter ends can abort the process.
-    atexit.register(_close)
+    atexit.register(_close, os.getpid())
 
 
 def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) -> None:
@@ -134,7 +134,7 @@ def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) 
         CollectiveTimeout: a rank does not come.
     """
     ranks = grid.flatten().tolist()
-    meetings = Meetings(Store(), "meshes", timeout_s, lambda: None)
+    meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
     mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}"
     all_of = meetings.exchange("fjoin.mesh", mine, lambda values: values, ranks)
     odd = [rank for rank, other in zip(ranks, all_of, strict=True) if other != all_of[0]]
@@ -174,9 +174,9 @@ def _limited(timeout_s: float, call: Callable[[], T]) -> T:
     ) from cause
 
 
-def _close() -> None:
-    """Take down the meshes and torch.distributed, unless the program has done so."""
-    if dist.is_initialized():
+def _close(process: int) -> None:
+    """Take down the meshes and torch.distributed at the end of this process, unless the program has done so."""
+    if dist.is_initialized() and process == os.getpid():
         for made in list(MESHES):
             made.close()
         dist.destroy_process_group()
@@ -216,7 +216,9 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
             else {**groups, "": _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)}
         )
 
-    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered)
+    # They stay until the program ends: torch makes the names of such groups from their ranks, and from the number of groups that
+    # there are, so that a name would come again, and with it the addresses of the group before.
+    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered, owned=False)
 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -25,10 +26,10 @@ class Meetings:
         store: The ranks' store.
         name: Of the mesh, the same on all its ranks.
         timeout_s: The limit on a meeting.
-        check: Raises where another rank has failed.
+        check: Raises where some rank has reported a failure, or where the given one is gone.
     """
 
-    def __init__(self, store: Store, name: str, timeout_s: float, check: Callable[[], None]) -> None:
+    def __init__(self, store: Store, name: str, timeout_s: float, check: Callable[[int], None]) -> None:
         self._store, self._rank = store, dist.get_rank()
         self._name, self._timeout_s, self._check = name, timeout_s, check
 
@@ -50,12 +51,14 @@ class Meetings:
                 self._store.set(_left(end), f"{place}/result", json.dumps(found))
             else:  # the first member waits as long, and then says who is absent
                 found = self._get(end + _CHECK_S, place, "result", members[0]) or {"absent": members[0]}
-            self._store.set(_left(end), f"waiting/{self._rank}", "null")
         except Unanswered:
             raise CollectiveTimeout(
                 f"the host of the rendezvous store has not answered rank {self._rank} in {occasion} within "
                 f"{self._timeout_s:g} s: it is stopped, or the network to it is cut"
             ) from None
+        finally:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_CHECK_S, f"waiting/{self._rank}", "null")
         if "absent" in found:
             raise CollectiveTimeout(
                 f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
@@ -98,7 +101,7 @@ class Meetings:
             if now > end:
                 return None
             if now - checked > _CHECK_S:
-                self._check()
+                self._check(rank)
                 apart = apart + 1 if (elsewhere := self._elsewhere(end, place, rank)) else 0
                 if apart == _APART:
                     own = json.loads(self._store.get(_left(end), f"{place}/{self._rank}") or "[]")

@@ -100,8 +100,8 @@ class Mesh:
     def close(self) -> None:
         """Give back the process groups of this mesh, with their threads and connections; it cannot be used afterwards.
 
-        Groups that were given to fjoin stay. A mesh that is no longer referenced is closed by itself, and so are all at
-        the end of a program.
+        Groups that were given to fjoin, and those over a DeviceMesh, stay. A mesh that is no longer referenced is closed by
+        itself, and so are all at the end of a program.
         """
 
     def __enter__(self) -> Self:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
+# Calls with a longer limit wait for the answer to an earlier one too.
+_PATIENT_S = 1.0
 
 
 class Unanswered(RuntimeError):
@@ -49,8 +51,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 class Store:
     """The default store of torch.distributed, with keys of fjoin's own.
 
-    Each call takes as its first argument the seconds to wait for the answer. After a call without answer all calls fail,
-    until that answer has come; after a broken connection all fail.
+    Each call takes as its first argument the seconds to wait for the answer. After a call without answer hasty calls fail at
+    once, until that answer has come; after a broken connection all fail.
 
     Raises:
         Unanswered: no answer in time.
@@ -89,7 +91,7 @@ class Store:
     def _ask(self, seconds: float, call: Callable[[], Any]) -> Any:
         if self._broken:  # each attempt would make torch print a warning
             raise RuntimeError(self._broken)
-        if self._unanswered is not None and not self._unanswered.is_set():
+        if self._unanswered is not None and not self._unanswered.wait(seconds if seconds > _PATIENT_S else 0.0):
             raise Unanswered("the store has not answered an earlier call")
         answered = self._unanswered = threading.Event()
 

@@ -106,7 +106,7 @@ class _Reader:
         bound = inspect.BoundArguments(signature, {key: args[key] for key in signature.parameters if key in args})  # type: ignore[arg-type]
         try:
             return make(*bound.args, **bound.kwargs)
-        except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, OverflowError, RuntimeError) as error:
             raise ValueError(f"{_place(at)}: {name} refuses its arguments: {error}") from error
 
     def _dtype(self, node: dict[str, Any], at: tuple[str, ...], depth: int) -> torch.dtype:

@@ -65,6 +65,11 @@ class Forms:
                 want = "None" if kind is None else f"a tensor of shape {tuple(kind[0])}"
                 raise TypeError(f"{where()}.{name} is {_brief(field)}, expected {want}; start from init(params)")
             shape, dtype, beside = kind
+            if field.layout is not torch.strided or field.is_meta != param.is_meta:
+                raise TypeError(
+                    f"{where()}.{name} has layout {field.layout} and lies on {field.device}, expected a dense tensor beside its "
+                    f"parameter, on {param.device}"
+                )
             if field.shape != shape:
                 raise ValueError(
                     f"{where()}.{name} has shape {tuple(field.shape)}, expected {tuple(shape)}: the parameter has shape "

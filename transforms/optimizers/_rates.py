@@ -28,6 +28,11 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
     if getattr(hyper, "finite", False):
         return value  # type: ignore[no-any-return]
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided or (value.is_meta and not step.is_meta):
+            raise ValueError(
+                f"the schedule {_show(hyper)} returned a tensor with layout {value.layout} on {value.device} in step "
+                f"{_shown(step)}, expected a dense one with a value"
+            )
         if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool:
             raise ValueError(
                 f"the schedule {_show(hyper)} returned a tensor of shape {tuple(value.shape)}, {value.dtype}, in step "

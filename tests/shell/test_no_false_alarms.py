@@ -1,0 +1,167 @@
+"""Correct programs in which ranks are late, end early, fork or go on after an error: no rank is taken for lost."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ranks import Ranks
+from test_lost_ranks import LONG_S, a_step, ended
+
+Report = Callable[[Any], None]
+LATE_S = 3.2  # two looks at failures in a message, and more
+
+
+def late() -> None:
+    threading.Event().wait(LATE_S)
+
+
+def rows(rank: int) -> None:
+    """The ranks of the second row end while the first one goes on."""
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    mesh = fjoin.mesh({"row": 2, "data": 2}, timeout_s=LONG_S)
+    with fjoin.bind(mesh):
+        tx.psum(torch.ones(1), "data")
+        if rank < 2:
+            if rank == 1:
+                late()
+            tx.psum(torch.ones(1), "data")
+    mesh.close()
+
+
+def broadcast(rank: int) -> None:
+    """Rank 1 has sent its part and closes the mesh while rank 0 waits for others."""
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    with fjoin.mesh({"data": -1}, timeout_s=LONG_S) as mesh, fjoin.bind(mesh):
+        if rank == 2:
+            late()
+        tx.ppermute(torch.ones(1), "data", [(2, 0)])
+
+
+def again(rank: int) -> None:
+    """All ranks catch an error of the first meshes and make new ones."""
+    import torch
+
+    import fjoin
+
+    try:
+        mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+        step = a_step(mesh)
+        if rank == 0:
+            with mesh:
+                raise ValueError("bad checkpoint")
+        step.init({"w": torch.ones(2)})
+    except (ValueError, fjoin.PeerLost):
+        pass
+    if rank == 1:
+        late()
+    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
+    step(step.init({"w": torch.ones(2)}), torch.ones(2))
+
+
+def two_modules(rank: int) -> None:
+    """The hook of a module raises on all ranks alike; another module over the same group works."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    def refuse(grads: Any) -> None:
+        raise ValueError("the norm is too large")
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    for hook in (tx.chain(tx.mean("data"), tx.tap(refuse)), tx.mean("data")):
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        fjoin.ddp.register(ddp, hook)
+        for i in range(3):
+            if rank == 1 and i == 2:
+                late()
+            try:
+                ddp(torch.ones(1, 2)).sum().backward()
+            except ValueError:
+                break
+
+
+def fork(rank: int) -> None:
+    """A forked process frees its copy of the mesh."""
+    import torch
+
+    import fjoin
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    step = a_step(mesh)
+    state = step.init({"w": torch.ones(2)})
+    if (child := os.fork()) == 0:
+        mesh.failed(ValueError("in the child"), None)
+        mesh.close()
+        del mesh, step, state
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    step(state, torch.ones(2))
+
+
+def without_descriptors(rank: int) -> None:
+    import torch
+
+    import fjoin
+
+    step = a_step(fjoin.mesh({"data": -1}, timeout_s=LONG_S))
+    state = step.init({"w": torch.ones(2)})
+    state, _ = step(state, torch.ones(2))
+    if rank == 0:
+        used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    else:
+        late()
+    step(state, torch.ones(2))
+
+
+def device_meshes(rank: int) -> None:
+    """Meshes over a DeviceMesh are made and dropped, by one rank later than by the others."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
+    device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    kept = []
+    for i in range(3):
+        mesh = fjoin.mesh(device_mesh, timeout_s=LONG_S)
+        with fjoin.bind(mesh):
+            assert tx.psum(torch.ones(1), ("node", "local")) == 4
+        if rank == 0 and i == 0:
+            kept.append(mesh)
+
+
+PROGRAMS: dict[str, tuple[Callable[[int], None], int]] = {
+    "rows": (rows, 4), "broadcast": (broadcast, 3), "again": (again, 2), "two modules": (two_modules, 2), "fork": (fork, 2),
+    "without descriptors": (without_descriptors, 2), "device meshes": (device_meshes, 4),
+}  # fmt: skip
+
+
+def go(rank: int, report: Report, name: str) -> None:
+    ended(report, lambda: PROGRAMS[name][0](rank))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_rank_is_taken_for_lost(name: str) -> None:
+    ranks = PROGRAMS[name][1]
+    with Ranks(ranks, go, name) as run:
+        assert [run.next()[2] for _ in range(ranks)] == [("fine", "", None)] * ranks
