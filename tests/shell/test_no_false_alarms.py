@@ -39,16 +39,16 @@ def rows(rank: int) -> None:
 
 
 def broadcast(rank: int) -> None:
-    """Rank 1 has sent its part and closes the mesh while rank 0 waits for others."""
+    """Rank 2 has its part of a broadcast at once and closes the mesh, while the others wait for rank 1."""
     import torch
 
     import fjoin
     from fjoin import transforms as tx
 
     with fjoin.mesh({"data": -1}, timeout_s=LONG_S) as mesh, fjoin.bind(mesh):
-        if rank == 2:
+        if rank == 1:
             late()
-        tx.ppermute(torch.ones(1), "data", [(2, 0)])
+        tx.pbroadcast(torch.ones(1), "data", 0)
 
 
 def again(rank: int) -> None:
@@ -82,6 +82,8 @@ def two_modules(rank: int) -> None:
     from fjoin import transforms as tx
 
     def refuse(grads: Any) -> None:
+        if rank == 0:
+            threading.Event().wait(0.5)  # rank 1 would be the first to report
         raise ValueError("the norm is too large")
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LONG_S))
@@ -124,8 +126,9 @@ def without_descriptors(rank: int) -> None:
     state = step.init({"w": torch.ones(2)})
     state, _ = step(state, torch.ones(2))
     if rank == 0:
-        used = max(map(int, os.listdir("/proc/self/fd"))) + 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        lowest = os.dup(0)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     else:
         late()
     step(state, torch.ones(2))
@@ -151,7 +154,7 @@ def device_meshes(rank: int) -> None:
 
 
 PROGRAMS: dict[str, tuple[Callable[[int], None], int]] = {
-    "rows": (rows, 4), "broadcast": (broadcast, 3), "again": (again, 2), "two modules": (two_modules, 2), "fork": (fork, 2),
+    "rows": (rows, 4), "broadcast": (broadcast, 4), "again": (again, 2), "two modules": (two_modules, 2), "fork": (fork, 2),
     "without descriptors": (without_descriptors, 2), "device meshes": (device_meshes, 4),
 }  # fmt: skip
 
