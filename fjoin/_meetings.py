@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ._errors import CollectiveTimeout, DesyncError
+from ._errors import CollectiveTimeout, DesyncError, PeerLost
 from ._store import Store, Unanswered
 
 _SHORTEST_S, _LONGEST_S = 1e-3, 0.05  # pauses between two looks at a key
@@ -95,17 +95,24 @@ class Meetings:
 
     def _get(self, end: float, place: str, key: str, rank: int) -> Any:
         """The value that a rank puts under a key of a meeting; None if it does not in time."""
-        pause, checked, apart = _SHORTEST_S, time.monotonic(), 0
+        pause, checked, apart, seen = _SHORTEST_S, time.monotonic(), 0, ""
         while (text := self._store.get(_left(end), f"{place}/{key}")) is None:
             now = time.monotonic()
             if now > end:
                 return None
             if now - checked > _CHECK_S:
-                self._check(rank)
-                apart = apart + 1 if (elsewhere := self._elsewhere(end, place, rank)) else 0
-                if apart == _APART:
+                elsewhere = self._elsewhere(end, place, rank)
+                apart, seen = apart + 1 if elsewhere else 0, elsewhere or seen
+                left = False
+                try:
+                    self._check(rank)
+                except PeerLost:
+                    if not seen:
+                        raise
+                    left = True  # that other place, for the same reason
+                if left or apart == _APART:
                     own = json.loads(self._store.get(_left(end), f"{place}/{self._rank}") or "[]")
-                    _refuse({self._rank: own[0], rank: elsewhere})
+                    _refuse({self._rank: own[0], rank: seen})
                 checked = now
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
