@@ -56,14 +56,16 @@ def again(rank: int) -> None:
     import torch
 
     import fjoin
+    from fjoin import transforms as tx
 
+    mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+    with fjoin.bind(mesh):
+        tx.psum(torch.ones(1), "data")  # all have made it
     try:
-        mesh = fjoin.mesh({"data": -1}, timeout_s=LONG_S)
-        step = a_step(mesh)
         if rank == 0:
             with mesh:
                 raise ValueError("bad checkpoint")
-        step.init({"w": torch.ones(2)})
+        a_step(mesh).init({"w": torch.ones(2)})
     except (ValueError, fjoin.PeerLost):
         pass
     if rank == 1:
