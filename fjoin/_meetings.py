@@ -101,15 +101,15 @@ class Meetings:
             if now > end:
                 return None
             if now - checked > _CHECK_S:
-                elsewhere = self._elsewhere(end, place, rank)
-                apart, seen = apart + 1 if elsewhere else 0, elsewhere or seen
                 left = False
                 try:
-                    self._check(rank)
+                    self._check(rank)  # first: a rank that has failed may be at another place already
                 except PeerLost:
                     if not seen:
                         raise
                     left = True  # that other place, for the same reason
+                elsewhere = self._elsewhere(end, place, rank)
+                apart, seen = apart + 1 if elsewhere else 0, elsewhere or seen
                 if left or apart == _APART:
                     own = json.loads(self._store.get(_left(end), f"{place}/{self._rank}") or "[]")
                     _refuse({self._rank: own[0], rank: seen})
