@@ -43,7 +43,7 @@ class Meetings:
             DesyncError: a member is at another place in the program.
             CollectiveTimeout: a member does not come in time, or the store does not answer.
         """
-        end = time.monotonic() + self._timeout_s
+        end, here = time.monotonic() + self._timeout_s, False
         try:
             place = self._arrive(end, occasion, value, members)
             if self._rank == members[0]:
@@ -56,9 +56,13 @@ class Meetings:
                 f"the host of the rendezvous store has not answered rank {self._rank} in {occasion} within "
                 f"{self._timeout_s:g} s: it is stopped, or the network to it is cut"
             ) from None
+        except DesyncError:
+            here = True  # the other rank is still to see where this one was
+            raise
         finally:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_CHECK_S, f"waiting/{self._rank}", "null")
+            if not here:
+                with contextlib.suppress(RuntimeError):
+                    self._store.set(_CHECK_S, f"waiting/{self._rank}", "null")
         if "absent" in found:
             raise CollectiveTimeout(
                 f"rank {found['absent']} did not come to {occasion}, where the ranks compare their programs, within "
