@@ -14,7 +14,7 @@ from .transforms._base import Optimizer
 from .transforms._check import is_number
 from .transforms._state_dict import restored
 from .transforms._tree import fields, with_fields
-from .transforms.optimizers._checked import check_grad, check_written
+from .transforms.optimizers._checked import check_grad, check_written, refuse_count
 from .transforms.optimizers._rates import check_rates
 from .transforms.optimizers._wrap import sharing, step_in_place
 
@@ -69,8 +69,8 @@ class Stepper:
         """Raise where a step would not serve one of these parameters; nothing has changed then.
 
         Raises:
-            ValueError: a gradient of another shape or device; a parameter that has become another, or whose elements overlap
-                in memory; a hyperparameter that is not finite.
+            ValueError: a gradient of another shape or device; a parameter that has become another, or that cannot be written,
+                since its elements overlap in memory or it is an inference tensor; a hyperparameter that is not finite.
             TypeError: a gradient of another dtype or layout.
         """
         watched: dict[Any, tuple[Optimizer, Any]] = {}
@@ -95,6 +95,7 @@ class Stepper:
                         f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
                         f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
                     )
+                check_written(field, lambda key=key, name=name: f"the state's {name!r} of {_whose(key)}")  # type: ignore[misc]
             self._seen[key] = form
         for part, state in watched.values():
             check_rates(part.watched, state.step)
@@ -140,7 +141,7 @@ class Stepper:
         """States from tensors by name, for (key, optimizer, parameter, state) each; equal ages are shared again.
 
         Raises:
-            ValueError: a state of another optimizer, or of a parameter of another shape.
+            ValueError: a state of another optimizer, or of a parameter of another shape; a step that counts no steps.
         """
         new: dict[Any, Any] = {}
         alike: dict[Any, Any] = {}
@@ -148,6 +149,7 @@ class Stepper:
             # A count may be a number.
             named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
             state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
+            refuse_count(state.step.item(), lambda key=key: f"in the state of {_whose(key)}, step")  # type: ignore[misc]
             ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
             like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
             new[key] = sharing(part, state, like)

@@ -26,7 +26,7 @@ from ._spec import Spec, spec_of_function
 from ._tree import State, Tree, fields
 from .axes._env import under_vmap
 from .axes._primitive import AxisName
-from .optimizers._checked import Forms, checked
+from .optimizers._checked import Forms, checked, counted, unchecked
 from .optimizers._rates import watched
 
 U = TypeVar("U", bound=Callable[..., Any])
@@ -211,7 +211,8 @@ class Optimizer(_Specified):
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
             place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it
             first; `grad` is then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are
-            checked before it runs: ValueError or TypeError for another shape, dtype or device than the parameter's.
+            checked before it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for what
+            cannot be written, such as a parameter that requires grad outside `torch.no_grad`.
         step_params_: The same for lists of parameters, gradients and states, in one kernel; states
             that share 0-d fields are of one age. None: `step_param_` is called for each.
         elementwise: Whether a flat buffer of many parameters may stand for one parameter.
@@ -233,6 +234,7 @@ class Optimizer(_Specified):
     def __post_init__(self) -> None:
         forms = Forms(self.init_param)
         object.__setattr__(self, "forms", forms)
+        object.__setattr__(self, "step_param", counted(self.step_param))
         object.__setattr__(self, "step_param_", checked(forms, self.step_param_, lists=False))
         if self.step_params_ is not None:
             object.__setattr__(self, "step_params_", checked(forms, self.step_params_, lists=True))
@@ -242,7 +244,7 @@ class Optimizer(_Specified):
 
     @property
     def _spec(self) -> Spec:
-        return self.spec if self.spec.name else spec_of_function(self.step_param)
+        return self.spec if self.spec.name else spec_of_function(unchecked(self.step_param))
 
     def at(self, path: str) -> Optimizer:
         """The optimizer of the parameter at `path`."""
@@ -269,7 +271,8 @@ class Optimizer(_Specified):
         """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.
 
         Raises:
-            ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to `params`.
+            ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to `params`;
+                a state's `step` is negative or not finite, where looking at it waits for no device.
         """
         from .optimizers._lift import step
 

@@ -128,12 +128,16 @@ def global_norm(tree: Tree) -> Tensor:
 def plain(*trees: Tree) -> bool:
     """Whether nothing differentiates, maps or traces through these tensors, so that fresh copies of
     them may be changed in place."""
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
-        return False
-    if forward_ad._current_level >= 0:
+    if _transformed():
         return False
     given: Tree = trees
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given)))
+
+
+def _transformed() -> bool:
+    return (
+        torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling() or forward_ad._current_level >= 0
+    )
 
 
 def device_of(leaves: Iterable[Tensor]) -> torch.device | None:
@@ -164,8 +168,10 @@ def on(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None)
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether Python may look at a tensor's values without waiting for a device: nothing differentiates, maps or fakes it."""
-    return type(x) is Tensor and x.device.type == "cpu" and plain(x)
+    """Whether Python may look at a tensor's values without waiting for a device: nothing differentiates, maps, traces or fakes it."""
+    if type(x) is not Tensor or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    return not _transformed() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:

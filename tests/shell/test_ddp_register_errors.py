@@ -139,6 +139,8 @@ def refused_later() -> bool:
         "optimizer": {**saved["optimizer"], first: {**saved["optimizer"][first], "exp_avg": torch.zeros(1)}},
     }
     raises_text(ValueError, lambda: handle.load_state_dict(bad), "'exp_avg'", "shape (1,)")
+    bad["optimizer"][first] = {**saved["optimizer"][first], "step": torch.tensor(-1.0)}
+    raises_text(ValueError, lambda: handle.load_state_dict(bad), repr(first), "step is -1.0")
     turned = {**saved, "hook": dict(reversed(saved["hook"].items()))}
     handle.load_state_dict(turned)
     assert same_bits(handle.state_dict()["hook"], saved["hook"]) and same_bits(handle.state_dict(), saved)

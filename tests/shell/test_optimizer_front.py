@@ -256,6 +256,25 @@ def test_groups_and_states_that_do_not_fit() -> None:
     bad["param_groups"][0]["lr"], bad["state"][0]["exp_avg"] = 0.01, torch.zeros(1)
     raises_text(ValueError, lambda: ours.load_state_dict(bad), "'exp_avg'", "(1,)")
     assert ours.param_groups[0]["lr"] == 0.1 and max_diff(ours.state_dict()["state"], saved["state"]) == 0
+    for count in (-1, float("nan"), torch.tensor(float("inf"))):
+        bad = copy.deepcopy(saved)
+        bad["param_groups"][0]["lr"], bad["state"][1]["step"] = 0.01, count
+        raises_text(ValueError, lambda bad=bad: ours.load_state_dict(bad), "shape (8,)", f"step is {float(count)}")  # type: ignore[misc]
+        assert ours.param_groups[0]["lr"] == 0.1 and max_diff(ours.state_dict()["state"], saved["state"]) == 0
     ours.state.clear()
     train(model, ours, 1)
     assert {int(state["step"]) for state in ours.state.values()} == {1}, "cleared states begin anew"
+
+
+@pytest.mark.parametrize("what", ["parameters", "states"])
+def test_inference_tensors_are_refused(what: str) -> None:
+    """torch would refuse the second only, in the midst of a step."""
+    param = nn.Parameter(torch.ones(3))
+    with torch.inference_mode():
+        if what == "parameters":
+            param = nn.Parameter(torch.ones(3))
+        inside = fjoin.Optimizer([param], tx.adamw(0.1))
+    optimizer = inside if what == "states" else fjoin.Optimizer([param], tx.adamw(0.1))
+    param.grad = torch.ones(3)
+    raises_text(ValueError, optimizer.step, "inference", "parameter of shape (3,)")
+    assert param.tolist() == [1.0] * 3

@@ -11,6 +11,7 @@ import torch
 from helpers import max_diff, raises_text, same_bits
 from optimizer_table import OPTIMIZERS
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fjoin import transforms as tx
 
@@ -200,3 +201,92 @@ def test_one_kernel_counts_the_steps_of_all_its_states_once(make: Callable[[], t
     opt.step_params_([p, q], [torch.ones(3), torch.ones(())], shared)
     assert {float(state.step) for state in shared} == {1.0}
     opt.step_params_([], [], [])
+
+
+COUNTS = [-1.0, float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
+def test_a_count_of_steps_that_is_none_is_refused(name: str, make: Callable[[], tx.Optimizer], count: float) -> None:
+    """Adam would divide by zero in step -1 + 1."""
+    part, p = at(make), MATRICES["w.weight"].clone()
+    state = part.init_param(p)
+    state = optree.tree_map(
+        lambda field: torch.full_like(field, count) if field is state.step else field.clone(), state
+    )
+    text = f"step is {count}"
+    raises_text(ValueError, lambda: part.step({"w": p}, {"w": p}, {"w": state}), "state['w']." + text, "init(params)")
+    raises_text(ValueError, lambda: part.step_param(p, p, state), "state." + text)
+    raises_text(ValueError, lambda: part.step_param_(p, p, state), "state." + text)
+    if part.step_params_ is not None:
+        raises_text(ValueError, lambda: part.step_params_([p], [p], [state]), "states[0]." + text)
+    assert same_bits(p, MATRICES["w.weight"])
+
+
+def test_a_count_is_looked_at_only_where_that_is_possible() -> None:
+    """Not while something maps, differentiates or traces: there the formula runs as it is."""
+    opt, p = tx.adam(0.1), torch.ones(3)
+    state = opt.init({"w": p})
+    late = {"w": state["w"]._replace(step=torch.tensor(-1.0))}
+
+    def new(params: Any, held: Any) -> Any:
+        return opt.step(params, {"w": p}, held)[0]["w"]
+
+    many = torch.func.vmap(lambda step: new({"w": p}, {"w": state["w"]._replace(step=step)}))(torch.tensor([0.0, 1.0]))
+    assert many.isfinite().all()
+    torch.func.grad(lambda w: new({"w": w}, late).sum())(p)
+    make_fx(lambda w: new({"w": w}, state))(p)
+    make_fx(lambda w: opt.step_param(w, p, state["w"]))(p)
+    torch.compile(lambda w: opt.step_param(w, p, state["w"]), backend="eager", fullgraph=True)(p)
+
+
+@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
+def test_what_autograd_records_is_not_stepped_in_place(name: str, make: Callable[[], tx.Optimizer]) -> None:
+    part, p = at(make), MATRICES["w.weight"].clone()
+    fresh = lambda: part.init_param(p)  # noqa: E731
+    leaf = p.clone().requires_grad_()
+    recorded = optree.tree_map(lambda field: field.clone().requires_grad_(), fresh())
+    for kernel in kernels(part):
+        for param in (leaf, leaf * 1):
+            raises_text(
+                ValueError, lambda q=param, k=kernel: k(q, p.clone(), fresh()), "param", "requires grad", "no_grad"
+            )  # type: ignore[misc]
+        raises_text(ValueError, lambda k=kernel: k(p, p.clone(), recorded), "state", "requires grad", "detach")  # type: ignore[misc]
+        assert same_bits(leaf.detach(), MATRICES["w.weight"]) and same_bits(p, MATRICES["w.weight"])
+        kernel(p.clone(), p.clone().requires_grad_(), fresh())  # a gradient is only read
+        with torch.no_grad():
+            kernel(leaf.clone(), p.clone(), fresh())
+
+
+@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
+def test_inference_tensors_are_not_stepped_in_place(name: str, make: Callable[[], tx.Optimizer]) -> None:
+    part, p = at(make), MATRICES["w.weight"].clone()
+    with torch.inference_mode():
+        frozen, state = p.clone(), part.init_param(p)
+    for kernel in kernels(part):
+        text = "inference", "clone"
+        raises_text(ValueError, lambda k=kernel: k(frozen, p.clone(), part.init_param(p)), "param", *text)  # type: ignore[misc]
+        raises_text(ValueError, lambda k=kernel: k(p, p.clone(), state), "state", *text)  # type: ignore[misc]
+        scale = torch.tensor(2.0)
+        raises_text(ValueError, lambda k=kernel: k(p, frozen, part.init_param(p), grad_scale=scale), "grad", *text)  # type: ignore[misc]  # noqa: B023
+        assert same_bits(p, MATRICES["w.weight"]) and same_bits(frozen.clone(), MATRICES["w.weight"])
+        with torch.inference_mode():
+            kernel(frozen.clone(), frozen, part.init_param(frozen))
+
+
+@pytest.mark.parametrize("make", [tx.sgd, tx.adam, tx.adamw])
+def test_a_scaled_gradient_may_be_expanded(make: Any) -> None:
+    """As that of a sum is."""
+    opt, p, q = make(0.1), torch.ones(3, 4), torch.ones(3, 4)
+    for param, grad in ((p, torch.ones(()).expand(3, 4)), (q, torch.ones(3, 4))):
+        opt.step_param_(param, grad, opt.init_param(p), grad_scale=torch.tensor(2.0))
+    assert same_bits(p, q)
+
+
+def kernels(part: tx.Optimizer) -> list[Callable[..., None]]:
+    """What steps one parameter in place: alone, and as the only one in lists."""
+    many = part.step_params_
+    if many is None:
+        return [part.step_param_]
+    return [part.step_param_, lambda p, g, s, **guards: many([p], [g], [s], **guards)]

@@ -9,7 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import State, check_dense
+from .._check import is_finite
+from .._tree import State, check_dense, on_host
 
 
 class _Form(NamedTuple):
@@ -116,8 +117,25 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
     raise ValueError(f"{where()} lies on {grad.device}, but its parameter on {param.device}")
 
 
+def check_count(state: State, where: Callable[[], str]) -> None:
+    """Raise ValueError where a state's `step` counts no steps; without a wait for a device."""
+    step = getattr(state, "step", None)
+    if isinstance(step, Tensor) and on_host(step) and step.numel() == 1:
+        refuse_count(float(step), lambda: f"{where()}.step")
+
+
+def refuse_count(count: float, where: Callable[[], str]) -> None:
+    """Raise ValueError where a number is no count of steps, for which Adam would divide by zero, or by NaN."""
+    if not (count >= 0 and is_finite(count)):
+        raise ValueError(
+            f"{where()} is {count}, expected the number of steps taken, finite and at least 0; start from init(params), or go on with "
+            f"the state that the last step returned"
+        )
+
+
 def check_written(tensor: Tensor, where: Callable[[], str]) -> None:
-    """Raise ValueError where elements of a tensor share memory, so that it cannot be written in place."""
+    """Raise ValueError where a tensor cannot be written in place: an inference tensor, or elements that share memory."""
+    _check_inference(tensor, where)
     if tensor.is_contiguous():
         return
     reach = 0  # of the dims with smaller strides
@@ -139,34 +157,73 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
     if getattr(kernel, "checks", None) is forms.init_param:  # by dataclasses.replace
         return kernel
 
-    def check(param: Tensor, grad: Tensor, state: State) -> None:
+    def check(param: Tensor, grad: Tensor, state: State, guards: dict[str, Tensor | None]) -> None:
         check_dense("param", param)
         check_grad(param, grad, lambda: "grad")
         fields = forms.check_state(param, state, lambda: "state")
-        check_written(param, lambda: "param")
-        for field in fields:
-            if field is not None:
-                check_written(field, lambda: "a field of state")
+        for i, changed in enumerate((param, *fields)):
+            if changed is not None and not _surely_changeable(changed):
+                _check_changed(changed, "param" if not i else f"state.{forms.of(param).names[i - 1]}")
+        if guards.get("grad_scale") is not None:
+            _check_inference(grad, lambda: "grad")
 
     def step_param_(param: Tensor, grad: Tensor, state: State, **guards: Tensor | None) -> None:
-        check(param, grad, state)
-        kernel(param, grad, state, **guards)
+        check(param, grad, state, guards)
+        check_count(state, lambda: "state")
+        kernel(param, grad.detach() if grad.requires_grad else grad, state, **guards)
 
     def step_params_(params: list[Tensor], grads: list[Tensor], states: list[State], **guards: Tensor | None) -> None:
         for param, grad, state in zip(params, grads, states, strict=True):
-            check(param, grad, state)
+            check(param, grad, state, guards)
         forms.check_ages(states)
         if params:
-            kernel(params, grads, states, **guards)
+            check_count(states[0], lambda: "states[0]")
+            kernel(params, [grad.detach() if grad.requires_grad else grad for grad in grads], states, **guards)
 
     made: Any = step_params_ if lists else step_param_
     made.checks, made.unchecked = forms.init_param, kernel
     return made  # type: ignore[no-any-return]
 
 
-def unchecked(step: Callable[..., None]) -> Callable[..., None]:
-    """The kernel alone, for arguments that have been checked."""
+def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
+    """A formula that looks at the state's count of steps first; `unchecked` gives the formula back."""
+    if hasattr(step_param, "unchecked"):  # by dataclasses.replace
+        return step_param
+
+    def checked_step_param(param: Tensor, grad: Tensor, state: State) -> tuple[Tensor, State]:
+        check_count(state, lambda: "state")
+        return step_param(param, grad, state)  # type: ignore[no-any-return]
+
+    made: Any = checked_step_param
+    made.unchecked = step_param
+    return made  # type: ignore[no-any-return]
+
+
+def unchecked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel or formula alone, for arguments that have been checked."""
     return getattr(step, "unchecked", step)
+
+
+def _check_inference(tensor: Tensor, where: Callable[[], str]) -> None:
+    """Raise ValueError where torch lets nobody write a tensor in place, since it was made in inference mode."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{where()} was made under torch.inference_mode() and cannot be changed outside of it; pass a .clone() of it"
+        )
+
+
+def _surely_changeable(tensor: Tensor) -> bool:
+    return not tensor.requires_grad and not tensor.is_inference() and tensor.is_contiguous()
+
+
+def _check_changed(tensor: Tensor, name: str) -> None:
+    """Raise ValueError where a tensor cannot be changed in place, or autograd would have to record that."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires grad, but a step in place is not recorded by autograd; call it under torch.no_grad(), pass "
+            f"{name}.detach(), or take step, which returns new tensors"
+        )
+    check_written(tensor, lambda: name)
 
 
 def _brief(value: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._base import Optimizer
 from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
-from ._checked import unchecked
+from ._checked import check_count, unchecked
 from ._formula import like
 from ._inplace import copy_like
 from ._rates import watched
@@ -56,7 +56,9 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
         groups.setdefault((id(part), param.dtype, param.device, *common), []).append(i)
     new_leaves, new_states = list(leaves), list(states)
     for members in groups.values():
-        part = optimizer.at(path_string(paths[members[0]]))
+        name = path_string(paths[members[0]])
+        part = optimizer.at(name)
+        check_count(states[members[0]], lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
         hyper = dict(_tensor_arguments(part))
         # Kernels take numbers, and for the learning rate a tensor too.
@@ -79,7 +81,7 @@ def _tensor_arguments(part: Optimizer) -> Iterator[tuple[str, Tensor]]:
 def _leafwise(
     part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
 ) -> list[tuple[Tensor, Any]]:
-    return [like(p, s, *part.step_param(p, g, s)) for p, g, s in zip(params, grads, states, strict=True)]
+    return [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(params, grads, states, strict=True)]
 
 
 def _on_copies(
