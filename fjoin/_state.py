@@ -180,7 +180,8 @@ class TrainState:
             The state to go on with.
 
         Raises:
-            ValueError: no optimizer has a hyperparameter of this name; the message lists what there is.
+            ValueError: no optimizer has a hyperparameter of this name; the message lists what there is. A value that is not finite.
+            TypeError: a value that is no number.
         """
         body = self._claim()
         body.storage.set_slots(with_hyperparameters(body.storage.slots, **values))

@@ -100,6 +100,40 @@ def test_what_cannot_be_injected() -> None:
     raises_text(ValueError, lambda: opt.step(params, grads, bad), "lr must be at least 0")
 
 
+@pytest.mark.parametrize("value", ["x", None, [0.1], True, 1j, tx.constant(0.1), float])
+def test_a_hyperparameter_that_is_no_number_is_refused_when_it_is_given(value: Any) -> None:
+    params, _ = _trees(1)
+    opt = tx.inject_hyperparameters(tx.sgd(0.1))
+    raises_text(
+        TypeError, lambda: tx.with_hyperparameters(opt.init(params), lr=value), "lr must be a number", repr(value)
+    )
+    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), opt))
+    state = step.init({"w": torch.ones(2)})
+    raises_text(TypeError, lambda: state.with_hyperparameters(lr=value), "lr must be a number", repr(value))
+    step(state, torch.ones(2))  # which is still good
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.tensor([0.1, 0.2]), torch.tensor(float("nan"))])
+def test_a_hyperparameter_that_is_no_finite_number_is_refused_when_it_is_given(value: Any) -> None:
+    state = tx.inject_hyperparameters(tx.sgd(0.1)).init({"w": torch.ones(2)})
+    raises_text(ValueError, lambda: tx.with_hyperparameters(state, lr=value), "lr must be a")
+
+
+def test_a_hyperparameter_that_is_a_tensor() -> None:
+    """Of any shape with one element; one can differentiate by it."""
+    opt, params = tx.inject_hyperparameters(tx.sgd(0.1)), {"w": torch.ones(2), "v": torch.ones(3)}
+    state, lr = opt.init(params), torch.tensor([0.5])
+    new = tx.with_hyperparameters(state, lr=lr)
+    assert new["w"].hyperparameters["lr"] is new["v"].hyperparameters["lr"] is not lr
+    assert new["w"].hyperparameters["lr"].shape == () and new["w"].hyperparameters["lr"].dtype is torch.float64
+
+    def loss(lr: Tensor) -> Tensor:
+        return opt.step(params, params, tx.with_hyperparameters(state, lr=lr))[0]["w"].sum()
+
+    assert torch.func.grad(lambda x: loss(x).sum())(torch.tensor(0.5)) == -2
+    assert torch.func.vmap(loss)(torch.tensor([0.0, 0.5])).tolist() == [2.0, 1.0]
+
+
 # Hyperparameters that may be tensors, of optimizers that have them.
 MAPPED: dict[str, Any] = {
     "sgd": lambda x: tx.sgd(x, momentum=x, weight_decay=x),

@@ -34,6 +34,14 @@ def a_number(**values: Any) -> None:
             raise ValueError(f"{name} must be a finite number, got {value!r}")
 
 
+def no_schedule(**values: Any) -> None:
+    """As `a_number`, where a schedule is refused too."""
+    for name, value in values.items():
+        if not is_number(value) and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a number or a tensor of one element, got {value!r}")
+    a_number(**values)
+
+
 def within(least: float, most: float, **values: Any) -> None:
     """Raise ValueError for a hyperparameter outside a range, TypeError for one that is no number."""
     for name, value in values.items():

@@ -15,6 +15,7 @@ from .._base import Optimizer
 from .._spec import _FACTORIES, factory
 from .._tree import State, fields
 from ._formula import like, rate_at
+from ._hyper import no_schedule
 from ._inplace import one_param
 from ._wrap import each_part, step_in_place
 
@@ -59,15 +60,17 @@ def inject_hyperparameters(optimizer: Optimizer) -> Optimizer:
     return each_part(optimizer, _injected, "inject_hyperparameters")
 
 
-def with_hyperparameters(state: State, **values: float) -> State:
+def with_hyperparameters(state: State, **values: float | Tensor) -> State:
     """The same optimizer states with other hyperparameters.
 
     Args:
         state: A tree of states, or of pipelines' states, with `InjectState`s in it.
-        values: Name -> value, in all of them that have this name.
+        values: Name -> value, in all of them that have this name: numbers, or tensors of one element.
 
     Raises:
-        ValueError: a name that none of them has, or that follows a schedule; the message lists what there is.
+        ValueError: a name that none of them has, or that follows a schedule; the message lists what there is. A value that is
+            not finite, or a tensor of several elements.
+        TypeError: a value that is neither a number nor a tensor.
 
     >>> from fjoin import transforms as tx
     >>> opt = inject_hyperparameters(tx.sgd(0.5, momentum=0.9))
@@ -75,6 +78,7 @@ def with_hyperparameters(state: State, **values: float) -> State:
     >>> state["w"].hyperparameters["momentum"].item()
     0.8
     """
+    no_schedule(**values)
     known: set[str] = set()
     new: dict[int, Tensor] = {}
 
@@ -84,7 +88,7 @@ def with_hyperparameters(state: State, **values: float) -> State:
         known.update(node.hyperparameters)
         changed = dict(node.hyperparameters)
         for name in values.keys() & changed.keys():  # what many states share, they share again
-            changed[name] = new.setdefault(id(changed[name]), torch.full_like(changed[name], values[name]))
+            changed[name] = new.setdefault(id(changed[name]), _as_like(changed[name], values[name]))
         return node._replace(hyperparameters=changed)
 
     out = optree.tree_map(change, state, is_leaf=lambda node: isinstance(node, InjectState))
@@ -92,6 +96,13 @@ def with_hyperparameters(state: State, **values: float) -> State:
     if unknown:
         raise ValueError(f"no state has the hyperparameters {unknown}; there are {sorted(known)}")
     return out
+
+
+def _as_like(old: Tensor, value: float | Tensor) -> Tensor:
+    """A value in the dtype of another one, and where that lies."""
+    if isinstance(value, Tensor):
+        return value.reshape(()).to(old, copy=True)
+    return torch.full_like(old, value)
 
 
 def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:
