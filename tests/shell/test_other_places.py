@@ -1,0 +1,88 @@
+"""Ranks that run other code or are at other places in the program: they are told so, while one that is only late is waited for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+
+import pytest
+from ranks import Ranks
+from test_lost_ranks import LONG_S, Report, a_step, ended
+
+
+def run_other_code(rank: int, report: Report, what: str) -> None:
+    import torch
+
+    import fjoin
+
+    other = rank == 1
+
+    def run() -> None:
+        shape = {"data": -1, "node": 1} if what == "shape" and other else {"data": -1}
+        mesh = fjoin.mesh(shape, timeout_s=LONG_S)
+        if what == "one mesh more" and other:
+            fjoin.mesh({"data": -1}, timeout_s=LONG_S)
+        if what == "evaluate" and other:
+            fjoin.evaluate(lambda batch: {}, [], mesh=mesh)
+        step = a_step(mesh)
+        state = step.init({"w": torch.ones(2)}, sync=None if what == "sync" and other else "broadcast")
+        if what == "plain loop" and other:
+            state, _ = step(state, torch.ones(2))
+        for epoch in (0, 1):
+            throws = other and what == ("throw" if epoch == 0 else "throw later")
+            replays = "replay" if what == "replay" and other else "shadow"
+            for batch in step.join([torch.ones(2)], throw_on_early_termination=throws, when_exhausted=replays):
+                state, _ = step(state, batch)
+
+    ended(report, run)
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("nothing", None),
+        ("shape", ["rank 1 makes a mesh of shape {'data': 3, 'node': 1}"]),
+        ("one mesh more", ["rank 1 in fjoin.mesh", "in step.init"]),
+        ("evaluate", ["rank 1 in fjoin.evaluate", "rank 0 in step.init"]),
+        ("sync", ["rank 1 differs", "sync: None there"]),
+        ("plain loop", ["rank 1 runs a loop without step.join"]),
+        ("throw", ["rank 1 runs", "throw_on_early_termination=True"]),
+        ("throw later", ["settings of step.join", "throw_on_early_termination"]),
+        ("replay", ["rank 1 runs", "when_exhausted='replay'"]),
+    ],
+)
+def test_a_rank_that_runs_other_code_is_told_apart_before_the_first_message(what: str, parts: list[str] | None) -> None:
+    with Ranks(3, run_other_code, what) as run:
+        for rank, _, (kind, text, odd) in sorted(run.next(30) for _ in range(3)):
+            if parts is None:
+                assert kind == "fine", text
+            else:
+                assert kind in ("DesyncError", "PeerLost"), text
+                assert all(part in text for part in parts), text
+                assert odd in (1, None) or what in ("one mesh more", "throw later"), (rank, odd, text)
+
+
+def be_late(rank: int, report: Report) -> None:
+    import torch
+
+    import fjoin
+
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        step = a_step(fjoin.mesh({"data": -1}))
+        if rank == 1:
+            threading.Event().wait(1.2)
+        state = step.init({"w": torch.ones(2)})
+        if rank == 1:
+            threading.Event().wait(1.2)
+        step(state, torch.ones(2))
+        os.dup2(kept, 2)
+        file.seek(0)
+        report(file.read().decode())
+
+
+def test_nothing_is_printed_while_a_rank_is_late() -> None:
+    with Ranks(2, be_late) as run:
+        assert [run.next(30)[2] for _ in range(2)] == ["", ""]
