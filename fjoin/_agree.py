@@ -55,16 +55,32 @@ def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
     Raises:
         DesyncError: naming the ranks that differ from most.
     """
-
-    def odd(values: list[str]) -> Any:
-        usual = Counter(values).most_common(1)[0][0]
-        return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
-
-    if problem := mesh.exchange("the first step", loop, odd, axes):
+    if problem := mesh.exchange("the first step", loop, _odd, axes):
         rank, there, usual = problem
         raise DesyncError(
             f"rank {rank} runs {there}, but other ranks {usual}; run the same loop on all ranks", rank=rank
         )
+
+
+def same_step(mesh: Mesh, step: int) -> None:
+    """Raise on all ranks unless they go on from the same step.
+
+    Raises:
+        DesyncError: naming the ranks that differ from most.
+    """
+    if problem := mesh.exchange("the first pass after load_state_dict", step, _odd):
+        rank, there, usual = problem
+        raise DesyncError(
+            f"rank {rank} goes on from step {there}, but other ranks from step {usual}; load the same state on all ranks",
+            rank=rank,
+            step=there,
+        )
+
+
+def _odd(values: list[Any]) -> Any:
+    """The first rank whose value is not that of most, with both."""
+    usual = Counter(values).most_common(1)[0][0]
+    return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> list[str]:

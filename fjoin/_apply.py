@@ -15,6 +15,7 @@ from ._state import Body
 from ._storage import apart, put
 from ._wire import Outgoing
 from .transforms._base import Transform
+from .transforms._verdict import Effect
 from .transforms.axes._env import bind_axes
 from .transforms.optimizers._checked import unchecked
 
@@ -42,17 +43,18 @@ def step_bucket(body: Body, index: int, out: Outgoing, verdict: Verdict) -> None
 
 
 def run_after(
-    after: Transform, mesh: Mesh, params: dict[str, Tensor], state: Any, lent: Iterable[Tensor], weight: float, verdict: Verdict
+    after: Transform, mesh: Mesh, params: dict[str, Tensor], state: Any, lent: Iterable[Tensor], weight: Any, effect: Effect,
+    step: int,
 ) -> Any:  # fmt: skip
     """Run the parameter transform on the new parameters, in place; its new state.
 
-    It runs in every step, those without effect included, so that its host counters are those of the pure pipeline.
-
     Args:
         lent: The memory that the parameters lie in, which a state must not share.
+        weight: The sum of the weights of all ranks that share the gradients.
+        step: The number of steps before this one.
     """
     with bind_axes(mesh.axes):
-        new, fresh = after.update(params, state, params, weight=verdict.weight(weight), keep_idle=True)
-    new, fresh = verdict.keep_after((new, apart(fresh, lent)), (params, state))
+        new, fresh = effect.after(after, params, state, weight, step)
+    fresh = apart(fresh, lent)
     put(params, new)
     return fresh

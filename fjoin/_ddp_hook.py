@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from ._agree import same_step
 from ._apply import run_after
 from ._ddp_buckets import FromDDP, first_buckets
 from ._ddp_scale import ScaledLoss
-from ._ddp_sum import PlainSum
+from ._ddp_sum import Counts, PlainSum
 from ._ddp_used import UsedParameters, known
 from ._errors import CollectiveTimeout, PeerLost
 from ._guard import Guard
@@ -33,10 +34,10 @@ from .transforms._explain import explain_cut
 from .transforms._explanation import Explanation
 from .transforms._loss_scale import refuse_float16
 from .transforms._plan import make_plan
-from .transforms._tree import check_dense, on
-from .transforms.axes._collectives import axis_index
+from .transforms._tree import check_dense
+from .transforms._verdict import Effect
 from .transforms.axes._env import bind_axes, bound
-from .transforms.sync._lane import mask_words, rank_bit
+from .transforms.optimizers._mixed_precision import masters_of
 from .transforms.sync._mean import MeanState
 
 
@@ -55,15 +56,16 @@ class DDPRun:
         self._mesh, self.pipeline, self._hook, self._stages = mesh, pipeline, hook, stages(hook)
         self.skips = None if pipeline is None else pipeline.skips
         self.outer: Any = self.skips.begin(()) if self.skips else None
-        self._plan = plan = make_plan(hook, tuple(mesh.shape))
+        self._plan = plan = make_plan(hook if pipeline is None else pipeline, tuple(mesh.shape))
+        # Whether the parameters are transformed, which the sum of the weights of those that share gradients counts in.
+        self._transforms = pipeline is not None and pipeline.after is not None
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
-        self.ranks = math.prod(axis.size for axis in mesh.over(plan.axes))
-        with bind_axes(mesh.axes):
-            self._rank = int(axis_index(plan.axes))
-        self._guard = Guard(self.ranks, skips=self.skips is not None)
+        self._guard = Guard(mesh.size, skips=self.skips is not None)
+        self._late: Counts | None = None  # on its way in this pass: which ranks have left the step before out
+        self._lane: dict[str, float] | None = None
         held = {path: p.detach() for path, p in params.items()}
         if pipeline is not None:
             for path, p in held.items():
@@ -86,6 +88,7 @@ class DDPRun:
             for part, dtype in {(pipeline.optimizer.at(path), p.dtype) for path, p in params.items()}
         )
         self.step, self.total = 0, math.nan
+        self.loaded = False  # a state, from which the next pass goes on
         self.pending: float | None = None  # the weight of the next pass that is synchronised
         self._weight = 1.0
         self._outs: list[FromDDP] = []
@@ -116,15 +119,15 @@ class DDPRun:
             )
         out = FromDDP(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
         # Not by `index` and `is_last`: in the first pass of a static graph all buckets have index 0, and none is the last.
-        if not self._missing:
-            self._begin()
-        self._missing.difference_update(out.bucket.paths)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if out.grads.is_cuda else None
         )
-        self._outs.append(out)
-        self._futures.append(future)
         try:
+            if not self._missing:
+                self._begin()
+            self._missing.difference_update(out.bucket.paths)
+            self._outs.append(out)
+            self._futures.append(future)
             with torch.no_grad():
                 self._launch(out)
                 if not self._missing:
@@ -148,14 +151,21 @@ class DDPRun:
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.scaling is not None and not shadows:
             self.scaling.check()
+        if self.loaded:
+            same_step(self._mesh, self.step)
+            self.loaded = False
         self._missing = set(self.leaves)
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
+        self._lane = {"weight": self._weight} if self._transforms else None
+        if self.pipeline is not None and self.skips is None and self._plan.reduced(self.step).axes != self._plan.agree:
+            self._late = Counts(self._mesh, self._plan.agree, 0.0, self._guard.left_out)
 
     def _forget(self) -> None:
         """Drop a pass that has ended, or failed."""
         if self._waves is not None:
             self._waves.clear()
         self._outs, self._futures, self._calls, self._waves, self._sum, self._missing = [], [], [], None, None, set()
+        self._late = None
 
     def _launch(self, out: FromDDP) -> None:
         if self.scaling is not None:
@@ -164,7 +174,7 @@ class DDPRun:
                 out.grads.fill_(math.nan)  # so that all ranks leave the step out
         if self._plan.reduce is not None:
             if self._sum is None:
-                self._sum = PlainSum(self._mesh, self._plan, self._weight, out.grads.device)
+                self._sum = PlainSum(self._mesh, self._plan, self._weight, self._transforms, out.grads.device)
             self._sum.send(out)
             return
         if self._plan.early is None:
@@ -177,7 +187,7 @@ class DDPRun:
         count = len(stages(self._plan.early))
         states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])
         old = states if count > 1 else states[0]
-        call = Call(self, old, params, self._weight, None, self._calls[0] if self._calls else None)
+        call = Call(self, old, params, self._weight, self._lane, self._calls[0] if self._calls else None)
         call.out = out
         self._calls.append(call)
         if self._waves is not None:
@@ -193,7 +203,7 @@ class DDPRun:
         """Call the stages that run bucket by bucket."""
         early = self._plan.early
         assert early is not None
-        return early.update(*args, lane_dtype=torch.float64, **lend(early), **extra)
+        return early.update(*args, lane_dtype=torch.float64, step=self.step, **lend(early), **extra)
 
     # -- after the last -----------------------------------------------------------------------------------
 
@@ -203,39 +213,46 @@ class DDPRun:
             if self._bare:
                 self._guard.look(out)  # while the messages behind it are still under way
         new: tuple[Any, ...] = ()
-        weight: Any = self._weight
+        found: MeanState | None = None  # the sums of the last reduction
         divisor = 1.0
         if self._plan.reduce is not None:
-            new, weight, divisor = self._summed()
+            found, divisor = self._summed()
+            new = (found,)
         elif self._calls:
-            new, weight = self._called()
+            new, found = self._called()
         if not self._bare:
             self._divide(divisor)
             divisor = 1.0
         states = self.hook_state[len(new) :]
         if rest := self._stages[len(new) :]:
-            states = run_stages(
-                rest, states, self, self._outs, self._mesh, weight=weight, lane=None, lane_dtype=torch.float64
+            given = (
+                {"weight": self._weight, "lane": self._lane}
+                if found is None
+                else {"weight": found.total, "lane": found.lane}
             )
-            if (sums := last_sums(rest, states)) is not None:
-                self.total = float(sums.total)
+            states = run_stages(
+                rest, states, self, self._outs, self._mesh, **given, lane_dtype=torch.float64, step=self.step
+            )
+            found = last_sums(rest, states) or found
+        if found is not None:
+            self.total = float(found.total)
         if self.pipeline is None:
             self.hook_state = known(self._used_anywhere(), (*new, *states), self.hook_state, self.leaves)
         else:
-            self._step(self.pipeline, (*new, *states), divisor)
+            self._step(self.pipeline, (*new, *states), divisor, found)
         self.step += 1
         self._buckets = tuple(out.bucket for out in self._outs)
         for future, out in zip(self._futures, self._outs, strict=True):
             future.set_result(out.grads)
         self._forget()
 
-    def _summed(self) -> tuple[tuple[Any, ...], float, float]:
-        """Of a plain reduction its state, the total of the weights, and what the sums are still to be divided by."""
+    def _summed(self) -> tuple[MeanState, float]:
+        """The sums of a plain reduction, and what the gradients are still to be divided by."""
         assert self._sum is not None
-        self.total = self._sum.total
-        over = self._plan.over
-        divisor = 1.0 if over is None else float(self.ranks) if over == "world" else self.total
-        return (MeanState(torch.tensor(self.total, dtype=torch.float64), {}),), self.total, divisor
+        total, over = self._sum.total, self._plan.over
+        lane = {"weight": torch.tensor(self._sum.weight, dtype=torch.float64)} if self._transforms else {}
+        divisor = 1.0 if over is None else float(self._sum.ranks) if over == "world" else total
+        return MeanState(torch.tensor(total, dtype=torch.float64), lane), divisor
 
     def _divide(self, divisor: float) -> None:
         """Make means of sums."""
@@ -244,37 +261,43 @@ class DDPRun:
                 out.grads.div_(rest)
             out.unit = 1.0
 
-    def _called(self) -> tuple[tuple[Any, ...], Any]:
-        """Of the stages that ran bucket by bucket their states, and the weight for those behind them."""
+    def _called(self) -> tuple[tuple[Any, ...], MeanState | None]:
+        """The states of the stages that ran bucket by bucket, and the sums of the last of them that reduces."""
         early = self._plan.early
         assert early is not None
         states = [call.state for call in self._calls]
         merged = merge(states, self.leaves)
         new = merged if len(stages(early)) > 1 else (merged,)
-        if early.sums is None:
-            return new, self._weight
-        total = early.sums(states[0]).total
-        self.total = float(total)
-        return new, total
+        return new, early.sums(states[0]) if early.sums is not None else None
 
-    def _step(self, pipeline: Pipeline, state: tuple[Any, ...], divisor: float) -> None:
-        """Judge the gradients, which are still to be divided, and step the module's parameters in place."""
+    def _step(self, pipeline: Pipeline, state: tuple[Any, ...], divisor: float, found: MeanState | None) -> None:
+        """Judge the gradients, which are still to be divided, and step the module's parameters in place.
+
+        Args:
+            found: The sums of the hook's last reduction.
+        """
         outs, used = self._outs, self._used_anywhere()
         if not self._bare:
             for out in outs:
                 self._guard.look(out)
-        # Where the hook does not carry them the ranks' gradients differ, and so may what they make of them.
-        counts = {} if self._plan.carries else self._count()
-        sums: dict[str, Any] = {"weight": self.total, "total": self.total, "loss": 0.0, **counts}
+        axes, equal = self._plan.reduced(self.step)
+        if equal:
+            assert found is not None
+            sums: dict[str, Any] = {"weight": float(found.lane["weight"] if self._transforms else found.total)}
+        else:  # the ranks' gradients differ, and so may what they make of them
+            sums = Counts(self._mesh, axes, self._weight, float(self._guard.bad(outs))).wait()
+            self.total = sums["weight"] if axes else math.nan
+        sums.update(total=sums["weight"], loss=0.0)
+        counts = None if axes == self._plan.agree else {} if self._late is None else self._late.wait()
         try:
             self.stepper.check_rates(self._watched)
         except (TypeError, ValueError) as error:
             return _raise_after_backward(error)
-        verdict = self._guard.judge(self.step, sums, outs, 1.0, None)
+        verdict = self._guard.judge(self.step, sums, outs, 1.0, None, counts)
         if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
             _raise_after_backward(missed)
         if self.skips is not None:
-            self.outer = verdict.settle(self.skips, self.outer)
+            self.outer = verdict.effect.settle(self.skips, self.outer)
         elif verdict.error is not None:
             _raise_after_backward(verdict.error)
         by_kernels = self._kernels_divide and verdict.changes and used is None and self._guard.on_host(outs)
@@ -283,7 +306,7 @@ class DDPRun:
             scale = torch.tensor(divisor, dtype=torch.float64)
         else:
             self._divide(divisor)
-        self.hook_state = verdict.keep(known(used, state, self.hook_state, self.leaves), self.hook_state)
+        self.hook_state = verdict.effect.keep(known(used, state, self.hook_state, self.leaves), self.hook_state)
         if verdict.changes:
             items = [
                 (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
@@ -293,19 +316,17 @@ class DDPRun:
         elif verdict.error is not None and self.skips is None:
             return
         if pipeline.after is not None:
-            params = {path: p.detach() for path, p in self.leaves.items()}
-            lent, weight = self.flats, self._weight
-            self.after_state = run_after(pipeline.after, self._mesh, params, self.after_state, lent, weight, verdict)
+            self._run_after(pipeline.after, sums["weight"], verdict.effect)
 
-    def _count(self) -> dict[str, float]:
-        """Sum the ranks' weights; by name the words with a bit for each rank whose gradients are not finite."""
-        words = torch.zeros(1 + mask_words(self.ranks), dtype=torch.float64)
-        word, bit = rank_bit(self._rank)
-        words[0], words[1 + word] = self._weight, float(self._guard.bad(self._outs)) * bit
-        words = on(self._mesh.device, words)
-        self._mesh.reduce_(words, self._plan.axes).wait()
-        self.total, *masks = words.tolist()
-        return {f"nonfinite{i}": mask for i, mask in enumerate(masks)}
+    def _run_after(self, after: Transform, weight: float, effect: Effect) -> None:
+        """Transform the new parameters, or their master copies."""
+        params = {path: p.detach() for path, p in self.leaves.items()}
+        masters = masters_of(params, {path: self.stepper.states[path] for path in params})
+        lent = [*self.flats, *masters.values()]
+        self.after_state = run_after(after, self._mesh, masters, self.after_state, lent, weight, effect, self.step)
+        for path, param in params.items():
+            if masters[path] is not param:
+                param.copy_(masters[path])
 
     def _used_anywhere(self) -> set[str] | None:
         """The parameters that some rank has used; None: all."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ._errors import DesyncError, NonFinite
+from ._lane import StepLane
 from ._mesh import Mesh
 from ._wire import Outgoing
-from .transforms._base import Skips
-from .transforms._tree import choose_state
+from .transforms._verdict import Effect
 from .transforms.sync._lane import decode_lane, host_lane, ranks_in
 
 # From the norm of the gradients to what they are to be multiplied with.
@@ -26,49 +26,22 @@ Clip: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Verdict(NamedTuple):
-    changes: bool  # whether to run the kernels
-    scale: Tensor | None = None  # what they divide the gradients by
+    effect: Effect
+    scale: Tensor | None = None  # what the kernels divide the gradients by
     found_inf: Tensor | None = None  # 1 where they are to change nothing; None where the host has looked
     error: NonFinite | None = None
-    idle: Tensor | None = None  # where the host has not looked: whether no rank had weight, 0-d bool
-    raises: Tensor | None = (
-        None  # where the host has not looked: whether an error will be raised for this step, 0-d bool
-    )
 
-    def keep(self, new: Any, old: Any) -> Any:
-        """What is new, or what was before a step without effect; each may be a function that makes it.
-
-        Host counters go on: they say what has been called.
-        """
-        if self.changes and self.found_inf is None:
-            return new
-        fine = torch.tensor(False) if self.found_inf is None else self.found_inf == 0
-        new, old = (state() if callable(state) else state for state in (new, old))
-        return choose_state(fine, new, old)
-
-    def keep_after(self, new: Any, old: Any) -> Any:
-        """What `after` gives, in steps that are left out too; what was before in a step that an error will be raised for."""
-        return new if self.raises is None else choose_state(~self.raises, new, old)
-
-    def weight(self, weight: float) -> Any:
-        """What this rank counts in `after`: nothing in a step without effect."""
-        if self.found_inf is None:
-            return weight if self.changes else 0.0
-        return torch.where(self.found_inf == 0, torch.full_like(self.found_inf, weight, dtype=torch.float64), 0.0)
-
-    def settle(self, skips: Skips, outer: Any) -> Any:
-        """What a pipeline that leaves steps out keeps count of, after this one."""
-        if self.found_inf is None or self.idle is None:
-            known = self.changes or self.error is not None
-            return skips.settle(outer, torch.tensor(self.changes)) if known else outer
-        return choose_state(~self.idle, skips.settle(outer, self.found_inf == 0), outer)
+    @property
+    def changes(self) -> bool:
+        """Whether to run the kernels."""
+        return self.effect.steps is not False
 
 
 class Guard:
     """Judges the steps of one rank.
 
     Args:
-        ranks: The size of the axes reduced over.
+        ranks: The number of ranks that loop together.
         norm: Whether the norm of the gradients is wanted.
         skips: Whether steps that are not finite are left out without an error.
         on_device: Judge on the device although the host could look; for tests.
@@ -79,9 +52,11 @@ class Guard:
         self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
     ) -> None:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
+        # 1 where this rank has left the last step out although others of its loop may have taken it: they all raise in the next.
+        self.left_out: Any = 0.0
         self.step_id = 0.0  # which step of its mesh this is; 0: that does not travel
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
-        self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any]] = []
+        self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any, bool]] = []
         # The sum of the weights in the newest step of which the host knows it, the same on all ranks; None before the first.
         self.weight: float | None = None
 
@@ -89,11 +64,12 @@ class Guard:
         """Whether the host may look at these gradients without waiting for a device."""
         return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
 
-    def read_lane(self, words: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
+    def read_lane(self, lane: StepLane) -> dict[str, Any]:
         """The summed lane: numbers where the host may look, else tensors on the device."""
+        words = lane.sent
         if words.device.type == "cpu" and not self.on_device:
-            return dict(host_lane(words.tolist(), names, words.dtype, self.ranks))
-        return dict(decode_lane(words.clone(), names, self.ranks))
+            return dict(host_lane(words.tolist(), lane.names, words.dtype, lane.ranks))
+        return dict(decode_lane(words.clone(), lane.names, lane.ranks))
 
     def from_tensors(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         if self.on_device or any(v.device.type != "cpu" for v in sums.values()):
@@ -125,59 +101,86 @@ class Guard:
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
 
     def judge(
-        self, step: int, sums: dict[str, Any], outgoing: Sequence[Outgoing], divisor: Any, clip: Clip | None
+        self,
+        step: int,
+        sums: dict[str, Any],
+        outgoing: Sequence[Outgoing],
+        divisor: Any,
+        clip: Clip | None,
+        counts: dict[str, Any] | None = None,
     ) -> Verdict:
         """Decide on a step.
 
         Args:
             step: Its number, for the error.
-            sums: The summed lane.
+            sums: The lane, summed over the ranks that share the gradients.
             outgoing: The gradients after the hook, still to be divided.
             divisor: What they are to be divided by.
             clip: What they are to be multiplied with besides, given their norm once divided; or None.
+            counts: The lane, summed over all ranks that loop together, where these are others: with a bit for each that has
+                left the step before out. A step that is not finite here then raises in the next, on all of them.
 
         Raises:
             DesyncError: the ranks have called different steps.
         """
         if isinstance(sums["weight"], Tensor):
-            return self._judge_on_device(step, sums, outgoing, divisor, clip)
-        self._check_step(step, sums)
+            return self._judge_on_device(step, sums, outgoing, divisor, clip, counts)
+        self._check_step(step, sums if counts is None else counts)
+        self.left_out = 0.0
+        if counts is not None and any(_masks(counts)):
+            return Verdict(Effect(True, False), error=_left_out(step - 1, counts))
         if sums["weight"] == 0:
-            return Verdict(False)
+            return Verdict(Effect(False))
         self.weight = sums["weight"]
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
-        fine = fine and not any(sums[name] for name in sums if name.startswith("nonfinite"))
-        fine = fine and not self.bad(outgoing)
+        fine = fine and not any(_masks(sums)) and not self.bad(outgoing)
         if clip is not None and fine and not math.isfinite(norm_of(outgoing).item()):
             for out in outgoing:  # finite gradients whose squares are too large for float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
+        if not fine and counts is not None:
+            self.left_out = 0.0 if self.skips else 1.0
+            return Verdict(Effect(True, False))
         if not fine:
-            return Verdict(False, error=_error(step, sums, _nonfinite_paths(outgoing)))
+            return Verdict(Effect(True, False), error=_error(step, sums, _nonfinite_paths(outgoing)))
         scale = divisor
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor).item()
-        return Verdict(True, None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
+        return Verdict(Effect(True), None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
 
     def _judge_on_device(
-        self, step: int, sums: dict[str, Any], outgoing: Sequence[Outgoing], divisor: Any, clip: Clip | None
+        self,
+        step: int,
+        sums: dict[str, Any],
+        outgoing: Sequence[Outgoing],
+        divisor: Any,
+        clip: Clip | None,
+        counts: dict[str, Any] | None,
     ) -> Verdict:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
-        masks = torch.stack([value for name, value in sums.items() if name.startswith("nonfinite")])
-        fine = torch.isfinite(scalars).all() & (masks == 0).all()
+        fine = torch.isfinite(scalars).all() & (torch.stack(_masks(sums)) == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
-        idle, other = sums["weight"] == 0, torch.zeros_like(fine)
+        live, of_all = sums["weight"] != 0, sums if counts is None else counts
+        other = torch.zeros_like(fine)
         if self.step_id:
-            other = torch.remainder(sums["step_id"], self.ranks * self.step_id) != 0
-        bad = (~fine & ~idle) | other
-        found_inf = (bad | idle).to(torch.float32)
+            other = torch.remainder(of_all["step_id"], self.ranks * self.step_id) != 0
+        if counts is None:
+            raises = other if self.skips else (~fine & live) | other
+        else:
+            raises = other | (torch.stack(_masks(counts)) != 0).any()
+            self.left_out = 0.0 if self.skips else (~fine & live & ~raises).double()
+            fine = fine & ~raises
+        self._remember(step, of_all, torch.stack([raises.double(), sums["weight"]]), counts is not None)
+        live = live & ~other
+        found_inf = (~(live & fine)).to(torch.float32)
         scale = divisor  # a number is no tensor yet: to bring one to the device would wait for it
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor)
-        if not isinstance(scale, Tensor):
+        if isinstance(scale, Tensor):  # a NaN would stay in the padding of the buckets
+            scale = torch.where(found_inf == 0, scale, torch.ones_like(scale))
+        else:
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
-        self._remember(step, sums, torch.stack([bad.to(torch.float64), sums["weight"]]))
-        return Verdict(True, scale, found_inf, idle=idle | other, raises=other if self.skips else bad)
+        return Verdict(Effect(live, fine, raises), scale, found_inf)
 
     def _check_step(self, step: int, sums: dict[str, float]) -> None:
         """Raise DesyncError unless all ranks have called the same step of the mesh.
@@ -191,15 +194,19 @@ class Guard:
                 step=step,
             )
 
-    def _remember(self, step: int, sums: dict[str, Any], words: Tensor) -> None:
-        """Let the host read later whether a step is one to raise for, and the sum of the weights."""
+    def _remember(self, step: int, sums: dict[str, Any], words: Tensor, late: bool) -> None:
+        """Let the host read later whether a step is one to raise for, and the sum of the weights.
+
+        Args:
+            late: Whether the error is of the step before.
+        """
         event = None
         if words.device.type == "cuda":
             stream = torch.cuda.current_stream(words.device)  # which need not be that of the current device
             words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        self._pending.append((step, sums, words, event))
+        self._pending.append((step, sums, words, event, late))
 
     def attend(self) -> None:
         """Wait until what the newest step has summed is there."""
@@ -227,17 +234,22 @@ class Guard:
             NonFinite: naming that step.
             DesyncError: the ranks had called different steps.
         """
-        for step, sums, words, event in list(self._pending if newest else self._pending[:-1]):
+        for step, sums, words, event, late in list(self._pending if newest else self._pending[:-1]):
             if not newest:
                 self._pending.pop(0)
             self._await(event)
-            bad, weight = words.tolist()
+            raises, weight = words.tolist()
             if not newest and weight:
                 self.weight = weight
-            if bad:
+            if raises:
                 self._check_step(step, self.host(sums))
-            if not self.skips and bad:
-                raise _error(step, self.host(sums), ())
+                raise _left_out(step - 1, self.host(sums)) if late else _error(step, self.host(sums), ())
+
+
+def raise_left_out(step: int, counts: dict[str, float]) -> None:
+    """Raise NonFinite if some ranks have left a step out that others took."""
+    if any(_masks(counts)):
+        raise _left_out(step, counts)
 
 
 def norm_of(outgoing: Sequence[Outgoing]) -> Tensor:
@@ -254,8 +266,25 @@ def _nonfinite_paths(outgoing: Sequence[Outgoing]) -> tuple[str, ...]:
     return tuple(path for out in outgoing for path, grad in out.by_path().items() if _nonfinite(grad))
 
 
+def _masks(sums: dict[str, Any]) -> list[Any]:
+    """The words with a bit for each rank."""
+    return [value for name, value in sums.items() if name.startswith("nonfinite")]
+
+
+def _left_out(step: int, counts: dict[str, float]) -> NonFinite:
+    ranks = ranks_in(_masks(counts))
+    which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return NonFinite(
+        f"step {step}: the loss or a gradient of {which} is not finite. {which.capitalize()} left step {step} out, which the others "
+        f"took, since the hook does not reduce over all of them; wrap the pipeline in skip_if_nonfinite(...) to go on after such "
+        f"steps",
+        step=step,
+        ranks=ranks,
+    )
+
+
 def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:
-    ranks = ranks_in(v for name, v in sums.items() if name.startswith("nonfinite"))
+    ranks = ranks_in(_masks(sums))
     parts = []
     if ranks:
         what = "a gradient" if math.isfinite(sums["loss"]) else "the loss"

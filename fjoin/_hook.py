@@ -18,7 +18,7 @@ from ._stages import last_sums, run_stages
 from ._storage import Storage, apart, put
 from ._waves import Waves, travel
 from ._wire import Outgoing
-from .transforms._base import Transform, lend
+from .transforms._base import lend
 from .transforms._bucketwise import Carried, restrict
 from .transforms._combine import stages
 from .transforms._plan import Plan, takes_flat
@@ -51,8 +51,13 @@ class RunsHook(Protocol):
     def prepare(self, storage: Storage) -> list[Outgoing]:
         """The buffers of the messages."""
 
-    def start(self, state: Any, storage: Storage, lane: dict[str, Any]) -> None:
-        """Make ready for the buckets of a step."""
+    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+        """Make ready for the buckets of a step.
+
+        Args:
+            lane: That of the axes which the hook reduces over in this step; `values` is what this rank puts into it.
+            step: The number of steps before this one.
+        """
 
     def launch(self, index: int, out: Outgoing) -> Work | None:
         """A bucket is full: send it."""
@@ -81,12 +86,10 @@ class HookRun:
     by_weight: bool = True
     clip = None
 
-    def __init__(
-        self, hook: Transform, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard, accumulates: bool
-    ) -> None:
-        self._early, self._mesh, self._lane, self._guard = plan.early, mesh, lane, guard
-        self._axes, self._carries, self._accumulates = plan.axes, plan.carries, accumulates
-        self._stages, self.scales = stages(hook), True
+    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard, accumulates: bool) -> None:
+        self._plan, self._early, self._mesh, self._guard = plan, plan.early, mesh, guard
+        self._lane, self._equal, self._step, self._accumulates = lane, False, 0, accumulates
+        self._stages, self.scales = stages(plan.hook), True
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         self.fresh = any(part.plain for part in last)
@@ -121,33 +124,35 @@ class HookRun:
     def prepare(self, storage: Storage) -> list[Outgoing]:
         """The buffers of the buckets."""
         axes, layout = self._mesh.axes, storage.layout
-        words = self._lane.fit(layout)
-        if not self._carries:
-            self._lane.travel_alone(words)
         self._in_waves = travel(axes, layout, "cpu")
         self._side = SideStream(layout[0].device) if travel(axes, layout, "cuda") else None
         return [Outgoing(bucket, storage.shapes, 0) for bucket in layout]
 
-    def start(self, state: HookState, storage: Storage, lane: dict[str, Any]) -> None:
-        """Make ready for the buckets of a step."""
+    def start(self, state: HookState, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+        """Make ready for the buckets of a step; see `RunsHook`."""
         self.stop()
+        self._lane, self._equal, self._step = lane, self._plan.reduced(step).equal, step
+        if lane.wire is None:
+            lane.travel_alone(lane.fit(storage.layout))
         axes = self._mesh.axes
         self._waves = Waves(axes) if self._in_waves else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where nothing is bound
-        self._given = lane["total"] * self.unit if self._accumulates and lane["total"] else 1.0
-        carried = self._carried(lane)
+        self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
+        carried = self._carried(values)
         for i, bucket_state in enumerate(state.buckets):
             if self.flat:
                 params = {FLAT: storage.flats[i]}
             else:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(Call(self, bucket_state, params, lane["weight"], carried, first))
+            self._calls.append(Call(self, bucket_state, params, values["weight"], carried, first))
 
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket."""
         assert self._early is not None
-        return self._early.update(*args, lane_dtype=self._lane.dtype, unit=self.unit, **lend(self._early), **extra)
+        return self._early.update(
+            *args, lane_dtype=self._lane.dtype, unit=self.unit, step=self._step, **lend(self._early), **extra
+        )
 
     def launch(self, index: int, out: Outgoing) -> Work | None:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
@@ -192,21 +197,22 @@ class HookRun:
         after = run_stages(
             self._stages[old.form.n_early :], old.rest, storage, outgoing, self._mesh,
             weight=weight, lane=carried, lane_dtype=self._lane.dtype, unit=self.unit,
+            step=self._step,
         )  # fmt: skip
         state = HookState(buckets, after, old.form)
         for out in outgoing:
             self._guard.look(out)
-        if self._carries:
+        if self._equal:
             last = self._last_sums(state)
-            return state, self._guard.from_tensors({**last.lane, "total": last.total}), 1.0
+            return state, self._lane.once(self._guard.from_tensors({**last.lane, "total": last.total})), 1.0
         # The ranks' gradients differ, so each says whether its own are finite.
         self._lane.write(self._lane.mark(lane, self._guard.bad(outgoing)))
-        self._mesh.reduce_(self._lane.sent, self._axes).wait()
-        return state, self._guard.read_lane(self._lane.sent, self._lane.names), 1.0
+        self._lane.send().wait()
+        return state, self._guard.read_lane(self._lane), 1.0
 
     def _carried(self, lane: dict[str, Any]) -> dict[str, Any] | None:
         """What the hook takes along with its own messages."""
-        return {name: v for name, v in lane.items() if name != "total"} if self._carries else None
+        return {name: v for name, v in lane.items() if name != "total"} if self._equal else None
 
     def _last_sums(self, state: HookState) -> Any:
         """What the hook's last reduction has summed besides the gradients."""

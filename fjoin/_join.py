@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
-from ._errors import EarlyTermination, JoinError, NoBatch
+from ._errors import EarlyTermination, JoinError, NoBatch, NonFinite
 from ._look_ahead import LookAhead
 from .transforms._check import iterable
 
@@ -121,11 +121,13 @@ def _iterate(
                 more = left > 0
             current, number = following, number + 1
         finished = True
+        for step in steps:
+            step._end_join()
     except GeneratorExit:
         raise
     except BaseException as error:
         finished = True
-        if not isinstance(error, EarlyTermination):  # which all ranks raise at the same place
+        if not isinstance(error, (EarlyTermination, NonFinite)):  # which all ranks raise at the same place
             _tell(steps, error)
         raise
     finally:

@@ -16,7 +16,6 @@ from ._mesh import Mesh
 from ._stages import run_stages
 from ._storage import Storage, apart
 from ._wire import Outgoing
-from .transforms._base import Transform
 from .transforms._clip import ClipState, clip_factor
 from .transforms._layout import lane_bucket
 from .transforms._plan import Plan
@@ -34,15 +33,16 @@ class PlainHook:
         direct: Whether a bucket can be stepped as soon as its message and the lane's are here.
     """
 
-    def __init__(self, hook: Transform, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard) -> None:
         assert plan.reduce is not None
-        self._hook, self._plan, self._mesh, self._lane, self._guard = hook, plan, mesh, lane, guard
-        self._over, self.by_weight = plan.over, plan.by_weight
-        self.unit, self.scales = power_near(guard.ranks), plan.by_weight
+        self._hook, self._plan, self._mesh, self._lane, self._guard = plan.hook, plan, mesh, lane, guard
+        self._over, self.by_weight, self._axes = plan.over, plan.by_weight, lane.axes
+        self.unit, self.scales = power_near(lane.ranks), plan.by_weight
         late = plan.clip is not None and plan.clip.spec["mode"] == "previous"
         self.direct = (plan.clip is None or late) and not plan.rest
         self._before: ClipState | None = None  # of the last step, where that decides
         self._carrier: Outgoing | None = None  # whose message carries the lane
+        self._step = 0
         self._alone: Work | None = None  # the message of a lane that none carries
 
     @property
@@ -72,15 +72,16 @@ class PlainHook:
             self._lane.wire = self._carrier.lane
         return outgoing
 
-    def start(self, state: Any, storage: Storage, lane: dict[str, Any]) -> None:
-        """Make ready for the buckets of a step."""
+    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+        """Make ready for the buckets of a step; see `RunsHook`."""
         if self.direct and self.clip:
             self._before = (state() if callable(state) else state)[1]
-        self._lane.write(lane)
-        self._alone = self._mesh.reduce_(self._lane.sent, self._plan.axes) if self._carrier is None else None
+        self._lane.write(values)
+        self._step = step
+        self._alone = self._lane.send() if self._carrier is None else None
 
     def launch(self, index: int, out: Outgoing) -> Work:
-        return self._mesh.reduce_(out.wire, self._plan.axes)
+        return self._mesh.reduce_(out.wire, self._axes)
 
     def knows_scale(self) -> bool:
         """Whether nothing but the lane is needed to know what a bucket is to be divided by."""
@@ -101,7 +102,7 @@ class PlainHook:
             self._alone = None
         if self._carrier is not None:
             self._carrier.arrive()
-        return self._guard.read_lane(self._lane.sent, self._lane.names)
+        return self._guard.read_lane(self._lane)
 
     def divisor(self, sums: dict[str, Any]) -> Any:
         """What the summed gradients are still to be divided by."""
@@ -124,7 +125,15 @@ class PlainHook:
             out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
         first = state()
         new = run_stages(
-            rest, old[1:], storage, outgoing, self._mesh, weight=first.total, lane=None, lane_dtype=self._lane.dtype
+            rest,
+            old[1:],
+            storage,
+            outgoing,
+            self._mesh,
+            weight=first.total,
+            lane=None,
+            lane_dtype=self._lane.dtype,
+            step=self._step,
         )
         for out in outgoing:
             self._guard.look(out)
@@ -149,7 +158,7 @@ class PlainHook:
     def _total(self, sums: dict[str, Any]) -> Any:
         if self._over is None:
             return 1.0
-        total, ranks = sums["total"], float(self._guard.ranks)
+        total, ranks = sums["total"], float(self._lane.ranks)
         if self._over != "world":
             return total
         return torch.full_like(total, ranks) if isinstance(total, Tensor) else ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ._apply import changing, run_after, step_bucket
+from ._axis import Work
 from ._float16 import Units
-from ._guard import Guard, Verdict
+from ._guard import Guard, Verdict, raise_left_out
 from ._hook import HookRun, RunsHook
 from ._join import Turn
 from ._lane import StepLane
@@ -27,7 +27,6 @@ from ._taps import Taps
 from ._wire import Outgoing, Queue
 from .transforms._base import Pipeline, Transform
 from .transforms._plan import make_plan
-from .transforms.axes._collectives import axis_index
 from .transforms.axes._env import bind_axes, bind_weight
 
 NOTHING = Seed(0.0)  # for a backward pass that counts nothing
@@ -46,24 +45,25 @@ class Run:
         on_buffers: Transform,
     ) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
-        plan = make_plan(pipeline.hook, tuple(mesh.shape))
+        self._plan = plan = make_plan(pipeline, tuple(mesh.shape), on_buffers)
         self.on_buffers = on_buffers
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
-        self.axes = plan.axes
+        self.axes = plan.agree
         self._shadowed = shadowed(mesh.axes, self.axes)
-        self.ranks = math.prod(axis.size for axis in mesh.over(self.axes))
+        self._counts = StepLane(mesh, self.axes)  # over all ranks that loop together
+        self._lanes = {self.axes: self._counts}  # over those that the hook reduces over
+        self.ranks = self._counts.ranks
         self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
-        with bind_axes(mesh.axes):
-            index = int(axis_index(self.axes))
-        self._lane = StepLane(mesh, self.axes, self.ranks, index)
         self.hook: RunsHook
         self._early: PlainHook | None = None  # where buckets are stepped as they come
+        reduced, lane = plan.reduced(0).axes, self._lane(0)
         if plan.reduce is not None:
-            self.hook = plain = PlainHook(pipeline.hook, plan, mesh, self._lane, self.guard)
-            self._early = plain if overlap_step and plain.direct and pipeline.skips is None else None
+            self.hook = plain = PlainHook(plan, mesh, lane, self.guard)
+            steps_early = overlap_step and plain.direct and pipeline.skips is None and lane is self._counts
+            self._early = plain if steps_early else None
         else:
-            self.hook = HookRun(pipeline.hook, plan, mesh, self._lane, self.guard, accumulate > 1)
-        self._units = Units(self.hook, self.guard, mesh, self.axes, loss.weighs, accumulate)
+            self.hook = HookRun(plan, mesh, lane, self.guard, accumulate > 1)
+        self._units = Units(self.hook, self.guard, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
         self._unscaling = Unscaling(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: Queue | None = None
@@ -72,10 +72,17 @@ class Run:
 
     def number(self) -> None:
         """Take the next number among the steps of this mesh. It travels in the lane, where it must be the same on all ranks."""
-        if not self._lane.step_id:
+        if not self._counts.step_id:
             self.mesh.use.steps += 1
             # From 2048 on and below 4096, so that none is a multiple of another; scattered, so that few means are.
-            self._lane.step_id = self.guard.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
+            self._counts.step_id = self.guard.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
+
+    def _lane(self, step: int) -> StepLane:
+        """The lane over the axes which the hook reduces over in a step."""
+        axes = self._plan.reduced(step).axes
+        if axes not in self._lanes:
+            self._lanes[axes] = StepLane(self.mesh, axes)
+        return self._lanes[axes]
 
     def check_loss(self, buffers: bool) -> None:
         """Raise where `loss_fn` cannot be called with buffers, or without; see `Loss.check`."""
@@ -84,7 +91,9 @@ class Run:
     def close(self) -> None:
         """Free buffers and hooks."""
         self._taps.detach()
-        self._taps.queue = self._queue = self._lane.wire = None
+        self._taps.queue = self._queue = None
+        for lane in self._lanes.values():
+            lane.wire = None
         self.hook.close()
 
     def stop(self) -> None:
@@ -92,6 +101,23 @@ class Run:
         self.hook.stop()
         if self._queue is not None:
             self._queue.stop()
+
+    def drain(self, step: int) -> None:
+        """Raise, at the end of a loop, for a last step that some ranks have left out and others have not.
+
+        Args:
+            step: The number of steps so far.
+
+        Raises:
+            NonFinite: on all ranks.
+        """
+        counts = self._counts
+        if counts.wire is None or self.pipeline.skips is not None or self._plan.carries(step - 1):
+            return
+        counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.guard.left_out))
+        counts.send().wait()
+        self.guard.left_out = 0.0
+        raise_left_out(step - 1, Guard.host(self.guard.read_lane(counts)))
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -115,7 +141,7 @@ class Run:
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaling is not None else None
         seed = seed_of(loss, share, self.hook, scale, self._accumulate > 1)
-        lane = self._lane.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
+        own = self._counts.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
             body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
@@ -126,19 +152,23 @@ class Run:
             elif replayed is not None:
                 with storage.grads_aside(), self._taps.keeping():
                     NOTHING.backward(replayed)
-            body.window, body.buffers, body.calls = lane, buffers, body.calls + 1
+            body.window, body.buffers, body.calls = own, buffers, body.calls + 1
             body.batches += live
             return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
 
         if self._queue is None:
-            settled = self._lane.agree(lane)
+            settled = self._counts.agree(own)
             queue = Queue(self.hook.prepare(storage), (self._unscaling or self.hook).launch)
             self._taps.queue = self._queue = queue if settled else None  # no rank has a batch yet: ask again next time
         else:
             queue = self._queue
-        lane = self._lane.complete(lane, turn is not None and turn.has_next)
+        self._counts.check(own)
+        counts, lane = self._counts.complete(own, turn is not None and turn.has_next), self._lane(body.step)
+        values, under_way = counts, None
+        if lane is not self._counts:
+            values, under_way = lane.complete(own), self._send_counts(counts, storage)
         queue.start(storage.by_bucket)
-        self.hook.start(body.hook, storage, lane)
+        self.hook.start(body.hook, storage, lane, values, body.step)
         if self._unscaling is not None:
             self._unscaling.rest = seed.rest
         if loss is not None:
@@ -149,9 +179,9 @@ class Run:
         queue.finish()
         early = self._early
         if early is not None and self.guard.on_host(queue.outgoing) and early.knows_scale():
-            sums = self._step_early(early, body, buffers, queue.outgoing, lane, turn)
+            sums = self._step_early(early, body, buffers, queue.outgoing, values, turn)
         else:
-            sums = self._step_together(body, buffers, queue.outgoing, lane, turn)
+            sums = self._step_together(body, buffers, queue.outgoing, values, turn, under_way)
         step = body.step
         body.window = {}
         body.batches += live
@@ -187,21 +217,43 @@ class Run:
             aux, buffers = apart((aux, buffers), body.storage.written(bool(body.window)))
         return loss, aux, buffers
 
+    def _send_counts(self, values: dict[str, Any], storage: Storage) -> Work:
+        """Sum the lane in a message of its own, where the hook's messages do not bring it to all ranks."""
+        counts = self._counts
+        if counts.wire is None:
+            counts.travel_alone(counts.fit(storage.layout))
+        counts.write(counts.left_out(values, self.guard.left_out))
+        return counts.send()
+
     def _step_together(
-        self, body: Body, buffers: Any, outgoing: list[Outgoing], lane: dict[str, Any], turn: Turn | None
+        self,
+        body: Body,
+        buffers: Any,
+        outgoing: list[Outgoing],
+        lane: dict[str, Any],
+        turn: Turn | None,
+        under_way: Work | None,
     ) -> dict[str, Any]:
-        """After all messages: decide whether this step may change anything, and step; the summed lane."""
+        """After all messages: decide whether this step may change anything, and step; the summed lane.
+
+        Args:
+            under_way: The message of the lane of all ranks that loop together, where the hook's do not bring it.
+        """
         hook, sums, divisor = self.hook.finish(body.hook, body.storage, outgoing, lane)
-        self._tell(turn, sums)
-        verdict = self.guard.judge(body.step, sums, outgoing, divisor, self.hook.clip)
+        counts = None
+        if under_way is not None:
+            under_way.wait()
+            counts = self.guard.read_lane(self._counts)
+        self._tell(turn, counts or sums)
+        verdict = self.guard.judge(body.step, sums, outgoing, divisor, self.hook.clip, counts)
         self._raise_or_count(body, verdict)
         with changing(body):
             if verdict.changes:
                 for i, out in enumerate(outgoing):
                     step_bucket(body, i, out, verdict)
-            self._run_after(body, buffers, lane["weight"], verdict)
-        body.hook = verdict.keep(hook, body.hook)
-        return sums
+            self._run_after(body, buffers, lane["weight"], sums, verdict)
+        body.hook = verdict.effect.keep(hook, body.hook)
+        return counts or sums
 
     def _step_early(
         self,
@@ -221,7 +273,7 @@ class Run:
                 out.arrive()
             self._raise_or_count(body, verdict)
             with changing(body):
-                self._run_after(body, buffers, lane["weight"], verdict)
+                self._run_after(body, buffers, lane["weight"], sums, verdict)
             return sums
         with changing(body):
             for i, out in enumerate(outgoing):
@@ -235,21 +287,28 @@ class Run:
                         body.torn = ""
                     raise error
                 step_bucket(body, i, out, verdict)
-            self._run_after(body, buffers, lane["weight"], verdict)
+            self._run_after(body, buffers, lane["weight"], sums, verdict)
         body.hook = hook.state(sums, outgoing)
         return sums
 
-    def _run_after(self, body: Body, buffers: Any, weight: float, verdict: Verdict) -> None:
-        """Run the transforms of the new parameters, and of the new buffers: in a step without effect, of those before it."""
+    def _run_after(self, body: Body, buffers: Any, weight: float, sums: dict[str, Any], verdict: Verdict) -> None:
+        """Transform the new parameters, and the new buffers.
+
+        Args:
+            weight: Of this rank, which its buffers count; the parameters count what all ranks do that share the gradients.
+        """
+        effect = verdict.effect
         if self.pipeline.after is not None:
-            params = {path: leaf.detach() for path, leaf in body.storage.leaves.items()}
-            flats = body.storage.flats
-            body.after = run_after(self.pipeline.after, self.mesh, params, body.after, flats, weight, verdict)
+            masters, after = body.storage.masters(), self.pipeline.after
+            lent = [*body.storage.flats, *masters.values()]
+            body.after = run_after(after, self.mesh, masters, body.after, lent, sums["weight"], effect, body.step)
+            body.storage.read_masters()
         if buffers is not None:
-            held, weight = verdict.keep(buffers, body.buffers_before), verdict.weight(weight)
+            held = effect.keep(buffers, body.buffers_before)
             with bind_axes(self.mesh.axes):
-                new = self.on_buffers.update(held, body.buffers_state, None, weight=weight, keep_idle=True)
-            body.buffers, body.buffers_state = verdict.keep_after(new, (body.buffers_before, body.buffers_state))
+                body.buffers, body.buffers_state = effect.after(
+                    self.on_buffers, held, body.buffers_state, weight, body.step
+                )
 
     def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
         if turn is not None:
@@ -267,4 +326,4 @@ class Run:
             body.lose_window(body.calls + 1)  # a window that ends like this is lost whole
             raise verdict.error
         if self.pipeline.skips is not None:
-            body.outer = verdict.settle(self.pipeline.skips, body.outer)
+            body.outer = verdict.effect.settle(self.pipeline.skips, body.outer)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from ._errors import DonatedState, TornState
@@ -148,7 +149,9 @@ class TrainState:
     def pipeline(self) -> Any:
         """The pipeline's state as `pipeline.init` and `pipeline.step` have it: keyed by path, in views."""
         body = self._claim()
-        state = PipelineState(body.hook_state(), body.rebuild(body.storage.optimizer_states()), body.after)
+        window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
+        optimizer = body.rebuild(body.storage.optimizer_states())
+        state = PipelineState(body.hook_state(), optimizer, body.after, body.step, window)
         return state if body.outer is None else body.outer._replace(inner=state)
 
     @property

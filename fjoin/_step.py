@@ -290,6 +290,16 @@ class TrainStep:
             raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
         return float(have)
 
+    def _end_join(self) -> None:
+        """The loop has ended on all ranks.
+
+        Raises:
+            NonFinite: on all ranks: some have left the last step out, and others have not.
+        """
+        if self._last_step is not None:
+            with self._alone():
+                self._run.drain(self._last_step + 1)
+
     def _compare_loops(self, loop: str) -> None:
         """Compare, before the first message, how the ranks loop."""
         if not self._compared:

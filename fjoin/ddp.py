@@ -100,10 +100,11 @@ class Handle:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, for the same pipeline and parameters.
+        """Take over what `state_dict` gave, for the same pipeline and parameters. All ranks must load the same step.
 
         Raises:
             ValueError: the state of another pipeline, or of other parameters.
+            DesyncError: in the next backward pass, on all ranks: they have loaded different steps.
         """
         run = self._run
         missing = sorted(self.state_dict().keys() - state_dict.keys())
@@ -122,7 +123,7 @@ class Handle:
             at = run.pipeline.optimizer.at
             run.stepper.adopt(run.stepper.prepared((path, at(path), run.leaves[path], s) for path, s in saved.items()))
         run.hook_state, run.after_state, run.outer = new
-        run.step, run.total = state_dict["step"], state_dict["total"]
+        run.step, run.total, run.loaded = state_dict["step"], state_dict["total"], True
 
 
 class _Live(list[Any]):

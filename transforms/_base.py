@@ -81,8 +81,10 @@ class Transform(_Specified):
             return None for the gradients: nothing to step with in this call (see `accumulate`);
             then the stages that follow are not run. `carried`, in a call on one of several buckets,
             has with `.get()` the same stage's new state in the first bucket's call of this step; a
-            transform that runs others hands them `carried.at(field)`. `keep_idle`, in a call on parameters, asks a reduction
-            to give them back where no rank has weight, since the mean of nothing is 0. `unit` is a power of two with which
+            transform that runs others hands them `carried.at(field)`. `step` is the number of the pipeline's steps before this one,
+            a host integer, the same on all ranks, which periods and warm-ups are read from; a transform that is given none counts
+            its own calls. `persistent` says that parameters or buffers are given, which stay from step to step: a reduction
+            gives them back where no rank has weight, since the mean of nothing is 0. `unit` is a power of two with which
             sums of weight * gradient fit float16, which `mean` multiplies in before it sums. The state of parameters lies in
             dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts.
         scope: What `update` may be given: "element" one flat buffer instead of a tree, with zeros
@@ -292,7 +294,7 @@ class Pipeline(_Specified):
     """Gradient transform, then optimizer, then parameter transform; made by `fuse`.
 
     Args:
-        init: `params -> state`, the state being `PipelineState(hook, optimizer, after)`.
+        init: `params -> state`, the state being `PipelineState(hook, optimizer, after, step, window)`.
         step: `(params, grads, state, *, weight=None, lane=None) -> (params, state)`, pure.
         hook, optimizer, after: What it is made of; `after` may be None.
         spec: The pipeline as data.

@@ -24,8 +24,9 @@ from ._combine import stages
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
-from ._plan import make_plan, takes_flat
+from ._plan import make_plan, starts, takes_flat
 from ._tree import Tree, check_dense, named_leaves, registered
+from ._when import phases_from
 from .axes._collectives import axis_size, psum
 from .axes._env import Axis, bind_axes
 from .axes._order import to_order
@@ -128,10 +129,10 @@ def explain_cut(
         check_dense(f"params[{path!r}]", leaf)
     recorders = {name: Recorder(name, n, notes, sizes) for name, n in sizes.items()}
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
-        run = _Run(hook, params, cut, sizes, module_words is not None, notes)
+        run = _Run(pipeline, params, cut, sizes, module_words is not None, notes)
         rows = run.hook_rows(hook)
-        if optimizer is not None and not run.plan.carries and run.ranks > 1:
-            rows.append(run.message("(the step's own counts)", run.counts(), run.plan.axes))
+        if optimizer is not None:
+            rows += run.lane_rows(pipeline.skips is not None)  # type: ignore[union-attr]
         if module_words:
             rows.append(run.message("(parameters that are used)", torch.zeros(module_words), tuple(sizes)))
         if optimizer is not None:
@@ -153,14 +154,16 @@ class _Run:
     """
 
     def __init__(
-        self, hook: Transform, params: Tree, cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
+        self, pipeline: Pipeline | Transform, params: Tree, cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
         sizes: dict[str, int], in_module: bool, notes: list[Message],
     ) -> None:  # fmt: skip
         paths, leaves, _ = registered(params)
         self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
-        self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, tuple(sizes)), notes
-        self.ranks = math.prod(sizes.get(name, 1) for name in self.plan.axes)
-        self.lane = None if in_module else dict.fromkeys(step_lane(self.ranks)[1:], 0.0)
+        self.layout, self.plan, self._notes = cut(self.params), make_plan(pipeline, tuple(sizes)), notes
+        self._sizes, self._in_module = sizes, in_module
+        after = pipeline.after if isinstance(pipeline, Pipeline) else None
+        own = ("weight",) * (after is not None) if in_module else step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
+        self.lane = dict.fromkeys(own, 0.0) or None
         self.dtype = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in self.layout)
 
     def hook_rows(self, hook: Transform) -> list[Row]:
@@ -168,8 +171,33 @@ class _Run:
         count = len(stages(early)) if early is not None and self.layout else 0
         rows: list[Row] = []
         for i, part in enumerate(stages(hook)):
-            rows += self.rows(part, "each step", self.plan.carries, i < count)
+            rows += self.rows(part, "each step", any(self.plan.reduced(n).equal for n in starts(hook)), i < count)
         return rows
+
+    def _ranks(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._sizes.get(name, 1) for name in axes)
+
+    def lane_rows(self, skips: bool) -> list[Row]:
+        """The messages in which the lane travels alone, from the first step on and where others come.
+
+        Args:
+            skips: Whether steps that are not finite are left out without an error.
+        """
+        rows: list[Row] = []
+        begin = [(start, self._lane_messages(start, skips)) for start in starts(self.plan.hook)]
+        changes = [(start, axes) for i, (start, axes) in enumerate(begin) if not i or axes != begin[i - 1][1]]
+        for when, axes, ends in phases_from(changes):
+            assert isinstance(axes, tuple)
+            for one in axes:
+                rows.append(self.message("(the step's own counts)", self.counts(one), one, when, ends))
+        return rows
+
+    def _lane_messages(self, step: int, skips: bool) -> tuple[tuple[str, ...], ...]:
+        """Of a module's step those of which it has a use: no loop ends there."""
+        found = self.plan.lane_messages(step)
+        if self._in_module and self.plan.reduced(step).axes != self.plan.agree and skips:
+            found = found[1:]
+        return tuple(axes for axes in found if self._ranks(axes) > 1)
 
     def rows(
         self, part: Transform, when: str, carries: bool = False, per_bucket: bool = False, ends: bool = False
@@ -197,17 +225,20 @@ class _Run:
             found.append(Row(f"(state of {part.spec.name})", part.scope, when, (), state_bytes - of_phases))
         return found
 
-    def message(self, name: str, words: Tensor, axes: tuple[str, ...]) -> Row:
+    def message(
+        self, name: str, words: Tensor, axes: tuple[str, ...], when: str = "each step", ends: bool = False
+    ) -> Row:
         """One of the step's own."""
         del self._notes[:]
         psum(words, axes)
-        return Row(name, "message", "each step", tuple(self._notes), 0)
+        return Row(name, "message", when, tuple(self._notes), 0, ends)
 
-    def counts(self) -> Tensor:
-        """The lane, where it travels alone; in a module the weight, and the ranks whose gradients are not finite."""
-        if self.lane is None:
-            return torch.zeros(1 + mask_words(self.ranks), dtype=torch.float64)
-        return encode_lane({"total": 1.0, **self.lane}, self.dtype, self.ranks)
+    def counts(self, axes: tuple[str, ...]) -> Tensor:
+        """The lane, where it travels alone; in a module the weight, and a bit for each rank."""
+        ranks = self._ranks(axes)
+        if self._in_module:
+            return torch.zeros(1 + mask_words(ranks), dtype=torch.float64)
+        return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self.dtype, ranks)
 
     def _messages(self, part: Transform, carries: bool, per_bucket: bool) -> tuple[Message, ...]:
         del self._notes[:]
@@ -239,11 +270,11 @@ class _Run:
         """A plain reduction: the lane rides in one of its messages, if there is a lane and one can."""
         assert part.reduction is not None
         axis, total = part.reduction.axis, torch.ones((), dtype=torch.float64)
-        carrier = None if self.lane is None else lane_bucket(self.layout)
-        if self.lane is None:
-            psum(total.view(1), axis)
+        carrier = None if self._in_module else lane_bucket(self.layout)
+        if self._in_module:
+            psum(total.new_ones(1 if self.lane is None else 2), axis)
         elif carrier is None:
-            psum(encode_lane({"total": total, **self.lane}, self.dtype, axis_size(axis)), axis)
+            psum(encode_lane({"total": total, **(self.lane or {})}, self.dtype, axis_size(axis)), axis)
         for i, bucket in enumerate(self.layout):
             flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
             extra = {"lane": self.lane} if i == carrier else {"carried": Carried(lambda: MeanState(total, {}))}

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ._base import Optimizer, Pipeline, Transform, check_transform
+from ._base import Optimizer, Pipeline, Skips, Transform, check_transform
+from ._plan import Plan, make_plan
 from ._spec import factory
-from ._tree import State, Tree, all_finite, check_same, choose_state, on, where
+from ._tree import State, Tree, all_finite, check_same, on
+from ._verdict import Effect, flag
+from .axes._collectives import axis_size, psum
+from .axes._env import bound
+from .optimizers._mixed_precision import masters_of, with_masters
+from .sync._lane import Lane, check_lane
 from .sync._weights import check_weight
 
 
@@ -16,6 +24,8 @@ class PipelineState(NamedTuple):
     hook: State
     optimizer: State  # the tree of the parameters with an optimizer state at every leaf
     after: State
+    step: int  # steps so far, those without effect included, on the host: what periods are counted by
+    window: Tensor  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
 
 
 @factory
@@ -34,7 +44,7 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
     Returns:
         A `Pipeline`: `init(params) -> state` and
         `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`.
-        State: `PipelineState(hook, optimizer, after)`.
+        State: `PipelineState(hook, optimizer, after, step, window)`.
 
     Raises:
         TypeError: an argument of the wrong kind; at `step`: a leaf of another dtype.
@@ -57,43 +67,93 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
     if after is not None:
         check_transform(after, "fuse: after")
 
-    def init(params: Tree) -> State:
-        return PipelineState(hook.init(params), optimizer.init(params), after.init(params) if after else ())
-
-    def step(params: Tree, grads: Tree, state: PipelineState, **extra: Any) -> tuple[Tree, State]:
-        params, state, _ = run(hook, optimizer, after, params, grads, state, False, **extra)
-        return params, state
-
-    return Pipeline(init, step, hook, optimizer, after)
+    return pipeline_of(hook, optimizer, after)
 
 
-def run(
-    hook: Transform, optimizer: Optimizer, after: Transform | None, params: Tree, grads: Tree, state: PipelineState,
-    skips: bool, *, weight: Any = None, lane: Any = None, **extra: Any,
-) -> tuple[Tree, PipelineState, Tensor | None]:  # fmt: skip
-    """One step: parameters, state, and with `skips` whether it has had an effect, None within a window of `accumulate`.
+def pipeline_of(
+    hook: Transform, optimizer: Optimizer, after: Transform | None, skips: Skips | None = None,
+    prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads,
+) -> Pipeline:  # fmt: skip
+    """The pipeline of these parts.
 
     Args:
-        skips: Whether a step whose gradients are not finite behind the hook is left out: parameters and state stay as they
-            were, and `after` runs as in any other step, with weight 0.
+        skips: Where steps whose gradients are not finite behind the hook are left out: how it keeps count of them.
+        prepare: `(grads, state) -> grads`, what comes before the hook; the state is that of `skips`.
     """
-    if not isinstance(state, PipelineState):
-        raise ValueError(
-            f"state is a {type(state).__name__}, expected the PipelineState that this pipeline's init or step returned"
+    plans: dict[tuple[str, ...], Plan] = {}
+
+    def init(params: Tree) -> State:
+        state = PipelineState(
+            hook.init(params), optimizer.init(params), after.init(params) if after else (), 0, _nothing()
         )
-    check_same("grads", grads, "params", params)
-    grads, hook_state = hook.update(grads, state.hook, params, weight=weight, lane=lane, **extra)
-    if grads is None:  # accumulating: nothing to step with in this call
-        return params, state._replace(hook=hook_state), None
-    new, optimizer_state = optimizer.step(params, grads, state.optimizer)
-    fine = None
-    if skips:
-        fine = all_finite(grads)  # and not the parameters: some optimizers take the sign of a NaN for 0
-        new = where(fine, new, params)
-        hook_state = choose_state(fine, hook_state, state.hook)
-        optimizer_state = choose_state(fine, optimizer_state, state.optimizer)
-        weight = on(fine.device, check_weight(weight)) * fine
-    after_state = state.after
-    if after:
-        new, after_state = after.update(new, state.after, new, weight=weight, keep_idle=True, **extra)
-    return new, PipelineState(hook_state, optimizer_state, after_state), fine
+        return skips.begin(state) if skips else state
+
+    def step(
+        params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, **extra: Any
+    ) -> tuple[Tree, State]:
+        outer, old = state, state.inner if skips else state
+        if not isinstance(old, PipelineState):
+            raise ValueError(
+                f"state is a {type(old).__name__}, expected the PipelineState that this pipeline's init or step returned"
+            )
+        check_same("grads", grads, "params", params)
+        check_lane(lane)
+        if lane and "weight" in lane:
+            raise ValueError("'weight' in the lane is taken by the ranks' weights; choose another name")
+        own = check_weight(weight)
+        grads, hook_state = hook.update(
+            prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,
+            **extra,
+        )  # fmt: skip
+        own = old.window + own
+        if grads is None:  # accumulating: nothing to step with in this call
+            inner = old._replace(hook=hook_state, window=own)
+            return params, outer._replace(inner=inner) if skips else inner
+        axes = tuple(bound())
+        if axes not in plans:
+            plans[axes] = make_plan(hook, axes)
+        effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, weight is None, bool(skips))
+        new = params, old.optimizer
+        if effect.steps is not False:
+            new = effect.where(optimizer.step(params, grads, old.optimizer), new)
+        after_state = old.after
+        if after:
+            masters, after_state = effect.after(after, masters_of(*new), old.after, agreed, old.step, **extra)
+            new = with_masters(masters, *new)
+        params, optimizer_state = new
+        inner = PipelineState(
+            effect.keep(hook_state, old.hook), optimizer_state, after_state, old.step + 1, torch.zeros_like(own)
+        )
+        return params, effect.settle(skips, outer._replace(inner=inner)) if skips else inner
+
+    return Pipeline(init, step, hook, optimizer, after, skips=skips)
+
+
+def _judge(
+    plan: Plan, hook_state: State, grads: Tree, step: int, own: Tensor, alike: bool, skips: bool
+) -> tuple[Effect, Tensor]:
+    """The effect of a step on this rank, and the weight of all ranks that share its gradients.
+
+    Args:
+        hook_state: After this step.
+        grads: Behind the hook.
+        step: The number of steps before this one.
+        own: The weight of this rank.
+        alike: Whether all ranks have this weight.
+        skips: Whether the gradients must be finite.
+    """
+    axes, equal = plan.reduced(step)
+    agreed, fine = own, all_finite(grads) if skips else torch.ones((), dtype=torch.bool)
+    if equal:
+        assert plan.hook.sums is not None
+        agreed = plan.hook.sums(hook_state).lane["weight"]
+    elif axes and not (alike and not skips):
+        agreed, bad = psum(torch.stack([on(fine.device, own), (~fine).to(own.dtype)]), axes)
+        fine = bad == 0
+    elif axes:
+        agreed = own * axis_size(axes)
+    return Effect(flag(agreed > 0), flag(fine)), agreed
+
+
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)

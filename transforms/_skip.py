@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._base import Optimizer, Pipeline, Skips, Transform, check_transform
 from ._bucketwise import Carried, part_of
-from ._fuse import run
+from ._fuse import pipeline_of
 from ._spec import factory
 from ._tree import State, Tree, all_finite, choose_state, where, zeros_like
 
@@ -105,14 +105,4 @@ def guarded(
             f"dynamic_loss_scale"
         )
 
-    def step(params: Tree, grads: Tree, state: Any, **extra: Any) -> tuple[Tree, State]:
-        new, inner, fine = run(
-            part.hook, part.optimizer, part.after, params, prepare(grads, state), state.inner, True, **extra
-        )
-        state = state._replace(inner=inner)
-        return new, state if fine is None else skips.settle(state, fine)
-
-    def init(params: Tree) -> State:
-        return skips.begin(part.init(params))
-
-    return Pipeline(init, step, part.hook, part.optimizer, part.after, skips=skips)
+    return pipeline_of(part.hook, part.optimizer, part.after, skips, prepare)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ._base import Transform, check_transform, init_empty, sums_of_inner
 from ._bucketwise import Carried, part_of
 from ._check import whole_number
+from ._counter import counts_steps
 from ._spec import factory
 from ._tree import State, Tree, global_norm, named_leaves
 
@@ -91,6 +92,7 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
     def init(params: Tree) -> LoggedState:
         return LoggedState(hook.init(params), 0)
 
+    @counts_steps
     def update(
         grads: Tree, state: LoggedState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, LoggedState]:

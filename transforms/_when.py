@@ -16,6 +16,7 @@ from ._base import Phase, Transform, check_transform, lend, sums_of_inner, takes
 from ._bucketwise import Carried, part_of
 from ._check import whole_number
 from ._combine import widest
+from ._counter import counts_steps
 from ._spec import factory
 from ._tree import State, Tree, choose_state, device_of, on, zeros_like
 from .sync._weights import check_weight
@@ -72,15 +73,17 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     def init(params: Tree) -> State:
         return SwitchState(0, before.init(params), after.init(params))
 
+    @counts_steps
     @takes_donated
     def update(
         grads: Tree, state: SwitchState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
-        name, part = ("before", before) if state.step < step else ("after", after)
+        name, part, own = ("before", before, state.step) if state.step < step else ("after", after, state.step - step)
         grads, new = part.update(
-            grads, getattr(state, name), params, carried=part_of(carried, name), **lend(part, donated), **extra
-        )
+            grads, getattr(state, name), params, carried=part_of(carried, name), **lend(part, donated),
+            **{**extra, "step": own},
+        )  # fmt: skip
         return grads, state._replace(step=state.step + 1, **{name: new})
 
     def sums(state: SwitchState) -> Any:
@@ -95,18 +98,22 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
 class EveryState(NamedTuple):
     step: int  # calls so far, on the host
     inner: State
+    weight: Tensor  # of parameters: the sum of the weights of the calls since it has last run, 0-d float64
 
 
 @factory
 def every(steps: int, transform: Transform) -> Transform:
     """Run a transform in every `steps`-th call; in the others the gradients pass unchanged.
 
+    Of parameters, behind an optimizer, it is given the weight of all calls since it has last run: those in which a rank has
+    trained on what it holds.
+
     Args:
         steps: The period; calls steps - 1, 2 steps - 1, ... (counted from 0) run it.
         transform: What to run then.
 
     Returns:
-        A `Transform` with state `EveryState(step, inner)`. It does not carry the lane, which must
+        A `Transform` with state `EveryState(step, inner, weight)`. It does not carry the lane, which must
         travel in every step.
 
     Raises:
@@ -124,16 +131,22 @@ def every(steps: int, transform: Transform) -> Transform:
     check_transform(transform, "every: transform")
 
     def init(params: Tree) -> State:
-        return EveryState(0, transform.init(params))
+        return EveryState(0, transform.init(params), _no_weight())
 
+    @counts_steps
     def update(
-        grads: Tree, state: EveryState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
-    ) -> tuple[Tree, State]:
+        grads: Tree, state: EveryState, params: Tree = None, *, weight: Any = None, carried: Carried | None = None,
+        persistent: bool = False, **extra: Any,
+    ) -> tuple[Tree, State]:  # fmt: skip
         count = state.step + 1
+        window = state.weight + check_weight(weight) if persistent else state.weight
         if count % steps:
-            return grads, state._replace(step=count)
-        grads, inner = transform.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
-        return grads, EveryState(count, inner)
+            return grads, EveryState(count, state.inner, window)
+        grads, inner = transform.update(
+            grads, state.inner, params, weight=window if persistent else weight, carried=part_of(carried, "inner"),
+            persistent=persistent, **{**extra, "step": count // steps - 1},
+        )  # fmt: skip
+        return grads, EveryState(count, inner, torch.zeros_like(window))
 
     return Transform(init, update, scope=transform.scope, phases=(Phase(f"every {steps} steps", transform),))
 
@@ -182,7 +195,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
     check_transform(transform, "accumulate: transform")
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
-        return AccumulateState(step, torch.zeros((), dtype=torch.float64), zeros_like(params), {}, inner)
+        return AccumulateState(step, _no_weight(), zeros_like(params), {}, inner)
 
     def init(params: Tree) -> State:
         return fresh(params, 0, transform.init(params))
@@ -209,3 +222,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 
     once = (Phase(f"once in {steps} calls", transform),)
     return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform), pauses=True, phases=once)
+
+
+def _no_weight() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)

@@ -67,10 +67,12 @@ def reference(sizes: list[list[int]], choice: str) -> Any:
         for r in live:
             models[r](batches[r][i])
         norms = [model[1] for model in models]
-        weights = [sizes[r][i] for r in live]
+        since = i - i % 2 if choice == "every second" else i  # the first step that counts in this average
+        counted = [r for r, own in enumerate(sizes) if since < len(own)]
+        weights = [sum(sizes[r][since : i + 1]) for r in counted]
         with torch.no_grad():
             for name in ("running_mean", "running_var"):
-                values = [getattr(norms[r], name).clone() for r in live]
+                values = [getattr(norms[r], name).clone() for r in counted]
                 mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
                 if (
                     choice == "average"
@@ -82,7 +84,7 @@ def reference(sizes: list[list[int]], choice: str) -> Any:
                 if choice == "broadcast":
                     for norm in norms:
                         getattr(norm, name).copy_(values[0])
-            counts = [int(norms[r].num_batches_tracked) for r in live]
+            counts = [int(norms[r].num_batches_tracked) for r in counted]
             if choice == "broadcast" or choice == "average" or (choice == "every second" and i % 2):
                 for norm in norms:
                     norm.num_batches_tracked.fill_(counts[0] if choice == "broadcast" else max(counts))

@@ -177,7 +177,7 @@ def after_999(name: str) -> Any:
     handle = fjoin.ddp.register_comm_hook_type(name, ddp)
     saved = handle.state_dict()
     assert saved["hook"]["0.inner.step"] == state.iter == 0
-    saved["hook"]["0.inner.step"] = state.iter = 999
+    saved["step"] = state.iter = 999
     handle.load_state_dict(saved)
     flat, seen = oracle.flats(dist.get_rank(), [144], "any")[0], []
     for i in range(3):

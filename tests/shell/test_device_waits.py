@@ -32,10 +32,10 @@ def wait_for_a_device(rank: int, report: Report) -> None:
         mesh.failed(ValueError("bad batch"), 3)
         return
     guard = Guard(2, mesh=mesh)
-    guard._pending.append((2, {}, torch.zeros(2), Later(3)))
+    guard._pending.append((2, {}, torch.zeros(2), Later(3), False))
     guard.attend()
     guard.raise_pending(newest=True)
-    guard._pending.append((3, {}, torch.zeros(2), Later(float("inf"))))
+    guard._pending.append((3, {}, torch.zeros(2), Later(float("inf")), False))
     for wait in (guard.attend, lambda: guard.raise_pending(newest=True)):
         try:
             wait()

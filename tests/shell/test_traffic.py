@@ -80,13 +80,14 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "hook"), CASES)
 def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:
-    """Each of 3 steps sends what `explain` says, the loop two numbers more, and a rank without input the same."""
+    """Each of 3 steps sends what `explain` says, the loop two numbers before them, and a rank without input the same."""
     results = pool.run(2, counted, model, hook, [3, 1])
     what = tx.explain(_pipeline(hook), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES)
     announced = sorted((m.payload_bytes, str(m.dtype)) for row in what.rows for m in row.messages)
     assert announced, "something is always sent: at least the step's own counts"
     for sent, seen_by_profiler in results:
-        assert seen_by_profiler == len(sent) == 1 + 3 * what.messages
+        at_end = hook == "noop"  # a rank may have left the last step out that the other took
+        assert seen_by_profiler == len(sent) == 1 + 3 * what.messages + at_end
         assert {name for name, _, _ in sent} <= {"all_reduce", "all_to_all_single"}
         assert sent[0][1:] == (8, "torch.float32")
         for i in range(3):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from .._base import Optimizer
 from .._spec import factory
+from .._tree import State, Tree
 from ._inplace import one_param
 from ._wrap import each_part, step_in_place
 
@@ -85,3 +87,33 @@ def _with_master(part: Optimizer, dtype: torch.dtype) -> Optimizer:
     return Optimizer(
         init_param, step_param, one_param(step_params_), step_params_, elementwise=part.elementwise, check=part.check
     )
+
+
+def master_of(state: Any) -> Tensor | None:
+    """The master copy in a parameter's state, if there is one."""
+    if isinstance(state, MixedState):
+        return state.master
+    return master_of(state.inner) if hasattr(state, "inner") else None
+
+
+def with_master(state: Any, master: Tensor) -> Any:
+    """A state that has one, with another master copy."""
+    if isinstance(state, MixedState):
+        return state._replace(master=master)
+    return state._replace(inner=with_master(state.inner, master))
+
+
+def masters_of(params: Tree, state: State) -> Tree:
+    """The parameters, in their master copies where their optimizers keep some."""
+    return optree.tree_map(lambda param, s: param if (master := master_of(s)) is None else master, params, state)
+
+
+def with_masters(masters: Tree, params: Tree, state: State) -> tuple[Tree, State]:
+    """Parameters and state with other values of what `masters_of` gave."""
+
+    leaves, structure = optree.tree_flatten(params)
+    new: list[tuple[Tensor, Any]] = []
+    given: list[Any] = structure.flatten_up_to(masters)
+    for master, param, s in zip(given, leaves, structure.flatten_up_to(state), strict=True):
+        new.append((master, s) if master_of(s) is None else (master.to(param.dtype), with_master(s, master)))
+    return structure.unflatten([param for param, _ in new]), structure.unflatten([s for _, s in new])

@@ -74,14 +74,22 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: Memory | None = None, donated: bool = False, keep_idle: bool = False, unit: float = 1.0,
+        memory: Memory | None = None, donated: bool = False, persistent: bool = False, unit: float = 1.0,
         **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(
-                wire, grads, axis, weight, over, None if carried else lane, memory, donated=donated, keep_idle=keep_idle
+                wire,
+                grads,
+                axis,
+                weight,
+                over,
+                None if carried else lane,
+                memory,
+                donated=donated,
+                persistent=persistent,
             )
             return out, mean_state(total, sums, carried)
         unit = unit if over in (None, "weight") else 1.0
@@ -89,7 +97,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         counted = new.total
         if over is None:
             summed = summed if unit == 1.0 else optree.tree_map(lambda g: g / unit, summed)
-            return unless_idle(counted, summed, grads, keep_idle), new
+            return unless_idle(counted, summed, grads, persistent), new
         if over == "world" and carried is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
         divisor = not_zero(new.total) * unit
@@ -98,7 +106,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             torch._foreach_div_(leaves, divisor)
         else:
             summed = optree.tree_map(lambda g: g / divisor.to(g.dtype), summed)
-        return unless_idle(counted, summed, grads, keep_idle), new
+        return unless_idle(counted, summed, grads, persistent), new
 
     return Transform(
         init_mean,

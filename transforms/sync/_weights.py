@@ -90,12 +90,12 @@ def share_of(weight: Any, over: Over) -> Share:
     return Share((factor > 0).to(factor.dtype), None if known is None else float(known > 0))
 
 
-def unless_idle(total: Tensor, new: Tree, old: Tree, keep_idle: bool) -> Tree:
-    """A reduction's result; with `keep_idle` what it was given, where no rank has counted anything.
+def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
+    """A reduction's result; with `persistent` what it was given, where no rank has counted anything.
 
     The mean of nothing is 0: right for gradients, which then change nothing, but not for parameters.
     """
-    return where(total != 0, new, old) if keep_idle else new
+    return where(total != 0, new, old) if persistent else new
 
 
 def not_zero(divisor: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def adasum(axis: AxisName) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, keep_idle: bool = False, **extra: Any,
+        carried: Carried | None = None, persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         check_lane(lane)
@@ -74,7 +74,7 @@ def adasum(axis: AxisName) -> Transform:
         words = encode_lane(named, torch.float64, 1, device_of(leaves))
         sums = decode_lane(psum(words, axis), named, 1)
         total = sums.pop("total")
-        return unless_idle(total, out, grads, keep_idle), MeanState(total, sums)
+        return unless_idle(total, out, grads, persistent), MeanState(total, sums)
 
     return Transform(init_mean, update, scope="leaf", sums=lambda state: state)
 

@@ -12,6 +12,7 @@ from .._base import Scope, Transform, check_transform, lend, sums_of_inner, take
 from .._bucketwise import Carried, part_of
 from .._check import whole_number
 from .._combine import widest
+from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves
 from ..axes._primitive import AxisName
@@ -163,6 +164,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
 
+    @counts_steps
     @takes_donated
     def noisy(
         grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,

@@ -12,6 +12,7 @@ from .._base import Transform, keeps_all
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._check import decay, flag, one_axis, positive, whole_number
+from .._counter import counts_steps
 from .._spec import factory
 from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, wide_zeros
 from .._when import phases_from
@@ -107,6 +108,7 @@ def dgc(
         u = {path: momentum * old[path] + g.to(old[path]) for path, g in of.items()}
         return u, {path: of[path].to(x) + momentum * x for path, x in u.items()} if nesterov else u
 
+    @counts_steps
     def update(
         grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, **extra: Any,

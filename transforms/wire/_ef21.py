@@ -92,7 +92,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
 
     def update(
         grads: Tree, state: EF21State, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, keep_idle: bool = False, **extra: Any,
+        carried: Carried | None = None, persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, EF21State]:  # fmt: skip
         of = {path: torch.as_tensor(g) for path, g in named_leaves(grads).items()}
         device = device_of(of.values())
@@ -134,7 +134,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             mine = torch.where(anew, mine - believed[path], mine)  # only what has been sent now
             own[path] = torch.where(fine, mine, own[path])
             whole[path] = torch.where(fine, belief, whole[path])
-        new = unless_idle(counted, new, {path: of[path] for path in new}, keep_idle)
+        new = unless_idle(counted, new, {path: of[path] for path in new}, persistent)
         return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
 
     return Transform(

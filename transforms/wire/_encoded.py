@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 def encoded_mean(
     wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None, memory: Memory | None,
-    reduce: Callable[..., Reduced] = coded_mean, donated: bool = False, keep_idle: bool = False,
+    reduce: Callable[..., Reduced] = coded_mean, donated: bool = False, persistent: bool = False,
 ) -> Encoded:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
 
@@ -37,7 +37,7 @@ def encoded_mean(
         memory: Where the errors of this call lie; see `error_feedback`.
         reduce: What a `coded_mean` does.
         donated: Whether the mean may be written over the gradients.
-        keep_idle: Whether the gradients are given back where no rank counts anything, in the place of zeros.
+        persistent: Whether the gradients are given back where no rank counts anything, in the place of zeros.
 
     Raises:
         RuntimeError: something differentiates through the gradients.
@@ -72,7 +72,7 @@ def encoded_mean(
     elif over == "world":
         ranks = axis_size(axis)
         full, total = full * (total / ranks).to(torch.float32), torch.full_like(total, ranks)
-    out = unless_idle(counted, unravel(full, grads), grads, keep_idle)
+    out = unless_idle(counted, unravel(full, grads), grads, persistent)
     return Encoded(out, total, decode_lane(reduced.words, lane or {}, 1))
 
 

@@ -11,6 +11,7 @@ from .._base import Transform, check_transform, keeps_all, lend, sums_of_inner, 
 from .._bucketwise import Carried, part_of
 from .._check import whole_number
 from .._combine import widest
+from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
 from ._blocks import int8
@@ -151,6 +152,7 @@ def loco(
         errors = zero_errors(hook, params)
         return LocoState(hook.init(params), 0, stored(errors), init_last(errors))
 
+    @counts_steps
     def update(
         grads: Tree, state: LocoState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, LocoState]:

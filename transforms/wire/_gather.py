@@ -60,14 +60,14 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
-        keep_idle: bool = False, **extra: Any,
+        persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         told = lane if carried is None else None
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(
-                wire, grads, axis, weight, over, told, memory, gathered_mean, donated, keep_idle
+                wire, grads, axis, weight, over, told, memory, gathered_mean, donated, persistent
             )
             return out, mean_state(total, sums, carried)
         check_lane(told)
@@ -90,7 +90,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
                 out = out + row.to(wide) * part.to(rows.device, wide)
             return out.to(rows.dtype)
 
-        out = unless_idle(sums.pop("total"), optree.tree_map(mean, all_grads), grads, keep_idle)
+        out = unless_idle(sums.pop("total"), optree.tree_map(mean, all_grads), grads, persistent)
         return out, mean_state(total, sums, carried)
 
     return Transform(

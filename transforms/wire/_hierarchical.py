@@ -67,7 +67,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None,
-        keep_idle: bool = False, **extra: Any,
+        persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         check_lane(lane)
@@ -103,7 +103,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         if over == "world":
             part, total = part * (total / (inside * nodes)).to(part), torch.full_like(total, inside * nodes)
         whole = all_gather(part, local).flatten()
-        out = unless_idle(counted, unravel(whole[: own.numel()], grads), grads, keep_idle)
+        out = unless_idle(counted, unravel(whole[: own.numel()], grads), grads, persistent)
         return out, mean_state(total, sums, carried)
 
     scope: Any = "element" if wire is None or wire.elementwise else "message"

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._base import Reduction, Scope, Transform, takes_donated
 from .._bucketwise import Carried, part_of
 from .._check import flag, positive, real, some_axes, whole_number
+from .._counter import counts_steps
 from .._tree import Tree, device_of, named_leaves, plain
 from ..axes._collectives import axis_size
 from ..axes._primitive import AxisName
@@ -93,17 +94,18 @@ def reducing(
         reduced = init_mean(params)
         return PowerSGDState(reduced, reduced.total.clone(), start(params) if settings.warm_start else {}, 0)
 
+    @counts_steps
     @takes_donated
     def update(
         grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
-        keep_idle: bool = False, **extra: Any,
+        persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
         grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
         if axis_size(axis) == 1:
             out, reduced = alone.update(
                 grads, state.reduced, weight=weight, lane=lane, carried=part_of(carried, "reduced"),
-                keep_idle=keep_idle, **extra,
+                persistent=persistent, **extra,
             )  # fmt: skip
             counted = share_of(weight, over).factor if carried is None else carried.get().counted
             return out, state._replace(reduced=reduced, counted=counted, step=step)
@@ -120,7 +122,7 @@ def reducing(
         if memory is not None:
             memory.keep(made.errors, made.errors.values(), share, made.reduced.total)
         out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
-        out = unless_idle(made.counted, out, grads, keep_idle)
+        out = unless_idle(made.counted, out, grads, persistent)
         q = {path: made.q.get(path, old) for path, old in state.q.items()}
         return out, PowerSGDState(made.reduced, made.counted, q, step)
 

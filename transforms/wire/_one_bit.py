@@ -11,6 +11,7 @@ from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
 from .._check import positive
+from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
 from .._when import phases_from
@@ -83,6 +84,7 @@ def one_bit_adam(
         counts = (each(params, 0.0) for _ in range(2))
         return OneBitAdamState(begun, step, wide_zeros(params), wide_zeros(params), *counts)
 
+    @counts_steps
     def update(
         grads: Tree, state: OneBitAdamState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, OneBitAdamState]:

@@ -12,6 +12,7 @@ from .._base import Transform, keeps_all, sums_of_inner
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
 from .._check import decay, positive
+from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
 from .._when import phases_from
@@ -98,6 +99,7 @@ def one_bit_lamb(
         taken, settled, ratio, change = (each(params, value) for value in (0.0, 0.0, 0.0, 1.0))
         return OneBitLambState(begun, step, m, v, taken, settled, fresh, ratio, change)
 
+    @counts_steps
     def update(
         grads: Tree, state: OneBitLambState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
     ) -> tuple[Tree, OneBitLambState]:
