@@ -24,6 +24,7 @@ class LookAhead:
 
     def __init__(self) -> None:
         self._again: set[int] = set()  # where tensors in others' memory begin that were given twice
+        self._current: tuple[Any, list[Tensor]] = (None, [])  # the last batch that was loaded, and its tensors
 
     def __call__(self, current: Any, load: Callable[[], B]) -> B:
         """The next batch.
@@ -31,14 +32,19 @@ class LookAhead:
         Raises:
             JoinError: the loader has written it into the memory of the current one.
         """
-        held = {tensor.data_ptr(): (tensor, tensor._version, self._copy(tensor)) for tensor in _tensors(current)}
+        known, tensors = self._current
+        if known is not current:
+            tensors = _tensors(current)
+        held = {tensor.data_ptr(): (tensor, tensor._version) for tensor in tensors}
+        copies = {start: _bytes(tensor) for start, (tensor, _) in held.items() if start in self._again}
         following = load()
-        for tensor in _tensors(following):
+        self._current = following, _tensors(following)
+        for tensor in self._current[1]:
             start = tensor.data_ptr()
             if start not in held:
                 continue
-            before, version, copy = held[start]
-            if before._version != version or (copy is not None and not torch.equal(copy, _bytes(before))):
+            before, version = held[start]
+            if before._version != version or (start in copies and not torch.equal(copies[start], _bytes(before))):
                 raise JoinError(
                     f"the loader has written the next batch into the memory of the current one, a tensor of shape "
                     f"{tuple(tensor.shape)}, which the loop has still to use: it looks one batch ahead; copy the batch in the "
@@ -47,9 +53,6 @@ class LookAhead:
             if not tensor.untyped_storage().resizable():
                 self._again.add(start)
         return following
-
-    def _copy(self, tensor: Tensor) -> Tensor | None:
-        return _bytes(tensor) if tensor.data_ptr() in self._again else None
 
 
 def _bytes(tensor: Tensor) -> Tensor:

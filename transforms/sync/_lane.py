@@ -7,6 +7,7 @@ their sum is below 2^48 / ranks (2^45, 3.5e13, on 8 ranks). A float64 message ho
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Iterable, Mapping
@@ -46,10 +47,11 @@ def host_words(lane: Mapping[str, float], dtype: torch.dtype, ranks: int) -> lis
     """`encode_lane` for host numbers."""
     if dtype is torch.float64:
         return list(lane.values())
-    base = _base(ranks)
+    base, most = _base(ranks), _most(dtype, ranks)
     words: list[float] = []
     for name, value in lane.items():
-        _check_fits(name, value, dtype, ranks)
+        if not -most <= value <= most:
+            _check_fits(name, value, dtype, ranks)
         high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0
         words += (high, value - high * base)
     return words
@@ -76,9 +78,15 @@ def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device
     return torch.stack([high, values - high * base], dim=1).reshape(-1).to(dtype)
 
 
+@functools.cache
+def _most(dtype: torch.dtype, ranks: int) -> float:
+    """The largest number of one rank that a message carries."""
+    return torch.finfo(dtype).max / ranks * (1.0 if dtype is torch.float64 else _base(ranks))
+
+
 def _check_fits(name: str, value: float, dtype: torch.dtype, ranks: int) -> None:
     """Raise ValueError for a finite number whose words, summed over the ranks, need not fit the dtype."""
-    most = torch.finfo(dtype).max / ranks * (1.0 if dtype is torch.float64 else _base(ranks))
+    most = _most(dtype, ranks)
     if math.isfinite(value) and abs(value) > most:
         raise ValueError(
             f"{name.removeprefix('sum.')!r} in the lane is {value!r}, but a message of {dtype} carries at most {most:.3g} for each "
