@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ._errors import DesyncError
 from ._mesh import Mesh
-from .transforms._base import Pipeline, Transform
+from .transforms._base import Transform
+from .transforms._pipeline import Pipeline
 
 
 def check_program(

@@ -27,12 +27,13 @@ from ._stages import last_sums, run_stages
 from ._stepper import Stepper, divides
 from ._storage import apart
 from ._waves import Waves, travel
-from .transforms._base import Pipeline, Transform, lend
+from .transforms._base import Transform, lend
 from .transforms._bucketwise import merge, restrict
 from .transforms._combine import stages
 from .transforms._explain import explain_cut
 from .transforms._explanation import Explanation
 from .transforms._loss_scale import refuse_float16
+from .transforms._pipeline import Pipeline
 from .transforms._plan import make_plan
 from .transforms._tree import check_dense
 from .transforms._verdict import Effect
@@ -101,7 +102,9 @@ class DDPRun:
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
         # Of a parameter that no rank uses nothing is stepped, so that what a hook sends of it is lost.
-        asks = (pipeline is not None or hook.loses is not None) and (ddp.find_unused_parameters or ddp.static_graph)
+        asks = (pipeline is not None or hook.compression is not None) and (
+            ddp.find_unused_parameters or ddp.static_graph
+        )
         self._used = UsedParameters(params, mesh) if asks else None
 
     def explain(self) -> Explanation:

@@ -92,7 +92,7 @@ class HookRun:
         self._stages, self.scales = stages(plan.hook), True
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
-        self.fresh = any(part.plain for part in last)
+        self.fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._given = 1.0  # the weight that the gradients of this step have already
         self._waves: Waves | None = None
         self._calls: list[Call] = []

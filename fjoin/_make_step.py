@@ -10,10 +10,11 @@ from ._make_mesh import mesh as make_mesh
 from ._mesh import Mesh, check_mesh
 from ._run import Run
 from ._step import TrainStep
-from .transforms._base import Pipeline, Transform, check_transform
+from .transforms._base import Transform, check_transform
 from .transforms._check import flag, whole_number
 from .transforms._combine import identity
 from .transforms._layout import BUCKET_BYTES
+from .transforms._pipeline import Pipeline
 from .transforms._plan import make_plan
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ._param_groups import check_group, own_by_group, resizing, values_of
 from ._stepper import Item, Stepper
-from .transforms import _base
 from .transforms._state_dict import to_state_dict
+from .transforms.optimizers import _optimizer
 from .transforms.optimizers._inject import remade
 
 
@@ -49,8 +49,8 @@ class Optimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Any, optimizer: _base.Optimizer) -> None:
-        if not isinstance(optimizer, _base.Optimizer):
+    def __init__(self, params: Any, optimizer: _optimizer.Optimizer) -> None:
+        if not isinstance(optimizer, _optimizer.Optimizer):
             raise TypeError(
                 f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}"
             )
@@ -60,7 +60,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         self._optimizer = optimizer
         self._stepper = Stepper()  # without a way back from it to this: the states are freed with it
-        self._made: dict[Any, _base.Optimizer] = {}  # with the hyperparameters of the last steps
+        self._made: dict[Any, _optimizer.Optimizer] = {}  # with the hyperparameters of the last steps
         hyperparameters = {} if optimizer.select else own_by_group(optimizer)
         self._names = tuple(hyperparameters)
         self._resizing = resizing(optimizer, self._names)
@@ -144,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
     def _show(self, param: Tensor, state: Any) -> None:
         self.state[param] = to_state_dict(state)
 
-    def _with(self, part: _base.Optimizer, values: tuple[tuple[str, float], ...]) -> _base.Optimizer:
+    def _with(self, part: _optimizer.Optimizer, values: tuple[tuple[str, float], ...]) -> _optimizer.Optimizer:
         """An optimizer with other hyperparameters, the same object for the same ones."""
         if not values:
             return part
@@ -180,7 +180,7 @@ class Optimizer(torch.optim.Optimizer):
         self._stepper.adopt(states, self._show)
         self._sizes = None
 
-    def _of_saved(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> _base.Optimizer:
+    def _of_saved(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> _optimizer.Optimizer:
         """The optimizer with the saved hyperparameters, where these decide which fields a state has."""
         part = self._optimizer.at(name)
         if not self._resizing:

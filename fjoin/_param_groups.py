@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .transforms._base import Optimizer
 from .transforms._check import is_number
 from .transforms._spec import _FACTORIES
 from .transforms._tree import fields
 from .transforms.optimizers._inject import remade
+from .transforms.optimizers._optimizer import Optimizer
 
 
 def own_by_group(part: Optimizer) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from ._state import Body
 from ._storage import Storage, apart
 from ._taps import Taps
 from ._wire import Outgoing, Queue
-from .transforms._base import Pipeline, Transform
+from .transforms._base import Transform
+from .transforms._pipeline import Pipeline
 from .transforms._plan import make_plan
 from .transforms.axes._env import bind_axes, bind_weight
 

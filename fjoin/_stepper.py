@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ._param_groups import own_by_group
-from .transforms._base import Optimizer
 from .transforms._check import is_number
 from .transforms._state_dict import restored
 from .transforms._tree import fields, with_fields
 from .transforms.optimizers._checked import check_grad, check_written, refuse_count
+from .transforms.optimizers._lift import sharing
+from .transforms.optimizers._optimizer import Optimizer
 from .transforms.optimizers._rates import check_rates
-from .transforms.optimizers._wrap import sharing, step_in_place
+from .transforms.optimizers._wrap import step_in_place
 
 Item = tuple[Any, Optimizer, Tensor, Any]  # whose, what steps it, the parameter, its gradient
 Changed = Callable[[Any, Any], None]

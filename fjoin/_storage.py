@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .transforms._base import Optimizer
 from .transforms._layout import Bucket, Span
 from .transforms._tree import fields, with_fields
 from .transforms.optimizers._mixed_precision import master_of, masters_of
+from .transforms.optimizers._optimizer import Optimizer
 from .transforms.optimizers._rates import check_rates
 
 

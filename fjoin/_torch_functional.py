@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .transforms._base import Optimizer
 from .transforms._spec import Spec
+from .transforms.optimizers._optimizer import Optimizer
 
 
 class TorchState(NamedTuple):

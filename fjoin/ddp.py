@@ -26,11 +26,13 @@ from ._comm_hooks import quantization_pertensor_hook as quantization_pertensor_h
 from ._ddp_hook import REGISTERED, DDPRun
 from ._group_mesh import mesh_over
 from ._mesh import Mesh
-from .transforms._base import Optimizer, Pipeline, Transform
+from .transforms._base import Transform
 from .transforms._explanation import Explanation
 from .transforms._fuse import fuse
+from .transforms._pipeline import Pipeline
 from .transforms._plan import axes_of, warn_if_silent
 from .transforms._state_dict import restored, to_state_dict
+from .transforms.optimizers._optimizer import Optimizer
 from .transforms.sync._weights import Over
 
 

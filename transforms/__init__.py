@@ -29,9 +29,8 @@ if __name__ != "fjoin.transforms":
         f"`from fjoin import transforms as tx`; importing it as {__name__!r} would load a second copy of every class in it."
     )
 
-from ._base import Optimizer as Optimizer
-from ._base import Phase as Phase
-from ._base import Pipeline as Pipeline
+from ._base import Compression as Compression
+from ._base import Needs as Needs
 from ._base import Reduction as Reduction
 from ._base import Transform as Transform
 from ._by_path import masked as masked
@@ -58,6 +57,7 @@ from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._optax import OptaxState as OptaxState
 from ._optax import from_optax as from_optax
 from ._optax import to_optax as to_optax
+from ._pipeline import Pipeline as Pipeline
 from ._skip import SkipState as SkipState
 from ._skip import skip_if_nonfinite as skip_if_nonfinite
 from ._spec import Spec as Spec
@@ -118,6 +118,7 @@ from .optimizers._muon import MuonState as MuonState
 from .optimizers._muon import muon as muon
 from .optimizers._nadam import NAdamState as NAdamState
 from .optimizers._nadam import nadam as nadam
+from .optimizers._optimizer import Optimizer as Optimizer
 from .optimizers._radam import RAdamState as RAdamState
 from .optimizers._radam import radam as radam
 from .optimizers._rmsprop import RMSpropState as RMSpropState

@@ -9,12 +9,11 @@ from typing import Any, TypeAlias, overload
 
 import optree
 
-from ._alternatives import has_phases
-from ._base import Optimizer, Phase, Scope, Transform, check_transform, keeps_all, lend, takes_donated
+from ._base import Compression, Needs, Reduction, Transform, check_transform, lend
 from ._bucketwise import Carried, part_of
-from ._combine import widest
 from ._spec import factory
 from ._tree import State, Tree, beside, named_leaves, path_string
+from .optimizers._optimizer import Optimizer
 
 Patterns: TypeAlias = str | tuple[str, ...]
 Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]
@@ -94,16 +93,11 @@ def masked(transform: Transform, which: Which) -> Transform:
             new, state = transform.update(chosen, state, some, **extra)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
-    # No sums: the leaves that it passes by are not the same on all ranks.
-    loses = transform.loses
-    if loses and loses is not keeps_all:
-        loses = lambda params: transform.loses(_chosen(which, params))  # type: ignore[misc]  # noqa: E731
-    return Transform(init, update, scope=_per_path([transform]), loses=loses, named=True)
-
-
-def _per_path(parts: Sequence[Transform]) -> Scope:
-    """The scope of what looks at paths: leaves at least."""
-    return widest(parts, least="leaf")
+    # It reduces nothing: the leaves that it passes by are not the same on all ranks.
+    lossy = transform.compression
+    if lossy and (paths := lossy.paths):
+        lossy = lossy._replace(paths=lambda params: paths(_chosen(which, params)))
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS, compression=lossy)
 
 
 def _not_none(tree: Tree, where: str) -> Tree:
@@ -189,7 +183,6 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     def init(params: Tree) -> State:
         return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
 
-    @takes_donated
     def update(
         grads: Tree,
         state: State,
@@ -213,36 +206,36 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         return replace_leaves(grads, new), tuple(new_state)
 
     # The lane needs to travel once only: with the first part that reduces.
-    reducing = [i for i, part in enumerate(parts.values()) if part.sums]
+    reducing = [i for i, part in enumerate(parts.values()) if part.reduces]
     carrier = reducing[0] if reducing else None
     first = next(iter(parts.values()))
-    sums = (lambda state: first.sums(state[0])) if len(reducing) == len(parts) else None  # type: ignore[misc]
+    reduces = Reduction(lambda state: first.sums(state[0])) if len(reducing) == len(parts) else None  # type: ignore[misc]
+    lossy = {pattern: part.compression for pattern, part in parts.items() if part.compression}
+    functions = {pattern: one.paths for pattern, one in lossy.items() if one.paths}
 
-    def loses(params: Tree) -> set[str]:
+    def paths(params: Tree) -> set[str]:
         chosen = _labelled(parts, params)
-        return {path for pattern, part in parts.items() if part.loses for path in part.loses(chosen[pattern])}
+        return {path for pattern, function in functions.items() for path in function(chosen[pattern])}
 
-    of_parts = {part.loses for part in parts.values()} - {None}
-    told = None if not of_parts else keeps_all if of_parts == {keeps_all} else loses
-    phases: Any = ()
-    if any(map(has_phases, parts.values())):
-        phases = tuple(
-            Phase("each step", replace(_part(parts, pattern), sums=part.sums if i == carrier else None))
-            for i, (pattern, part) in enumerate(parts.items())
-        )
-    scope = _per_path(list(parts.values()))
-    return Transform(init, update, scope=scope, sums=sums, loses=told, named=True, phases=phases)
+    encoded = any(one.encoded for one in lossy.values())
+    compression = Compression(paths if functions else None, encoded) if lossy else None
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS, reduces, compression)
 
 
-def _part(parts: dict[Patterns, Transform], pattern: Patterns) -> Transform:
-    """One part alone; the leaves of the others pass unchanged."""
+def alone(partitioned: Transform) -> list[Transform]:
+    """The parts of a `partition`, each a transform that leaves the leaves of the others unchanged."""
+    parts: dict[Patterns, Transform] = dict(partitioned.spec["parts"])
+    first = next((pattern for pattern, part in parts.items() if part.reduces), None)
+    found = []
+    for pattern, part in parts.items():
 
-    def which(path: str) -> bool:
-        return label_of(parts, path) == pattern
+        def which(path: str, pattern: Patterns = pattern) -> bool:
+            return label_of(parts, path) == pattern
 
-    which.__qualname__ = repr(pattern)
-    made: Transform = masked(parts[pattern], which)
-    return made
+        which.__qualname__ = repr(pattern)
+        # The lane travels with the first part that reduces.
+        found.append(replace(masked(part, which), reduces=part.reduces if pattern == first else None))
+    return found
 
 
 def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:

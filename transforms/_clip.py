@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 
-from ._base import Transform, init_empty
+from ._base import Needs, Transform, init_empty
 from ._spec import factory
 from ._tree import State, Tree, global_norm, on
 from .axes._collectives import psum
@@ -88,7 +88,7 @@ def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "e
         new = state if mode == "exact" else ClipState(norm.to(torch.float64))
         return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), new
 
-    return Transform(init, update, scope="tree")
+    return Transform(init, update)
 
 
 @factory
@@ -115,4 +115,4 @@ def clip_by_value(max_value: float) -> Transform:
         del params, extra
         return optree.tree_map(lambda g: g.clamp(-max_value, max_value), grads), state
 
-    return Transform(init_empty, update, scope="element")
+    return Transform(init_empty, update, Needs.NOTHING)

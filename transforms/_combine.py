@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optree
 
-from ._base import Scope, Transform, check_transform, init_empty, lend, takes_donated
+from ._base import Needs, Reduction, Transform, check_transform, init_empty, lend
 from ._bucketwise import Carried, part_of
+from ._check import flag
 from ._spec import Spec, factory
 from ._tree import State, Tree
-
-_WIDTH: dict[Scope, int] = {"element": 0, "leaf": 1, "message": 2, "tree": 3}
-
-
-def widest(parts: Sequence[Transform], least: Scope = "element") -> Scope:
-    """The scope of things run one after the other: the most demanding one's, or a more demanding `least`."""
-    return max([least, *(part.scope for part in parts)], key=_WIDTH.__getitem__)
 
 
 @factory
@@ -61,7 +55,6 @@ def chain(*transforms: Transform) -> Transform:
     def init(params: Tree) -> State:
         return tuple(part.init(params) for part in parts)
 
-    @takes_donated
     def update(
         grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None,
         carried: Carried | None = None, donated: bool = False, **extra: Any,
@@ -84,18 +77,13 @@ def chain(*transforms: Transform) -> Transform:
                 weight, lane = sums.total, sums.lane
         return grads, tuple(new)
 
-    reducing = [i for i, part in enumerate(parts) if part.sums]
+    reducing = [i for i, part in enumerate(parts) if part.reduces]
 
     def last_sums(state: State) -> Any:
         return parts[reducing[-1]].sums(state[reducing[-1]])  # type: ignore[misc]
 
-    return Transform(
-        init,
-        update,
-        scope=widest(parts),
-        sums=last_sums if reducing else None,
-        spec=Spec("chain", (("transforms", tuple(parts)),)),
-    )
+    spec = Spec("chain", (("transforms", tuple(parts)),))
+    return Transform(init, update, Needs.NOTHING, Reduction(last_sums) if reducing else None, spec=spec)
 
 
 def stages(transform: Transform) -> list[Transform]:
@@ -119,23 +107,23 @@ def identity() -> Transform:
         del params, extra
         return grads, state
 
-    return Transform(init_empty, update, scope="element")
+    return Transform(init_empty, update, Needs.NOTHING)
 
 
 @factory
-def stateless(function: Callable[..., Any], scope: Scope = "leaf") -> Transform:
+def stateless(function: Callable[..., Any], elementwise: bool = False) -> Transform:
     """A transform from a function of one gradient leaf.
 
     Args:
         function: `grad -> grad`, pure, of the same shape and dtype.
-        scope: "leaf", or "element" if each element depends on itself alone.
+        elementwise: Whether each element of the result depends on that of the gradient alone, so that one flat buffer of many
+            leaves may stand for a leaf.
 
     Returns:
         A `Transform` without state.
 
     Raises:
-        ValueError: another scope.
-        TypeError: `function` is none.
+        TypeError: `function` is none; `elementwise` is no bool.
 
     Same as: optax.stateless_with_tree_map.
 
@@ -144,11 +132,10 @@ def stateless(function: Callable[..., Any], scope: Scope = "leaf") -> Transform:
     """
     if not callable(function):
         raise TypeError(f"stateless takes a function of one gradient leaf, got {function!r}")
-    if scope not in ("leaf", "element"):
-        raise ValueError(f"scope must be 'leaf' or 'element' for a function of one leaf, got {scope!r}")
+    flag("elementwise", elementwise)
 
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
         del params, extra
         return optree.tree_map(function, grads), state
 
-    return Transform(init_empty, update, scope=scope)
+    return Transform(init_empty, update, Needs.NOTHING if elementwise else Needs.LEAVES)

@@ -16,20 +16,22 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from ._alternatives import alternatives, both
-from ._base import Optimizer, Pipeline, Transform
+from ._base import Needs, Transform
 from ._bucketwise import Carried, restrict
+from ._by_path import alone
 from ._check import axis_sizes, whole_number
 from ._combine import stages
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._layout import BUCKET_BYTES, Bucket, lane_bucket, make_layout
-from ._plan import make_plan, starts, takes_flat
+from ._phases import Phase, changes_with_steps, phases, shown
+from ._pipeline import Pipeline
+from ._plan import make_plan, takes_flat
 from ._tree import Tree, check_dense, named_leaves, registered
-from ._when import phases_from
 from .axes._collectives import axis_size, psum
 from .axes._env import Axis, bind_axes
 from .axes._order import to_order
+from .optimizers._optimizer import Optimizer
 from .sync._lane import encode_lane, lane_dtype, mask_words, step_lane
 from .sync._mean import MeanState
 
@@ -77,7 +79,12 @@ class Recorder(Axis):
 
 
 def explain(
-    pipeline: Pipeline | Transform, params: Tree, axes: Mapping[str, int], *, bucket_bytes: int = BUCKET_BYTES
+    pipeline: Pipeline | Transform,
+    params: Tree,
+    axes: Mapping[str, int],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    at_step: int | None = None,
 ) -> Explanation:
     """What each stage of a pipeline sends and keeps, per rank and step, before anything runs.
 
@@ -90,13 +97,15 @@ def explain(
         params: The parameters; only paths, shapes and dtypes are used.
         axes: Axis name -> number of ranks.
         bucket_bytes: As in `fjoin.train_step`.
+        at_step: Only this step, counted from 0. By default a stage has a row for each phase in which it sends something else, such
+            as a warm-up.
 
     Returns:
         An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
 
     Raises:
         TypeError: neither pipeline nor transform; a stage that reads a tensor's value; a leaf that is no dense tensor.
-        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks.
+        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks; a negative step.
 
     >>> from fjoin import transforms as tx
     >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
@@ -105,7 +114,11 @@ def explain(
     (1, 4080, 4012)
     """
     whole_number("bucket_bytes", bucket_bytes, 1)
-    return explain_cut(pipeline, params, axes, lambda leaves: make_layout(leaves, lambda path: 0, bucket_bytes))
+    if at_step is not None:
+        whole_number("at_step", at_step, 0)
+    return explain_cut(
+        pipeline, params, axes, lambda leaves: make_layout(leaves, lambda path: 0, bucket_bytes), at_step=at_step
+    )
 
 
 def explain_cut(
@@ -114,6 +127,7 @@ def explain_cut(
     axes: Mapping[str, int],
     cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
     module_words: int | None = None,
+    at_step: int | None = None,
 ) -> Explanation:
     """`explain` for buckets that are cut in some way.
 
@@ -129,7 +143,7 @@ def explain_cut(
         check_dense(f"params[{path!r}]", leaf)
     recorders = {name: Recorder(name, n, notes, sizes) for name, n in sizes.items()}
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
-        run = _Run(pipeline, params, cut, sizes, module_words is not None, notes)
+        run = _Run(pipeline, params, cut, sizes, module_words is not None, notes, at_step)
         rows = run.hook_rows(hook)
         if optimizer is not None:
             rows += run.lane_rows(pipeline.skips is not None)  # type: ignore[union-attr]
@@ -138,10 +152,10 @@ def explain_cut(
         if optimizer is not None:
             rows += _optimizer_rows(optimizer, run.params)
         for part in [] if after is None else stages(after):
-            rows += run.rows(part, "each step")
+            rows += run.rows(part)
         if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
             own = pipeline.skips.begin(())
-            rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", "tree", "each step", (), _state_bytes(own)))
+            rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), _state_bytes(own)))
     return Explanation(tuple(rows), sizes)
 
 
@@ -151,16 +165,17 @@ class _Run:
     Args:
         in_module: Whether the buckets are those of a DistributedDataParallel.
         notes: Where the axes write what they are asked for.
+        at_step: The step, or None for all.
     """
 
     def __init__(
         self, pipeline: Pipeline | Transform, params: Tree, cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
-        sizes: dict[str, int], in_module: bool, notes: list[Message],
+        sizes: dict[str, int], in_module: bool, notes: list[Message], at_step: int | None,
     ) -> None:  # fmt: skip
         paths, leaves, _ = registered(params)
         self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
         self.layout, self.plan, self._notes = cut(self.params), make_plan(pipeline, tuple(sizes)), notes
-        self._sizes, self._in_module = sizes, in_module
+        self._sizes, self._in_module, self._at_step = sizes, in_module, at_step
         after = pipeline.after if isinstance(pipeline, Pipeline) else None
         own = ("weight",) * (after is not None) if in_module else step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
         self.lane = dict.fromkeys(own, 0.0) or None
@@ -169,27 +184,52 @@ class _Run:
     def hook_rows(self, hook: Transform) -> list[Row]:
         early = self.plan.early
         count = len(stages(early)) if early is not None and self.layout else 0
+        return [row for i, part in enumerate(stages(hook)) for row in self.rows(part, True, i < count)]
+
+    def rows(self, part: Transform, in_hook: bool = False, per_bucket: bool = False) -> list[Row]:
+        """Those of a stage, one for each phase.
+
+        Args:
+            in_hook: Whether it stands in the hook, whose messages may bring the lane.
+            per_bucket: Whether it runs on each bucket.
+        """
+        if part.spec.name == "partition" and self._at_step is None and changes_with_steps(part):
+            return [row for one in alone(part) for row in self.rows(one, in_hook, per_bucket)]
+
+        def sends(inside: Transform, step: int) -> tuple[Message, ...]:
+            return self._messages(inside, step, False, False)
+
+        found = phases(part, sends) if self._at_step is None else [Phase(f"step {self._at_step}", self._at_step)]
+        state_bytes = _state_bytes(part.init(self.params))
         rows: list[Row] = []
-        for i, part in enumerate(stages(hook)):
-            rows += self.rows(part, "each step", any(self.plan.reduced(n).equal for n in starts(hook)), i < count)
+        for when, step, ends in found:
+            carries = in_hook and part.reduces is not None and self.plan.reduced(step).equal
+            messages = self._messages(part, step, carries, per_bucket)
+            rows.append(Row(shown(part, step), part.needs, when, messages, 0 if rows else state_bytes, ends))
         return rows
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._sizes.get(name, 1) for name in axes)
 
     def lane_rows(self, skips: bool) -> list[Row]:
-        """The messages in which the lane travels alone, from the first step on and where others come.
+        """The messages in which the lane travels alone.
 
         Args:
             skips: Whether steps that are not finite are left out without an error.
         """
+
+        def sends(hook: Transform, step: int) -> tuple[tuple[str, ...], ...]:
+            return self._lane_messages(step, skips)
+
+        hook = self.plan.hook
         rows: list[Row] = []
-        begin = [(start, self._lane_messages(start, skips)) for start in starts(self.plan.hook)]
-        changes = [(start, axes) for i, (start, axes) in enumerate(begin) if not i or axes != begin[i - 1][1]]
-        for when, axes, ends in phases_from(changes):
-            assert isinstance(axes, tuple)
-            for one in axes:
-                rows.append(self.message("(the step's own counts)", self.counts(one), one, when, ends))
+        found = phases(hook, sends) if self._at_step is None else [Phase(f"step {self._at_step}", self._at_step)]
+        sent = {step: self._lane_messages(step, skips) for _, step, _ in found}
+        if len(set(sent.values())) == 1:
+            found = [found[0]._replace(when="each step" if self._at_step is None else found[0].when, ends=False)]
+        for when, step, ends in found:
+            for axes in sent[step]:
+                rows.append(self.message("(the step's own counts)", self.counts(axes), axes, when, ends))
         return rows
 
     def _lane_messages(self, step: int, skips: bool) -> tuple[tuple[str, ...], ...]:
@@ -199,39 +239,13 @@ class _Run:
             found = found[1:]
         return tuple(axes for axes in found if self._ranks(axes) > 1)
 
-    def rows(
-        self, part: Transform, when: str, carries: bool = False, per_bucket: bool = False, ends: bool = False
-    ) -> list[Row]:
-        """Those of a stage, or of what it runs in one step and another.
-
-        Args:
-            carries: Whether the step's lane rides with its messages.
-            per_bucket: Whether it runs on each bucket.
-            ends: Whether that comes to an end.
-        """
-        state_bytes = _state_bytes(part.init(self.params))
-        if not (inner := alternatives(part)):
-            return [Row(repr(part), part.scope, when, self._messages(part, carries, per_bucket), state_bytes, ends)]
-        found: list[Row] = []
-        for phase in inner:
-            assert isinstance(phase.what, Transform)
-            for stage in stages(phase.what):
-                rides = carries and stage.sums is not None
-                found += self.rows(stage, both(when, phase.when), rides, per_bucket, ends or phase.ends)
-        of_phases = sum(row.state_bytes for row in found)
-        if of_phases > state_bytes:  # they are of one state
-            found, of_phases = [row._replace(state_bytes=0) for row in found], 0
-        if state_bytes > of_phases:
-            found.append(Row(f"(state of {part.spec.name})", part.scope, when, (), state_bytes - of_phases))
-        return found
-
     def message(
         self, name: str, words: Tensor, axes: tuple[str, ...], when: str = "each step", ends: bool = False
     ) -> Row:
         """One of the step's own."""
         del self._notes[:]
         psum(words, axes)
-        return Row(name, "message", when, tuple(self._notes), 0, ends)
+        return Row(name, Needs.LAYOUT, when, tuple(self._notes), 0, ends)
 
     def counts(self, axes: tuple[str, ...]) -> Tensor:
         """The lane, where it travels alone; in a module the weight, and a bit for each rank."""
@@ -240,18 +254,18 @@ class _Run:
             return torch.zeros(1 + mask_words(ranks), dtype=torch.float64)
         return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self.dtype, ranks)
 
-    def _messages(self, part: Transform, carries: bool, per_bucket: bool) -> tuple[Message, ...]:
+    def _messages(self, part: Transform, step: int, carries: bool, per_bucket: bool) -> tuple[Message, ...]:
         del self._notes[:]
         lane = self.lane if carries else None
         if part is self.plan.reduce:
             self._reduce(part)
         elif per_bucket:
-            self._update_buckets(part, lane)
+            self._update_buckets(part, step, lane)
         else:
-            _update(part, self.params, part.init(self.params), lane=lane, lane_dtype=self.dtype)
+            _update(part, self.params, part.init(self.params), step, lane=lane, lane_dtype=self.dtype)
         return tuple(self._notes)
 
-    def _update_buckets(self, part: Transform, lane: Any) -> None:
+    def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
         """Bucket by bucket: what is common goes with the first."""
         assert self.plan.early is not None
         flat, full, carried = takes_flat(self.plan.early), part.init(self.params), None
@@ -263,13 +277,13 @@ class _Run:
                 some = {path: self.params[path] for path in bucket.paths}
                 state = restrict(full, self.params, some)
             told = None if carried else lane
-            _, new = _update(part, some, state, lane=told, carried=carried, lane_dtype=self.dtype)
+            _, new = _update(part, some, state, step, lane=told, carried=carried, lane_dtype=self.dtype)
             carried = carried or Carried(functools.partial(lambda first: first, new))
 
     def _reduce(self, part: Transform) -> None:
         """A plain reduction: the lane rides in one of its messages, if there is a lane and one can."""
-        assert part.reduction is not None
-        axis, total = part.reduction.axis, torch.ones((), dtype=torch.float64)
+        assert part.reduces is not None and part.reduces.axis is not None
+        axis, total = part.reduces.axis, torch.ones((), dtype=torch.float64)
         carrier = None if self._in_module else lane_bucket(self.layout)
         if self._in_module:
             psum(total.new_ones(1 if self.lane is None else 2), axis)
@@ -297,23 +311,37 @@ def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row
         part = optimizer.at(path)
         served.setdefault(id(part), (part, []))[1].append(path)
     return [
-        Row(repr(part), "element" if part.elementwise else "leaf", _how_many(paths, params), (), _state_bytes([states[p] for p in paths]))
+        Row(
+            repr(part),
+            Needs.NOTHING if part.elementwise else Needs.LEAVES,
+            _how_many(paths, params),
+            (),
+            _state_bytes([states[path] for path in paths]),
+        )
         for part, paths in served.values()
-    ]  # fmt: skip
+    ]
 
 
 def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
     return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
 
 
-def _update(part: Transform, params: dict[str, Tensor], state: Any, **extra: Any) -> Any:
+def _update(part: Transform, params: dict[str, Tensor], state: Any, step: int, **extra: Any) -> Any:
     try:
-        return part.update(dict(params), state, params, weight=None, **extra)
+        return part.update(dict(params), _at(state, step), params, weight=None, step=step, **extra)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TypeError(
             f"{part!r} reads a tensor's value ({error}), so that what it sends cannot be told before it runs; decide on "
             f"host integers in the state, or with torch.where"
         ) from None
+
+
+def _at(state: Any, step: int) -> Any:
+    """A state whose host counters `step` are at some step."""
+    if hasattr(state, "_fields"):
+        parts = zip(state._fields, state, strict=True)
+        return type(state)(*(step if name == "step" and type(v) is int else _at(v, step) for name, v in parts))
+    return type(state)(_at(part, step) for part in state) if type(state) in (tuple, list) else state
 
 
 def _state_bytes(state: Any) -> int:

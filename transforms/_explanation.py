@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ._base import Needs
+
 
 class Message(NamedTuple):
     """One message of one rank in one step."""
@@ -21,7 +23,7 @@ class Row(NamedTuple):
     """One stage of a pipeline, as `explain` sees it for one step."""
 
     stage: str  # its repr
-    scope: str
+    needs: Needs
     when: str  # in which steps, or for how many parameters, it runs
     messages: tuple[Message, ...]  # of a step in which it runs
     state_bytes: int  # that one rank keeps between steps
@@ -59,7 +61,7 @@ class Explanation(NamedTuple):
         return sum(row.state_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        head = ("stage", "scope", "when", "collective", "dtype", "messages", "payload", "sent", "state")
+        head = ("stage", "needs", "when", "collective", "dtype", "messages", "payload", "sent", "state")
         table: list[tuple[str, ...]] = [head]
         for row in self.rows:
             groups: dict[tuple[str, str], list[Message]] = {}
@@ -70,7 +72,7 @@ class Explanation(NamedTuple):
                 for key, ms in groups.items()
             ] or [("-", "-", "0", "0 B", "0 B")]
             for i, line in enumerate(lines):
-                lead = (_short(row.stage), row.scope, row.when) if i == 0 else ("", "", "")
+                lead = (_short(row.stage), str(row.needs), row.when) if i == 0 else ("", "", "")
                 table.append((*lead, *line, _bytes(row.state_bytes) if i == 0 else ""))
         when = "" if self.settled == self.rows else "settled"
         table.append(

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._base import Optimizer, Pipeline, Skips, Transform, check_transform
+from ._base import Transform, check_transform
+from ._pipeline import Pipeline, Skips
 from ._plan import Plan, make_plan
 from ._spec import factory
 from ._tree import State, Tree, all_finite, check_same, on
@@ -16,6 +17,7 @@ from ._verdict import Effect, flag
 from .axes._collectives import axis_size, psum
 from .axes._env import bound
 from .optimizers._mixed_precision import masters_of, with_masters
+from .optimizers._optimizer import Optimizer
 from .sync._lane import Lane, check_lane
 from .sync._weights import check_weight
 

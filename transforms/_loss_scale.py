@@ -11,8 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ._base import Pipeline, Skips
 from ._check import whole_number
+from ._pipeline import Pipeline, Skips
 from ._skip import guarded, no_calls
 from ._spec import factory
 from ._tree import State, Tree, named_leaves, on

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._base import Scope, Transform, check_transform
+from ._base import Needs, Transform, check_transform
 from ._spec import factory
 from ._tree import State, Tree, check_dense, named_leaves, plain
 
@@ -22,7 +22,7 @@ class OptaxState(NamedTuple):
 
 
 @factory
-def from_optax(transformation: Any, scope: Scope = "tree") -> Transform:
+def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
     """An optax transformation as a stage: any that needs no more than gradients and parameters.
 
     It is compiled by jax for the tree at hand. Tensors cross to jax and back by DLPack, large ones without a copy where
@@ -33,7 +33,7 @@ def from_optax(transformation: Any, scope: Scope = "tree") -> Transform:
 
     Args:
         transformation: An `optax.GradientTransformation`; with `fuse`, it is given the parameters too.
-        scope: What it may be given, if less than the whole tree is enough, as for `Transform`.
+        per_leaf: Whether it treats each leaf by itself, so that it may be called on some of them.
 
     Returns:
         A `Transform`. State: `OptaxState(flats)`.
@@ -83,7 +83,7 @@ def from_optax(transformation: Any, scope: Scope = "tree") -> Transform:
             flats = run.leave(out)
             return run.tree(flats), OptaxState(run.leave(new))
 
-    return Transform(init, update, scope=scope, vmappable=False)
+    return Transform(init, update, Needs.LEAVES if per_leaf else Needs.TREE, vmappable=False)
 
 
 class _Shapes(NamedTuple):

@@ -6,14 +6,15 @@ import warnings
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from ._base import Pipeline, Transform
+from ._base import Needs, Transform
 from ._combine import chain, stages
+from ._phases import changes_with_steps, running
+from ._pipeline import Pipeline
 from ._spec import _FACTORIES
 from .axes._primitive import names
 
 AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
 _OURS = "fjoin.transforms."
-_BY_STEP = ("switch_after", "every")  # those that run other things in other steps
 
 
 class Reduced(NamedTuple):
@@ -30,7 +31,7 @@ class Reduced(NamedTuple):
 class Plan(NamedTuple):
     """How a whole pipeline runs. Of the first two at most one is given.
 
-    reduce: a `plain` stage, `mean` or `sum_over`, where that comes first and no later stage reduces: buckets are summed in
+    reduce: a fusable stage, `mean` or `sum_over`, where that comes first and no later stage reduces: buckets are summed in
         place while backward goes on, and its division is left to the optimizer's kernel.
     early: the stages before the first that needs the whole tree, as one transform: run on each bucket
         while backward goes on.
@@ -52,8 +53,8 @@ class Plan(NamedTuple):
     @property
     def over(self) -> str | None:
         """What `reduce` divides by; None for a sum."""
-        assert self.reduce is not None and self.reduce.reduction is not None
-        return self.reduce.reduction.over
+        assert self.reduce is not None and self.reduce.reduces is not None
+        return self.reduce.reduces.over
 
     @property
     def by_weight(self) -> bool:
@@ -97,14 +98,15 @@ def make_plan(what: Pipeline | Transform, mesh_axes: Collection[str], on_buffers
     parts = stages(hook)
     first = parts[0] if parts else None
     # Where a later stage communicates too, only the last one knows the sums over all ranks.
-    alone = first is not None and first.reduction is not None and reach <= set(names(first.reduction.axis))
-    always = None if any(_holds(hook, name) for name in _BY_STEP) else _reduced(hook, mesh_axes, 0)
+    always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
     plan = Plan(hook, mesh_axes, agree, always)
-    if first is not None and first.plain and alone and not any(part.sums for part in parts[1:]):
+    own = first.reduces if first is not None else None
+    alone = own is not None and own.fusable and reach <= set(names(own.axis or ()))
+    if alone and not any(part.reduces for part in parts[1:]):
         if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":
             return plan._replace(reduce=first, clip=parts[1])
         return plan._replace(reduce=first, rest=tuple(parts[1:]))
-    whole = next((i for i, part in enumerate(parts) if part.scope == "tree"), len(parts))
+    whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
     return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
 
 
@@ -112,21 +114,6 @@ def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
     reach = axes_of(hook, mesh_axes, step)
     axes = tuple(name for name in mesh_axes if name in reach)
     return Reduced(axes, bool(axes) and hook.sums is not None and _summed_over(hook, mesh_axes, step) >= set(axes))
-
-
-def starts(part: Any) -> list[int]:
-    """The steps from which on a transform does other things than before, 0 included; of those in it that run now and then, the first."""
-    found = {0}
-    for child in part.spec.children:
-        if isinstance(child, Transform):
-            found |= {start for start in starts(child)}
-    if part.spec.name == "switch_after":
-        at = part.spec["step"]
-        found = {0, at, *(start for start in starts(part.spec["before"]) if start < at)}
-        found |= {at + start for start in starts(part.spec["after"])}
-    if part.spec.name == "every":
-        found = {0, part.spec["steps"] - 1, *(start * part.spec["steps"] for start in found)}
-    return sorted(found)
 
 
 def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None) -> set[str]:
@@ -144,25 +131,14 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
             # Of others' factories any argument may name one.
             if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
                 found.add(name)
-    return found.union(*(axes_of(child, mesh_axes, at) for child, at in _running(part, step)))
-
-
-def _running(part: Transform, step: int | None) -> list[tuple[Transform, int | None]]:
-    """The transforms that run inside one in a step, each with its own number of that step."""
-    if step is not None and part.spec.name == "switch_after":
-        start = part.spec["step"]
-        return [(part.spec["before"], step)] if step < start else [(part.spec["after"], step - start)]
-    if step is not None and part.spec.name == "every":
-        steps = part.spec["steps"]
-        return [] if (step + 1) % steps else [(part.spec["transform"], step // steps)]
-    return [(child, step) for child in part.spec.children if isinstance(child, Transform)]
+    return found.union(*(axes_of(child, mesh_axes, at) for child, at in running(part, step)))
 
 
 def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) -> set[str]:
     """The axes over which a transform makes all gradients equal, and its sums are sums."""
     if part.sums is None or part.spec.name == "masked":
         return set()
-    inside = [_summed_over(child, mesh_axes, at) for child, at in _running(part, step)]
+    inside = [_summed_over(child, mesh_axes, at) for child, at in running(part, step)]
     if part.spec.name == "chain":
         return set[str]().union(*inside)
     return set.intersection(*inside) if inside else axes_of(part, mesh_axes, step)
@@ -185,4 +161,4 @@ def _holds(part: Any, name: str) -> bool:
 
 def takes_flat(part: Transform) -> bool:
     """Whether a transform may be given a bucket as one flat tensor: not where something in it looks at paths."""
-    return part.scope in ("element", "message") and not part.named
+    return not part.needs & (Needs.LEAVES | Needs.PATHS | Needs.TREE)

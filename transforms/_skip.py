@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._base import Optimizer, Pipeline, Skips, Transform, check_transform
-from ._bucketwise import Carried, part_of
+from ._base import Inner, Reduction, Transform, check_transform
 from ._fuse import pipeline_of
+from ._pipeline import Pipeline, Skips
 from ._spec import factory
 from ._tree import State, Tree, all_finite, choose_state, where, zeros_like
+from .optimizers._optimizer import Optimizer
 
 
 class SkipState(NamedTuple):
@@ -71,6 +72,8 @@ def _count(state: SkipState, fine: Tensor) -> SkipState:
 
 
 def _skip_transform(part: Transform) -> Transform:
+    inside = Inner(part)
+
     def sums_of(inner: State) -> Any:
         return part.sums(inner) if part.sums else ()
 
@@ -79,16 +82,16 @@ def _skip_transform(part: Transform) -> Transform:
         return SkipState(inner, no_calls(), sums_of(inner))
 
     def update(
-        grads: Tree, state: SkipState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+        grads: Tree, state: SkipState, params: Tree = None, *, donated: bool = False, **extra: Any
     ) -> tuple[Tree, State]:
-        out, inner = part.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
+        out, inner = inside.update(grads, state, params, donated=donated, **extra)
         if out is None:
             return None, state._replace(inner=inner, sums=sums_of(inner))
         fine = all_finite(out)
         kept = choose_state(fine, inner, state.inner)
         return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine, sums_of(inner))
 
-    return Transform(init, update, scope="tree", sums=(lambda state: state.sums) if part.sums else None)
+    return Transform(init, update, reduces=Reduction(lambda state: state.sums) if part.reduces else None)
 
 
 def guarded(

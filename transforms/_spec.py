@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -247,3 +247,24 @@ def fingerprint(*parts: Any) -> str:
     """
     text = json.dumps([_encode(part, functions=True) for part in parts])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, eq=False)
+class Specified:
+    """Equality, hash and repr by spec."""
+
+    @property
+    def _spec(self) -> Spec:
+        return self.spec  # type: ignore[attr-defined,no-any-return]
+
+    def with_spec(self, spec: Spec) -> Any:
+        return replace(self, spec=spec)  # type: ignore[call-arg]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self._spec == other._spec  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self._spec)
+
+    def __repr__(self) -> str:
+        return repr(self._spec)

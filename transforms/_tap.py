@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ._base import Transform, check_transform, init_empty, sums_of_inner
-from ._bucketwise import Carried, part_of
+from ._base import Inner, Needs, Transform, check_transform, init_empty
 from ._check import whole_number
 from ._counter import counts_steps
 from ._spec import factory
@@ -52,7 +51,7 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
             function(leaves)
         return grads, state
 
-    return Transform(init_empty, update, scope="leaf", vmappable=False, named=True)
+    return Transform(init_empty, update, Needs.LEAVES | Needs.PATHS, vmappable=False)
 
 
 class LoggedState(NamedTuple):
@@ -86,17 +85,15 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
     >>> hook.update({"w": torch.tensor(3.0)}, hook.init({"w": torch.tensor(0.0)}))[0]
     {'w': tensor(1.)}
     """
-    check_transform(hook, "logged: hook")
+    inner = Inner(check_transform(hook, "logged: hook"))
     whole_number("logged: every", every, 1)
 
     def init(params: Tree) -> LoggedState:
         return LoggedState(hook.init(params), 0)
 
     @counts_steps
-    def update(
-        grads: Tree, state: LoggedState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
-    ) -> tuple[Tree, LoggedState]:
-        out, inner = hook.update(grads, state.inner, params, carried=part_of(carried, "inner"), **extra)
+    def update(grads: Tree, state: LoggedState, params: Tree = None, **extra: Any) -> tuple[Tree, LoggedState]:
+        out, new = inner.update(grads, state, params, **extra)
         leaves, count = named_leaves(grads), state.step + 1
         if count % every == 0 and not any(isinstance(leaf, FakeTensor) for leaf in leaves.values()):
             bad = sum(int((~torch.isfinite(leaf)).sum()) for leaf in leaves.values())
@@ -105,9 +102,9 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
                 "step %d, %s: weight %s, norm %.6g -> %s, %d not finite",
                 count, _which(leaves), extra.get("weight"), float(global_norm(grads)), after, bad,
             )  # fmt: skip
-        return out, LoggedState(inner, count)
+        return out, LoggedState(new, count)
 
-    return Transform(init, update, scope=hook.scope, sums=sums_of_inner(hook), vmappable=False, named=True)
+    return Transform(init, update, Needs.PATHS, inner.reduction(), vmappable=False)
 
 
 def _which(leaves: dict[str, Tensor]) -> str:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ._base import Skips, Transform
+from ._base import Transform
+from ._pipeline import Skips
 from ._tree import State, Tree, choose_state, on, on_host, where
 from .sync._weights import check_weight
 

@@ -5,36 +5,18 @@ What decides whether a collective runs is a host integer in the state, the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from ._base import Phase, Transform, check_transform, lend, sums_of_inner, takes_donated
-from ._bucketwise import Carried, part_of
+from ._base import Inner, Needs, Reduction, Transform, check_transform
 from ._check import whole_number
-from ._combine import widest
 from ._counter import counts_steps
 from ._spec import factory
 from ._tree import State, Tree, choose_state, device_of, on, zeros_like
 from .sync._weights import check_weight
-
-
-def phases_from(starts: Sequence[tuple[int, Any]]) -> tuple[Phase, ...]:
-    """`Transform.phases` of which each begins at a step, and ends where the next one begins.
-
-    >>> [tuple(phase) for phase in phases_from([(0, "a"), (3, "b"), (5, "c")])]
-    [('before step 3', 'a', True), ('from step 3, before step 5', 'b', True), ('from step 5', 'c', False)]
-    """
-    ends = [*[start for start, _ in starts[1:]], None]
-    found = []
-    for (start, what), end in zip(starts, ends, strict=True):
-        if end is None or end > start:
-            limits = [f"from step {start}"] * (start > 0) + ([] if end is None else [f"before step {end}"])
-            found.append(Phase(", ".join(limits) or "each step", what, end is not None))
-    return tuple(found)
 
 
 class SwitchState(NamedTuple):
@@ -73,26 +55,22 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     def init(params: Tree) -> State:
         return SwitchState(0, before.init(params), after.init(params))
 
+    phases = {"before": Inner(before, "before"), "after": Inner(after, "after")}
+
     @counts_steps
-    @takes_donated
     def update(
-        grads: Tree, state: SwitchState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
-        **extra: Any,
-    ) -> tuple[Tree, State]:  # fmt: skip
-        name, part, own = ("before", before, state.step) if state.step < step else ("after", after, state.step - step)
-        grads, new = part.update(
-            grads, getattr(state, name), params, carried=part_of(carried, name), **lend(part, donated),
-            **{**extra, "step": own},
-        )  # fmt: skip
+        grads: Tree, state: SwitchState, params: Tree = None, *, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, State]:
+        name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
+        grads, new = phases[name].update(grads, state, params, donated=donated, **{**extra, "step": own})
         return grads, state._replace(step=state.step + 1, **{name: new})
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)
         return part.sums(inner) if part.sums else None
 
-    both = before.sums and after.sums
-    phases = phases_from([(0, before), (step, after)])
-    return Transform(init, update, scope=widest([before, after]), sums=sums if both else None, phases=phases)
+    both = before.reduces and after.reduces
+    return Transform(init, update, Needs.NOTHING, Reduction(sums) if both else None)
 
 
 class EveryState(NamedTuple):
@@ -128,27 +106,32 @@ def every(steps: int, transform: Transform) -> Transform:
     (tensor(1.), tensor(-1.))
     """
     whole_number("steps", steps, 1)
-    check_transform(transform, "every: transform")
+    inner = Inner(check_transform(transform, "every: transform"))
 
     def init(params: Tree) -> State:
         return EveryState(0, transform.init(params), _no_weight())
 
     @counts_steps
     def update(
-        grads: Tree, state: EveryState, params: Tree = None, *, weight: Any = None, carried: Carried | None = None,
-        persistent: bool = False, **extra: Any,
-    ) -> tuple[Tree, State]:  # fmt: skip
+        grads: Tree,
+        state: EveryState,
+        params: Tree = None,
+        *,
+        weight: Any = None,
+        persistent: bool = False,
+        **extra: Any,
+    ) -> tuple[Tree, State]:
         count = state.step + 1
         window = state.weight + check_weight(weight) if persistent else state.weight
         if count % steps:
             return grads, EveryState(count, state.inner, window)
-        grads, inner = transform.update(
-            grads, state.inner, params, weight=window if persistent else weight, carried=part_of(carried, "inner"),
-            persistent=persistent, **{**extra, "step": count // steps - 1},
+        grads, new = inner.update(
+            grads, state, params, weight=window if persistent else weight, persistent=persistent,
+            **{**extra, "step": count // steps - 1},
         )  # fmt: skip
-        return grads, EveryState(count, inner, torch.zeros_like(window))
+        return grads, EveryState(count, new, torch.zeros_like(window))
 
-    return Transform(init, update, scope=transform.scope, phases=(Phase(f"every {steps} steps", transform),))
+    return Transform(init, update, Needs.NOTHING)
 
 
 class AccumulateState(NamedTuple):
@@ -192,7 +175,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
     (None, tensor(3.))
     """
     whole_number("steps", steps, 1)
-    check_transform(transform, "accumulate: transform")
+    inner = Inner(check_transform(transform, "accumulate: transform"))
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
         return AccumulateState(step, _no_weight(), zeros_like(params), {}, inner)
@@ -202,7 +185,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 
     def update(
         grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        carried: Carried | None = None, **extra: Any,
+        carried: Any = None, **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
         w = on(device_of(optree.tree_leaves(grads)), check_weight(weight))
         gathered = optree.tree_map(lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads)
@@ -215,13 +198,10 @@ def accumulate(steps: int, transform: Transform) -> Transform:
             return None, AccumulateState(count, total, gathered, summed, state.inner)
         divisor = torch.where(total > 0, total, torch.ones_like(total))
         mean = optree.tree_map(lambda g: g / divisor.to(g.dtype), gathered)
-        out, inner = transform.update(
-            mean, state.inner, params, weight=total, lane=summed or None, carried=part_of(carried, "inner"), **extra
-        )
-        return out, fresh(grads, count, inner)
+        out, new = inner.update(mean, state, params, weight=total, lane=summed or None, carried=carried, **extra)
+        return out, fresh(grads, count, new)
 
-    once = (Phase(f"once in {steps} calls", transform),)
-    return Transform(init, update, scope=transform.scope, sums=sums_of_inner(transform), pauses=True, phases=once)
+    return Transform(init, update, Needs.NOTHING, inner.reduction(), pauses=True)
 
 
 def _no_weight() -> Tensor:

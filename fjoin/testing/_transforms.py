@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import transforms as tx
+from ..transforms._base import Needs
 from ..transforms._bucketwise import Carried, merge, restrict
 from ..transforms._plan import takes_flat
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
@@ -46,8 +47,8 @@ def weight_of(step: int, rank: int) -> Any:
     return weights[(step + 2 * rank) % len(weights)]
 
 
-def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
-    """element: a flat buffer in the place of the tree, message: one of the same layout; leaf: any subset of the leaves."""
+def keeps_to_its_needs(make: Callable[[], tx.Transform]) -> None:
+    """Without LEAVES, PATHS and TREE a flat buffer may stand for the tree; without LAYOUT and TREE any subset of the leaves."""
 
     def one_rank() -> None:
         part, params = make(), params_like()
@@ -55,12 +56,12 @@ def keeps_its_scope(make: Callable[[], tx.Transform]) -> None:
         out, _ = part.update(grads, part.init(params), params, weight=2.0)
         if out is None:
             return
-        if part.scope == "element" or takes_flat(part):
+        if takes_flat(part):
             paths = tuple(sorted(grads))  # the order of a tree's leaves
             one = _ravel(params, paths)
             flat, _ = part.update(_ravel(grads, paths), part.init(one), one, weight=2.0)
             assert max_diff(flat, _ravel(out, paths)) == 0, "the flat buffer gave another answer"
-        if part.scope in ("element", "leaf"):
+        if not part.needs & (Needs.LAYOUT | Needs.TREE):
             for path in grads:
                 if not _serves(part, path):
                     continue
@@ -80,11 +81,12 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
 
     def one_rank() -> None:
         part, params = make(), params_like()
-        if part.scope == "tree":
+        if Needs.TREE in part.needs:
             return
         rank = rank_in(make)
         whole = part.init(params)
-        flat = part.scope == "element"
+        layout = Needs.LAYOUT in part.needs
+        flat = takes_flat(part) and not layout
         states = [
             part.init(_ravel(params, paths)) if flat else restrict(whole, params, paths) for paths in BUCKETS
         ]  # fmt: skip
@@ -103,10 +105,10 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                 )
                 first = states[i] if first is None else first
                 assert (one is None) == (out is None)
-                if out is not None and part.scope != "message":
+                if out is not None and not layout:
                     assert same_bits(one, pick(out)), "a bucket alone gave another answer"
                     outs.append(one)
-            if part.scope == "message":  # whose codes depend on what stands beside
+            if layout:  # whose codes depend on what stands beside
                 assert same_bits(merge(states, params), merge(states[::-1], params)), "the buckets do not agree"
             elif not flat:
                 for order in (states, states[::-1]):
@@ -180,14 +182,14 @@ def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
     if out is None:
         return
     assert part.sums(state).total.item() in (1.0, 2.0), "it has counted another weight"
-    if part.reduction is not None:
-        times = 2.0 if part.reduction.over is None else 1.0
+    if part.reduces is not None and _axis_of(part) is not None:
+        times = 2.0 if part.reduces.over is None else 1.0
         assert max_diff(out, {path: times * g for path, g in grads_of(0).items()}) < 1e-6, "it gave something else"
 
 
 def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
     """A mean or a sum gives the same when the ranks change places, unless it throws dice."""
-    if make().reduction is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.noisy):
+    if _axis_of(make()) is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.noisy):
         return
     order = list(range(ranks_of(make)))
 
@@ -204,9 +206,14 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
     assert max_diff(run(order), run(order[-1:] + order[:-1])) < _room(make())
 
 
+def _axis_of(part: tx.Transform) -> Any:
+    """The axis of a mean or a sum; None of anything else."""
+    return part.reduces.axis if part.reduces else None
+
+
 def _room(part: tx.Transform) -> float:
     """What another order of additions may change: where their results are encoded, about a step of the code."""
-    return 0.1 if part.loses else 1e-14
+    return 0.1 if part.compression else 1e-14
 
 
 def _holds(part: Any, what: Callable[[Any], bool]) -> bool:
@@ -215,7 +222,7 @@ def _holds(part: Any, what: Callable[[Any], bool]) -> bool:
 
 def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
     """What loses something and remembers it does not remember a step that is not finite."""
-    if make().loses is None:
+    if make().compression is None:
         return
     params = params_like()
 
@@ -308,6 +315,6 @@ def _functions(part: Any) -> list[Any]:
 
 
 TRANSFORM_LAWS = [
-    is_pure, keeps_its_scope, goes_bucket_by_bucket, chains, ignores_weight_zero, is_itself_alone,
+    is_pure, keeps_to_its_needs, goes_bucket_by_bucket, chains, ignores_weight_zero, is_itself_alone,
     forgets_the_order_of_ranks, forgets_what_is_not_finite, resumes, maps, stays_on_its_device, is_data,
 ]  # fmt: skip

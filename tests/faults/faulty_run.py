@@ -122,7 +122,7 @@ def pipeline(fault: Fault, inject: Injector, lr: float = 0.01) -> Any:
             inject.at("stage")
             return grads, state
 
-        hook = tx.chain(hook, tx.Transform(lambda params: (), stage, scope="tree"))
+        hook = tx.chain(hook, tx.Transform(lambda params: (), stage, needs=tx.Needs.TREE))
     return tx.fuse(hook, tx.adamw(lr))
 
 

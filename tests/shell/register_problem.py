@@ -27,7 +27,7 @@ def by_hand() -> tx.Transform:
         sums = tx.psum({k: g * w for k, g in grads.items()}, "data")
         return {k: s / total for k, s in sums.items()}, state
 
-    return tx.Transform(lambda params: (), update, scope="leaf")
+    return tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
 
 
 def times(k: float, grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -45,7 +45,7 @@ HOOKS: dict[str, Any] = {
     ),
     "by hand": by_hand,
     "a partial": lambda: tx.chain(
-        tx.mean("data"), tx.Transform(lambda p: (), functools.partial(times, 0.5), scope="leaf")
+        tx.mean("data"), tx.Transform(lambda p: (), functools.partial(times, 0.5), needs=tx.Needs.LEAVES)
     ),
     "mean of mean": lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
 }

@@ -48,7 +48,7 @@ def failing() -> Any:
         raise KeyError("no such thing")
 
     ddp = DistributedDataParallel(make_model(), **SMALL)
-    fjoin.ddp.register(ddp, tx.Transform(lambda params: (), update, scope="leaf"))
+    fjoin.ddp.register(ddp, tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES))
     try:
         mean_loss(ddp, make_batches(1, [[3], [3]])[0][0]).backward()
     except Exception as error:

@@ -79,7 +79,7 @@ def _by_weight(g: Tensor) -> Tensor:
 def test_weights_of_thousands_in_a_mean_behind_other_stages(hook: str, on_device: bool) -> None:
     for weight in (1.0, 5120.0, 500_000.0):
         for seen in of(2, BEHIND[hook], [weight] * 4, on_device=on_device):
-            assert seen == [(-24.0 * n, -24.0 * n, (2 if hook != "twice" else 4) * weight) for n in (1, 2, 3, 4)]
+            assert seen == [(-24.0 * n, -24.0 * n, 2 * weight) for n in (1, 2, 3, 4)]
 
 
 def test_two_levels() -> None:

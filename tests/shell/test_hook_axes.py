@@ -42,7 +42,7 @@ def use_a_compiled_hook() -> float:
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return {path: compiled(g) for path, g in grads.items()}, state
 
-    hook = tx.Transform(lambda params: (), update, scope="leaf")
+    hook = tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
     step = fjoin.train_step(
         lambda p, b: sum((v * b).sum() for v in p.values()), tx.fuse(hook, tx.sgd(1.0)), mesh=fjoin.mesh({"data": -1}),
         bucket_bytes=1,
@@ -63,7 +63,7 @@ def _over_nodes() -> tx.Transform:
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return tx.pmean(grads, "node"), state
 
-    return tx.Transform(lambda params: (), update, scope="element")
+    return tx.Transform(lambda params: (), update, needs=tx.Needs.NOTHING)
 
 
 @pytest.mark.parametrize("first", ["mean", "clip"])

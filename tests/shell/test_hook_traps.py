@@ -32,7 +32,7 @@ def _smooth() -> tx.Transform:
         new = {path: 0.5 * memory[path] + g for path, g in grads.items()}
         return new, (new, {path: n + 1 for path, n in calls.items()})
 
-    return tx.Transform(init, update, scope="element")
+    return tx.Transform(init, update, needs=tx.Needs.NOTHING)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -77,7 +77,7 @@ def _grows(g: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [_unit, _grows])
 def test_what_lies_between_leaves_is_not_looked_at(function: Any) -> None:
     """Leaves begin on 64 bytes; a hook may make NaN of the zeros between them, or more and more."""
-    hook = tx.chain(tx.stateless(function, scope="element"), tx.mean("data"))
+    hook = tx.chain(tx.stateless(function, elementwise=True), tx.mean("data"))
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(hook, tx.sgd(1.0)))
     state = step.init({"w": torch.zeros(3), "v": torch.zeros(5)})
     for _ in range(3):
@@ -94,7 +94,7 @@ def _late() -> tx.Transform:
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return state[0], (grads,)
 
-    return tx.Transform(init, update, scope="element")
+    return tx.Transform(init, update, needs=tx.Needs.NOTHING)
 
 
 def test_a_state_that_was_kept_is_not_written_into() -> None:
@@ -147,9 +147,9 @@ def _swap(places: Any) -> tuple[Any, tuple[()]]:
     return {"a": places["b"], "b": places["a"]}, ()
 
 
-@pytest.mark.parametrize("scope", ["leaf", "tree"])
-def test_a_hook_may_give_leaves_each_others_gradients(scope: Any) -> None:
-    swap = tx.Transform(lambda params: (), lambda grads, state, params=None, **extra: _swap(grads), scope=scope)
+@pytest.mark.parametrize("needs", [tx.Needs.LEAVES, tx.Needs.TREE])
+def test_a_hook_may_give_leaves_each_others_gradients(needs: Any) -> None:
+    swap = tx.Transform(lambda params: (), lambda grads, state, params=None, **extra: _swap(grads), needs=needs)
     turn = tx.stateless(lambda g: g.t() if g.dim() == 2 else g)
 
     def loss(params: Any, batch: Any) -> Tensor:
@@ -169,20 +169,23 @@ def test_a_hook_may_give_leaves_each_others_gradients(scope: Any) -> None:
 def test_hooks_that_return_something_else_are_refused() -> None:
     for hook, texts in (
         (tx.stateless(lambda g: g.mean()), ["'w'", "shape ()", "expected (2,)"]),
-        (tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), scope="leaf"), ["returned None"]),
+        (
+            tx.Transform(lambda p: (), lambda g, s, params=None, **e: (None, s), needs=tx.Needs.LEAVES),
+            ["returned None"],
+        ),
     ):
         step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
         state = step.init({"w": torch.zeros(2)})
         raises_text(ValueError, lambda step=step, state=state: step(state, None), *texts)
 
 
-@pytest.mark.parametrize("scope", ["leaf", "tree"])
+@pytest.mark.parametrize("needs", [tx.Needs.LEAVES, tx.Needs.TREE])
 @pytest.mark.parametrize(
     "given, text",
     [({"w": 1.0}, "a value of type float"), ({"w": None}, "nothing"), ({}, "nothing"), (3, "a value of type int")],
 )
-def test_hooks_that_return_no_tensor_are_refused(scope: Any, given: Any, text: str) -> None:
-    hook = tx.Transform(lambda p: (), lambda g, s, params=None, **e: (given, s), scope=scope)
+def test_hooks_that_return_no_tensor_are_refused(needs: Any, given: Any, text: str) -> None:
+    hook = tx.Transform(lambda p: (), lambda g, s, params=None, **e: (given, s), needs=needs)
     step = fjoin.train_step(lambda p, b: p["w"].sum(), tx.fuse(hook, tx.sgd(1.0)))
     state = step.init({"w": torch.zeros(2)})
     raises_text(TypeError, lambda: step(state, None), "'w'", f"returned {text}, expected a tensor of shape (2,)")
@@ -201,7 +204,7 @@ def states_alive() -> list[int]:
         seen.extend(weakref.ref(m) for m in new[0].values())
         return out, new
 
-    hook = tx.chain(tx.Transform(inner.init, update, scope="element"), tx.mean("data"))
+    hook = tx.chain(tx.Transform(inner.init, update, needs=tx.Needs.NOTHING), tx.mean("data"))
     step = fjoin.train_step(net_loss, tx.fuse(hook, tx.sgd(0.1)), mesh=fjoin.mesh({"data": -1}), bucket_bytes=100)
     state, counts = step.init(net_params()), []
     gc.collect()

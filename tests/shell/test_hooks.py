@@ -30,12 +30,12 @@ def _momentum(axis: str) -> tx.Transform:
         largest = tx.pmax({path: g.abs() for path, g in summed.items()}, axis)
         return {path: g / (1 + largest[path]) for path, g in summed.items()}, (dict(grads),)
 
-    return tx.Transform(init, update, scope="element")
+    return tx.Transform(init, update, needs=tx.Needs.NOTHING)
 
 
 def _momentum_of_leaves(axis: str) -> tx.Transform:
     inner = _momentum(axis)
-    return tx.Transform(inner.init, inner.update, scope="leaf")
+    return tx.Transform(inner.init, inner.update, needs=tx.Needs.LEAVES)
 
 
 HOOKS: dict[str, Any] = {
@@ -129,7 +129,7 @@ def _fails_in(wave: int) -> tx.Transform:
             raise ValueError("this hook is broken")
         return tx.psum(out, "data"), state
 
-    return tx.Transform(lambda params: (), update, scope="leaf")
+    return tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
 
 
 def fail_on_one_rank(wave: int) -> tuple[str, str, int]:

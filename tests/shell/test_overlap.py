@@ -66,7 +66,7 @@ def two_messages(grads: Any, state: Any, params: Any = None, **extra: Any) -> An
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),
-    "two messages": lambda: tx.Transform(lambda params: (), two_messages, scope="element"),
+    "two messages": lambda: tx.Transform(lambda params: (), two_messages, needs=tx.Needs.NOTHING),
 }
 
 

@@ -73,7 +73,7 @@ def with_ours(kind: str) -> Any:
         }, state
 
     ddp = line()
-    hook = tx.Transform(lambda params: (), update, scope="leaf")
+    hook = tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
     fjoin.ddp.register(ddp, tx.fuse(hook, tx.sgd(1.0)))
     try:
         return one_pass(ddp)

@@ -23,7 +23,6 @@ def test_explain_covers_what_runs_now_and_then() -> None:
     assert [*others, *sorted([last, lastly])] == [
         ("mean('data')", "before step 5", 1),
         ("sum_over('data')", "from step 5, every 3 calls", 1),
-        ("(state of every)", "from step 5", 0),
         ("clip_by_global_norm(1.0)", "each step", 0),
         ("(the step's own counts)", "each step", 1),
         ("adam(lr=0.1)", "each step, 1 of 2 leaves", 0),
@@ -98,22 +97,26 @@ def test_explain_of_what_changes_with_the_step() -> None:
 
     dgc = tx.dgc("data", 0.01, warmup=7)
     for hook in (dgc, tx.masked(dgc, "*"), tx.skip_if_nonfinite(dgc)):
-        *phases, state = rows(hook)
+        phases = rows(hook)
         starts = ["2", "3", "5", "6", "7"]
         assert [row.when for row in phases] == [
             "before step 2", *(f"from step {a}, before step {b}" for a, b in itertools.pairwise(starts)), "from step 7"
         ]  # fmt: skip
         sent = [sum(m.payload_bytes for m in row.messages) for row in phases]
         assert all(a > 1.3 * b for a, b in itertools.pairwise(sent)), sent
-        assert not any(row.state_bytes for row in phases) and 2 * grads <= state.state_bytes < 2 * grads + 80
+        assert not any(row.state_bytes for row in phases[1:]) and 2 * grads <= phases[0].state_bytes < 2 * grads + 80
+        for step, phase in zip((0, 2, 3, 5, 6, 7, 100), [*phases, phases[-1]], strict=True):
+            (row,) = tx.explain(hook, params, {"data": 4}, at_step=step).rows
+            assert row.when == f"step {step}" and row.messages == phase.messages
     for hook, slots in ((tx.one_bit_adam("data", 3), 3), (tx.one_bit_lamb("data", 3), 4)):
-        first, then, state = rows(hook)
+        first, then = rows(hook)
         assert (first.when, then.when) == ("before step 3", "from step 3") and first.stage == then.stage == repr(hook)
         sent, coded = (sum(m.payload_bytes for m in row.messages) for row in (first, then))
         assert sent >= grads > 8 * coded
-        assert slots * grads <= state.state_bytes < slots * grads + 100
-    inner, state = rows(tx.accumulate(2, tx.mean("data")))
-    assert inner.state_bytes < 20 and state.state_bytes == 1000 * 4 * 4 + 16 * 2 + 8
+        assert slots * grads <= first.state_bytes < slots * grads + 120 and not then.state_bytes
+    (row,) = rows(tx.accumulate(2, tx.mean("data")))
+    assert (row.stage, row.when) == ("mean('data')", "once in 2 calls")
+    assert 1000 * 4 * 4 + 16 * 2 + 8 <= row.state_bytes < 1000 * 4 * 4 + 16 * 2 + 30
     assert [row.stage for row in rows(tx.switch_after(0, tx.noop(), tx.mean("data")))] == ["mean('data')"]
 
 

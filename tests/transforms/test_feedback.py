@@ -277,7 +277,9 @@ def test_one_memory_serves_one_mean() -> None:
 
 def test_what_ef21_is_not_for() -> None:
     coded = tx.quantized_mean("data", tx.int8())
-    own = tx.Transform(coded.init, coded.update, sums=coded.sums, loses=coded.loses, wired=True)
+    own = tx.Transform(
+        coded.init, coded.update, reduces=tx.Reduction(coded.reduces.sums), compression=coded.compression
+    )
     for hook in (
         tx.accumulate(2, coded), tx.skip_if_nonfinite(coded), tx.switch_after(1, tx.mean("data", over="world"), coded),
         tx.every(2, coded), tx.hierarchical_mean("local", "node", tx.int8()), own,

@@ -137,7 +137,7 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.partition({"*bias": tx.identity(), "*": tx.clip_by_value(0.2)}),
     ],
     "skip_if_nonfinite": [lambda: tx.skip_if_nonfinite(tx.mean("data"))],
-    "stateless": [lambda: tx.stateless(_negate), lambda: tx.stateless(_negate, scope="element")],
+    "stateless": [lambda: tx.stateless(_negate), lambda: tx.stateless(_negate, elementwise=True)],
     "sum_over": [lambda: tx.sum_over("data")],
     "tap": [lambda: tx.tap(len), lambda: tx.chain(tx.tap(len), tx.mean("data"))],
     "switch_after": [
@@ -263,7 +263,9 @@ def test_what_is_right_of_ones_own_passes() -> None:
 
     def transform() -> tx.Transform:
         right = tx.mean("data")
-        return tx.Transform(right.init, right.update, scope="element", sums=right.sums, wired=True)
+        return tx.Transform(
+            right.init, right.update, needs=tx.Needs.NOTHING, reduces=right.reduces and tx.Reduction(right.reduces.sums)
+        )
 
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(_times_ten)))
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))

@@ -50,7 +50,7 @@ def _norm_in_state() -> tx.Transform:
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return grads, (sum(g.square().sum() for g in grads.values()),)
 
-    return tx.Transform(lambda params: (torch.zeros(()),), update, scope="leaf")
+    return tx.Transform(lambda params: (torch.zeros(()),), update, needs=tx.Needs.LEAVES)
 
 
 def _not_told() -> tx.Transform:
@@ -61,7 +61,7 @@ def _not_told() -> tx.Transform:
         out, state = inner.update(grads, state[0], params, **extra)
         return out, (state,)
 
-    return tx.Transform(lambda params: (inner.init(params),), update, scope="leaf")
+    return tx.Transform(lambda params: (inner.init(params),), update, needs=tx.Needs.LEAVES)
 
 
 def _broken_chain() -> tx.Transform:
@@ -82,12 +82,12 @@ def _rank_first() -> tx.Transform:
         first = tx.pbroadcast(grads, "data", 0)
         return {k: out[k] + first[k] for k in out}, state
 
-    return tx.Transform(inner.init, update, sums=inner.sums, reduction=inner.reduction)
+    return tx.Transform(inner.init, update, reduces=inner.reduces)
 
 
 def _wrong_total() -> tx.Transform:
     inner = tx.mean("data")
-    return tx.Transform(inner.init, inner.update, sums=lambda s: s._replace(total=s.total + 5))
+    return tx.Transform(inner.init, inner.update, reduces=tx.Reduction(lambda s: s._replace(total=s.total + 5)))
 
 
 def _another_way() -> tx.Transform:
@@ -97,7 +97,7 @@ def _another_way() -> tx.Transform:
         out, state = inner.update(grads, state, params, **extra)
         return {k: -g for k, g in out.items()}, state
 
-    return tx.Transform(inner.init, update, sums=inner.sums, reduction=inner.reduction)
+    return tx.Transform(inner.init, update, reduces=inner.reduces)
 
 
 def _writes_where_others_are() -> tx.Transform:
@@ -110,7 +110,13 @@ def _writes_where_others_are() -> tx.Transform:
                 error.mul_(0)
         return out, new
 
-    return tx.Transform(right.init, update, scope="message", sums=right.sums, loses=right.loses)
+    return tx.Transform(
+        right.init,
+        update,
+        needs=tx.Needs.LAYOUT,
+        reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        compression=right.compression,
+    )
 
 
 def _hears_later() -> tx.Transform:
@@ -123,7 +129,9 @@ def _hears_later() -> tx.Transform:
         return out, (reduced, new)
 
     return tx.Transform(
-        lambda params: (inner.init(params), {k: 0 * p for k, p in params.items()}), update, sums=lambda s: s[0]
+        lambda params: (inner.init(params), {k: 0 * p for k, p in params.items()}),
+        update,
+        reduces=tx.Reduction(lambda s: s[0]),
     )
 
 
@@ -142,7 +150,7 @@ def _momentum() -> tx.Transform:
         new = {k: 0.9 * state[k] + g for k, g in grads.items()}
         return new, new
 
-    return tx.Transform(lambda params: {k: 0 * p for k, p in params.items()}, update, loses=tuple)
+    return tx.Transform(lambda params: {k: 0 * p for k, p in params.items()}, update, compression=tx.Compression(tuple))
 
 
 _MARK = torch.zeros(())
@@ -160,7 +168,13 @@ def _other_under_vmap() -> tx.Transform:
         out, state = right.update(grads, state, params, **extra)
         return {k: g + 0.01 * under_vmap() for k, g in out.items()}, state
 
-    return tx.Transform(right.init, update, scope="message", sums=right.sums, loses=right.loses)
+    return tx.Transform(
+        right.init,
+        update,
+        needs=tx.Needs.LAYOUT,
+        reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        compression=right.compression,
+    )
 
 
 def _looks_at_values(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -177,11 +191,11 @@ def _never_equal() -> tx.Transform:
 
 BROKEN_TRANSFORMS = {
     "is_pure": [_remembers, _plain(_writes), _writes_where_others_are],
-    "keeps_its_scope": [
-        _plain(_normalises_each, scope="message"),
-        *(_plain(_normalises, scope=s) for s in ("element", "leaf")),
+    "keeps_to_its_needs": [
+        _plain(_normalises_each, needs=tx.Needs.LAYOUT),
+        *(_plain(_normalises, needs=needs) for needs in (tx.Needs.NOTHING, tx.Needs.LEAVES)),
     ],
-    "goes_bucket_by_bucket": [_plain(_normalises, scope="leaf"), _norm_in_state, _not_told],
+    "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _norm_in_state, _not_told],
     "chains": [_broken_chain],
     "ignores_weight_zero": [_plain(_hears_all), _hears_later],
     "is_itself_alone": [_wrong_total, _another_way],
@@ -254,7 +268,13 @@ def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
         memory.new.update({path: change(error, out[path]) for path, error in memory.new.items()})
         return out, state
 
-    return lambda: tx.Transform(right.init, update, scope="message", sums=right.sums, loses=right.loses)
+    return lambda: tx.Transform(
+        right.init,
+        update,
+        needs=tx.Needs.LAYOUT,
+        reduces=right.reduces and tx.Reduction(right.reduces.sums),
+        compression=right.compression,
+    )
 
 
 BROKEN_FEEDBACK = {

@@ -12,7 +12,7 @@ from helpers import max_diff, same_bits
 from power_problem import SHAPES, draws, exact32, made
 
 from fjoin import transforms as tx
-from fjoin.transforms._base import lend, takes_donated
+from fjoin.transforms._base import lend
 
 
 def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
@@ -167,10 +167,9 @@ def test_only_what_needs_gradients_no_more_hands_them_on(around: str) -> None:
     make, expected = AROUND[around]
     inner, told = made(2), []
 
-    @takes_donated
-    def update(*args: Any, donated: bool = False, **extra: Any) -> Any:
+    def update(*args: Any, donated: bool = False, wire: Any = None, **extra: Any) -> Any:
         told.append(donated)
-        return inner.update(*args, **extra)
+        return inner.update(*args, wire=wire, **extra)
 
     hook = make(dataclasses.replace(inner, update=update))
 

@@ -57,14 +57,14 @@ def test_equality_is_of_meaning() -> None:
 def test_a_users_factory_is_data_too() -> None:
     @tx.factory
     def times_for_test(factor: float) -> tx.Transform:
-        return tx.stateless(lambda g: g * factor, scope="element")
+        return tx.stateless(lambda g: g * factor, elementwise=True)
 
     made = times_for_test(2.0)
     assert made.spec.name == "stateless", "what a factory passes on keeps its own name"
 
     @tx.factory
     def halve_for_test(factor: float = 0.5) -> tx.Transform:
-        return tx.Transform(lambda p: (), lambda g, s, p=None, **e: (g * factor, s), scope="element")
+        return tx.Transform(lambda p: (), lambda g, s, p=None, **e: (g * factor, s), needs=tx.Needs.NOTHING)
 
     assert repr(halve_for_test()) == "halve_for_test()" and tx.from_json(
         tx.to_json(halve_for_test(0.25))
@@ -89,7 +89,7 @@ class _Negates:
 
 
 def _by_hand(update: Any) -> tx.Transform:
-    return tx.Transform(lambda params: (), update, scope="leaf")
+    return tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
 
 
 def test_what_is_written_by_hand_is_known_by_its_function_inside_others_too() -> None:

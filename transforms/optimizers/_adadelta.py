@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim.adadelta import adadelta as torch_adadelta
 
-from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, rate_at
 from ._hyper import not_negative, within
 from ._inplace import from_kernel, kernel_lr, new_step, slots
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import factory
 from ._formula import rate_at, wide_root
 from ._hyper import a_number, not_negative
 from ._inplace import by_formula, from_kernel, new_step
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 
-from .._base import Optimizer
 from .._spec import factory
 from .._tree import on
 from ._formula import penalized, rate_at, root
 from ._hyper import not_negative
 from ._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

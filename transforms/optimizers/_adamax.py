@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamax import adamax as torch_adamax
 
-from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at
 from ._hyper import check_betas, not_negative
 from ._inplace import from_kernel, kernel_lr, new_step, slots
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import optim
 
-from .._base import Optimizer
 from ._adadelta import adadelta
 from ._adafactor import adafactor
 from ._adagrad import adagrad
@@ -17,6 +16,7 @@ from ._adamax import adamax
 from ._asgd import asgd
 from ._muon import muon
 from ._nadam import nadam
+from ._optimizer import Optimizer
 from ._radam import radam
 from ._rmsprop import rmsprop
 from ._rprop import rprop

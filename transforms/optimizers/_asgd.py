@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim.asgd import asgd as torch_asgd
 
-from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, rate_at
 from ._hyper import a_number, not_negative
 from ._inplace import from_kernel, kernel_lr, new_step, slots
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -52,3 +52,10 @@ def like(param: Tensor, state: Any, new: Tensor, fields_of: Any) -> tuple[Tensor
     """A step's result in the dtypes from before it: 0-d tensors take those of 0-d hyperparameters."""
     pairs = zip(fields(state), fields(fields_of), strict=True)
     return new.to(param.dtype), with_fields(fields_of, [b if a is None else b.to(a.dtype) for a, b in pairs])
+
+
+def copy_like(param: Tensor, value: Tensor) -> Tensor:
+    """A copy of `value` that lies in memory as the parameter does: kernels go through memory, not through indices."""
+    value = value.detach()
+    like = value.shape == param.shape and value.stride() != param.stride()
+    return torch.empty_like(param, dtype=value.dtype).copy_(value) if like else value.clone()

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import factory
 from ._inplace import new_step
+from ._optimizer import Optimizer
 
 
 class FrozenState(NamedTuple):

@@ -11,12 +11,12 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import _FACTORIES, factory
 from .._tree import State, fields
 from ._formula import like, rate_at
 from ._hyper import no_schedule
 from ._inplace import one_param
+from ._optimizer import Optimizer
 from ._wrap import each_part, step_in_place
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
+from ._formula import copy_like
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule, value_at
 
 
@@ -18,13 +19,6 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" else value.to(torch.float32)
     return value
-
-
-def copy_like(param: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` that lies in memory as the parameter does: kernels go through memory, not through indices."""
-    value = value.detach()
-    like = value.shape == param.shape and value.stride() != param.stride()
-    return torch.empty_like(param, dtype=value.dtype).copy_(value) if like else value.clone()
 
 
 def through_memory(

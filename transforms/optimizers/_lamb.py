@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import factory
 from ._adam import AdamState
 from ._formula import lerp, rate_at, root, wide_root
 from ._hyper import check_betas, not_negative
 from ._inplace import by_formula, from_kernel, new_step
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -8,19 +8,26 @@ where a gradient is wanted it runs `step_param` leaf by leaf.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
+from .._spec import Spec
 from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
 from ._checked import check_count, unchecked
-from ._formula import like
-from ._inplace import copy_like
+from ._formula import copy_like, like
 from ._rates import watched
-from ._wrap import sharing
+
+if TYPE_CHECKING:
+    from ._optimizer import Optimizer
+
+
+def sharing(part: Optimizer, state: State, like: State) -> State:
+    """A state whose 0-d fields are those of another, so that one kernel can serve both."""
+    pairs = zip(fields(state), fields(like), part.common, strict=True)
+    return with_fields(state, [other if common else own for own, other, common in pairs])
 
 
 def init(optimizer: Optimizer, params: Tree) -> State:
@@ -74,7 +81,7 @@ def _tensor_arguments(part: Optimizer) -> Iterator[tuple[str, Tensor]]:
             yield name, value
         elif isinstance(value, (tuple, list)):
             yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Tensor))
-        elif isinstance(value, Optimizer):
+        elif isinstance(getattr(value, "spec", None), Spec):
             yield from _tensor_arguments(value)
 
 

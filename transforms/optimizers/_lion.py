@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, rate_at
 from ._hyper import check_betas, not_negative
 from ._inplace import from_kernel, kernel_lr, new_step, slots
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -8,10 +8,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import factory
 from .._tree import State, Tree
 from ._inplace import one_param
+from ._optimizer import Optimizer
 from ._wrap import each_part, step_in_place
 
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
 from .._check import whole_number
 from .._spec import factory
 from .._tree import Tree, named_leaves
 from ._formula import rate_at
 from ._hyper import not_negative
 from ._inplace import by_formula, from_kernel, new_step
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
-from .._base import Optimizer
 from .._spec import factory
 from ._formula import lerp, penalized, rate_at, root, used
 from ._hyper import not_negative
 from ._inplace import from_kernel, kernel_lr, new_step, slots
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

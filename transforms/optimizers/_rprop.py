@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.rprop import rprop as torch_rprop
 
-from .._base import Optimizer
 from .._check import is_number
 from .._spec import factory
 from ._formula import rate_at
 from ._hyper import not_negative
 from ._inplace import from_kernel, new_step, slots
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import factory
 from ._formula import penalized, used
 from ._hyper import a_number, not_negative
 from ._inplace import any_tensor, by_formula, in_place, kernel_lr, new_step, one_param, slots, through_memory, unscale
+from ._optimizer import Optimizer
 from ._schedules import ScalarOrSchedule, value_at
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .._base import Optimizer
 from .._spec import Spec
-from .._tree import State, fields, with_fields
+from .._tree import fields, with_fields
 from ._checked import unchecked
+from ._optimizer import Optimizer
 
 
 def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name: str, **args: Any) -> Optimizer:
@@ -41,12 +41,6 @@ def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name
         select=at,
         check=optimizer.check,
     )
-
-
-def sharing(part: Optimizer, state: State, like: State) -> State:
-    """A state whose 0-d fields are those of another, so that one kernel can serve both."""
-    pairs = zip(fields(state), fields(like), part.common, strict=True)
-    return with_fields(state, [other if common else own for own, other, common in pairs])
 
 
 def step_in_place(

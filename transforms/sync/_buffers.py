@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import Transform, init_empty
+from .._base import Needs, Transform, init_empty
 from .._check import some_axes
 from .._spec import factory
 from .._tree import State, Tree, device_of, map_with_path, named_leaves, on
@@ -58,7 +58,7 @@ def average_buffers(axis: AxisName) -> Transform:
         new = {path: torch.where(total > 0, _narrow(found[path], b), b) for path, b in held.items()}
         return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init_empty, update, scope="leaf")
+    return Transform(init_empty, update, Needs.LEAVES)
 
 
 @factory
@@ -96,7 +96,7 @@ def broadcast_buffers(axis: AxisName) -> Transform:
         }
         return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init_empty, update, scope="leaf")
+    return Transform(init_empty, update, Needs.LEAVES)
 
 
 _LEAST = torch.iinfo(torch.int64).min

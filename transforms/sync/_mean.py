@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Reduction, Transform, init_empty, takes_donated
+from .._base import Needs, Reduction, Transform, init_empty
 from .._bucketwise import Carried
 from .._check import some_axes
 from .._spec import factory
@@ -70,7 +70,6 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     """`mean`, or the weighted sum where `over` is None."""
     some_axes("sum_over" if over is None else "mean", axis)
 
-    @takes_donated
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
@@ -108,15 +107,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             summed = optree.tree_map(lambda g: g / divisor.to(g.dtype), summed)
         return unless_idle(counted, summed, grads, persistent), new
 
-    return Transform(
-        init_mean,
-        update,
-        scope="element",
-        sums=lambda state: state,
-        wired=True,
-        reduction=Reduction(axis, over),
-        plain=True,
-    )
+    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over, fusable=True))
 
 
 def mean_state(total: Tensor, lane: dict[str, Tensor], carried: Carried | None) -> MeanState:
@@ -220,4 +211,4 @@ def noop() -> Transform:
         del params, extra
         return grads, state
 
-    return Transform(init_empty, update, scope="element")
+    return Transform(init_empty, update, Needs.NOTHING)

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Needs, Reduction, Transform
 from .._bucketwise import Carried
 from .._check import one_axis
 from .._spec import factory
@@ -76,7 +76,7 @@ def adasum(axis: AxisName) -> Transform:
         total = sums.pop("total")
         return unless_idle(total, out, grads, persistent), MeanState(total, sums)
 
-    return Transform(init_mean, update, scope="leaf", sums=lambda state: state)
+    return Transform(init_mean, update, Needs.LEAVES, Reduction(lambda state: state))
 
 
 def _over_ranks(own: Tree, axis: str) -> Tree:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import _Specified
 from .._check import flag, whole_number
-from .._spec import Spec, factory
+from .._spec import Spec, Specified, factory
 from ._noise import Key, Noise
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Codec(_Specified):
+class Codec(Specified):
     """Rows of floats to rows of bytes, and back.
 
     A row is what one rank sends to another: its bytes hold all that is needed to read it, scales included.

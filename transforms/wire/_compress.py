@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._base import Scope, Transform, check_transform, lend, sums_of_inner, takes_donated
-from .._bucketwise import Carried, part_of
+from .._base import Compression, Inner, Needs, Transform, check_transform, lend
 from .._check import whole_number
-from .._combine import widest
 from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves
@@ -139,44 +137,35 @@ def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight", seed: in
 
 
 def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
-    if not hook.wired:
+    if not hook.accepts("wire"):
         raise TypeError(
-            f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform with wired=True that "
-            f"takes extra['wire']"
+            f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform whose update has the "
+            f"keyword wire"
         )
-    if hook.encodes:
+    if hook.compression and hook.compression.encoded:
         raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
-    alone: Scope = "leaf" if codec.noisy else "element"  # dice are keyed by path
-    scope = widest([hook], least=alone if codec.elementwise else "message")
+    needs = Needs.NOTHING if codec.elementwise else Needs.LAYOUT
+    inner, lossy = Inner(hook), Compression(named_leaves)
     if not codec.noisy:
 
-        @takes_donated
         def update(
             grads: Tree, state: State, params: Tree = None, *, donated: bool = False, **extra: Any
         ) -> tuple[Tree, State]:
             return hook.update(grads, state, params, **lend(hook, donated), **{**extra, "wire": codec})
 
-        return Transform(
-            hook.init, update, scope=scope, sums=hook.sums, wired=True, loses=named_leaves, encodes=True,
-            reduction=hook.reduction,
-        )  # fmt: skip
+        reduces = hook.reduces and hook.reduces._replace(fusable=False)
+        return Transform(hook.init, update, needs, reduces, lossy)
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
 
     @counts_steps
-    @takes_donated
     def noisy(
-        grads: Tree, state: CompressState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
-        **extra: Any,
-    ) -> tuple[Tree, CompressState]:  # fmt: skip
+        grads: Tree, state: CompressState, params: Tree = None, *, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, CompressState]:
         wire = replace(codec, key=(seed, state.step))
-        out, inner = hook.update(
-            grads, state.inner, params, carried=part_of(carried, "inner"), **lend(hook, donated), **{**extra, "wire": wire}
-        )  # fmt: skip
-        return out, CompressState(inner, state.step + 1)
+        out, new = inner.update(grads, state, params, donated=donated, **{**extra, "wire": wire})
+        return out, CompressState(new, state.step + 1)
 
-    return Transform(
-        init, noisy, scope=scope, sums=sums_of_inner(hook), wired=True, loses=named_leaves, named=True, encodes=True,
-        reduction=hook.reduction,
-    )  # fmt: skip
+    # Random bits are keyed by path.
+    return Transform(init, noisy, needs | Needs.PATHS, inner.reduction(same=True), lossy)

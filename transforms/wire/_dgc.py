@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base import Transform, keeps_all
+from .._base import Compression, Needs, Reduction, Transform
 from .._bucketwise import Carried, part_of
 from .._by_path import replace_leaves
 from .._check import decay, flag, one_axis, positive, whole_number
 from .._counter import counts_steps
 from .._spec import factory
 from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, wide_zeros
-from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._lane import Lane
 from ..sync._mean import MeanState, init_mean, mean
@@ -100,8 +98,8 @@ def dgc(
         check_codec("dgc: values", values, dice=False)
     inner, codecs = mean(axis, over), _codecs(k, values, whole_number("dgc: warmup", warmup, 0))
 
-    def init(params: Tree, step: int = 0) -> DGCState:
-        return DGCState(init_mean(params), step, wide_zeros(params), wide_zeros(params), init_last(params))
+    def init(params: Tree) -> DGCState:
+        return DGCState(init_mean(params), 0, wide_zeros(params), wide_zeros(params), init_last(params))
 
     def gather(of: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The momenta with these gradients, and what is sent of them."""
@@ -135,11 +133,9 @@ def dgc(
     return Transform(
         init,
         update,
-        scope="message",
-        sums=lambda state: state.reduced,
-        loses=keeps_all,
-        encodes=True,
-        phases=phases_from([(start, functools.partial(init, step=start)) for start, _ in codecs]),
+        Needs.LAYOUT,
+        Reduction(lambda state: state.reduced),
+        Compression(None),
     )
 
 

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._base import Transform, keeps_all, sums_of_inner
-from .._bucketwise import Carried, part_of
+from .._base import Compression, Inner, Needs, Transform
+from .._bucketwise import Carried
 from .._by_path import replace_leaves
-from .._combine import widest
 from .._spec import factory
 from .._tree import State, Tree, all_finite, device_of, named_leaves, on
 from ..axes._collectives import axis_index, axis_size
@@ -73,13 +72,13 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
     >>> tx.simulate(one_rank, {"data": 2}, 2 * [torch.tensor([3.0, 1.0, 2.0])])[0]
     [[3.0, 0.0, 0.0], [3.0, 0.0, 2.0], [3.0, 1.0, 2.0]]
     """
-    check_lossy(hook, without_input, "ef21")
-    if hook.reduction is None or hook.sums is None or len(names(hook.reduction.axis)) > 1:
+    encoded, inside = check_lossy(hook, without_input, "ef21").encoded, Inner(hook)
+    if hook.reduces is None or hook.reduces.axis is None or len(names(hook.reduces.axis)) > 1:
         raise TypeError(
             f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(quantized_mean(axis, codec)), ...) and let partition, "
             f"switch_after and the like hold ef21, not the other way round"
         )
-    (axis, over), sums_of = hook.reduction, hook.sums
+    sums_of, over, axis = hook.reduces.sums, hook.reduces.over, hook.reduces.axis
 
     def init(params: Tree) -> EF21State:
         return EF21State(
@@ -111,9 +110,9 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         # What is owed is w g - h; what is left of it when c has been sent makes h + c = w g - left.
         memory = Memory({path: -h for path, h in believed.items()}, without_input == "flush", per_rank=True)
         told = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if carried is None else None
-        out, inner = hook.update(
-            replace_leaves(grads, wide), state.inner, params, weight=weight, lane=told,
-            carried=part_of(carried, "inner"), **{**extra, "memory": memory},
+        out, inner = inside.update(
+            replace_leaves(grads, wide), state, params, weight=weight, lane=told, carried=carried,
+            **{**extra, "memory": memory},
         )  # fmt: skip
         sums, results = sums_of(inner), named_leaves(out)
         fine = all_finite(results)
@@ -137,11 +136,5 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         new = unless_idle(counted, new, {path: of[path] for path in new}, persistent)
         return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
 
-    return Transform(
-        init,
-        update,
-        scope=widest([hook], least="message"),
-        sums=sums_of_inner(hook, _HELD, _MOVED),
-        loses=keeps_all,
-        reduction=hook.reduction,
-    )
+    reduces = inside.reduction(_HELD, _MOVED, same=True)
+    return Transform(init, update, Needs.LAYOUT, reduces, Compression(None, encoded))

@@ -7,10 +7,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._base import Transform, check_transform, keeps_all, lend, sums_of_inner, takes_donated
-from .._bucketwise import Carried, part_of
+from .._base import Compression, Inner, Needs, Transform, check_transform
 from .._check import whole_number
-from .._combine import widest
 from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
@@ -73,27 +71,22 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 0.3]), torch.tensor([127.0, 0.1])])[0]
     tensor([12700.,    20.])
     """
-    check_lossy(hook, without_input, "error_feedback")
+    encoded, inner = check_lossy(hook, without_input, "error_feedback").encoded, Inner(hook)
 
     def init(params: Tree) -> ErrorState:
         errors = zero_errors(hook, params)
         return ErrorState(hook.init(params), errors, init_last(errors))
 
-    @takes_donated
     def update(
-        grads: Tree, state: ErrorState, params: Tree = None, *, carried: Carried | None = None, donated: bool = False,
-        **extra: Any,
-    ) -> tuple[Tree, ErrorState]:  # fmt: skip
+        grads: Tree, state: ErrorState, params: Tree = None, *, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, ErrorState]:
         memory = Memory(state.error, without_input == "flush", state.last)
-        out, inner = hook.update(
-            grads, state.inner, params, carried=part_of(carried, "inner"),
-            **{**extra, **lend(hook, donated), "memory": memory},
-        )  # fmt: skip
-        return out, ErrorState(inner, {**state.error, **memory.new}, memory.last)
+        out, new = inner.update(grads, state, params, donated=donated, **{**extra, "memory": memory})
+        return out, ErrorState(new, {**state.error, **memory.new}, memory.last)
 
     # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
-    scope = widest([hook], least="message" if hook.encodes else "element")
-    return Transform(init, update, scope=scope, sums=sums_of_inner(hook), loses=keeps_all, reduction=hook.reduction)
+    needs = Needs.LAYOUT if encoded else Needs.NOTHING
+    return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
 
 
 class LocoState(NamedTuple):
@@ -139,7 +132,7 @@ def loco(
     >>> hook.init({"w": torch.zeros(100)}).error["w"].shape
     torch.Size([104])
     """
-    check_lossy(hook, without_input, "loco")
+    encoded, inner = check_lossy(hook, without_input, "loco").encoded, Inner(hook)
     if not (isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 < beta <= 1):
         raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
     whole_number("loco: reset", reset, 1)
@@ -153,46 +146,37 @@ def loco(
         return LocoState(hook.init(params), 0, stored(errors), init_last(errors))
 
     @counts_steps
-    def update(
-        grads: Tree, state: LocoState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
-    ) -> tuple[Tree, LocoState]:
+    def update(grads: Tree, state: LocoState, params: Tree = None, **extra: Any) -> tuple[Tree, LocoState]:
         of = {path: g for path, g in named_leaves(grads).items() if path in state.error}
         old = {path: codec.decode(state.error[path].unsqueeze(0), g.numel()).view(g.shape) for path, g in of.items()}
         errors = Memory(old, without_input == "flush", {path: state.last[path] for path in old})
-        out, inner = hook.update(
-            grads, state.inner, params, carried=part_of(carried, "inner"), **{**extra, "memory": errors}
-        )
+        out, kept = inner.update(grads, state, params, **{**extra, "memory": errors})
         last = (state.step + 1) % reset == 0
         new = {
             path: torch.zeros_like(e) if last else torch.lerp(errors.before(path), e, beta)
             for path, e in errors.new.items()
         }
-        return out, LocoState(inner, state.step + 1, {**state.error, **stored(new)}, {**state.last, **errors.last})
+        return out, LocoState(kept, state.step + 1, {**state.error, **stored(new)}, {**state.last, **errors.last})
 
-    return Transform(
-        init,
-        update,
-        scope=widest([hook], least="message"),
-        sums=sums_of_inner(hook),
-        loses=keeps_all,
-        named=True,  # errors are encoded leaf by leaf
-        reduction=hook.reduction,
-    )
+    # Errors are encoded leaf by leaf.
+    needs = Needs.LAYOUT | Needs.PATHS
+    return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
 
 
 def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:
-    lost = set(hook.loses(params)) if hook.loses else set()
+    lost = set(hook.compression.paths(params)) if hook.compression and hook.compression.paths else set()
     return {path: zero for path, zero in wide_zeros(params).items() if path in lost}
 
 
-def check_lossy(hook: Transform, without_input: Any, name: str) -> None:
+def check_lossy(hook: Transform, without_input: Any, name: str) -> Compression:
     check_transform(hook, f"{name}: hook")
-    if hook.loses is None or hook.loses is keeps_all:
+    if hook.compression is None or hook.compression.paths is None:
         raise TypeError(
-            f"nothing in {hook!r} is {'lost' if hook.loses else 'encoded'}, so there is no error to feed back; write "
+            f"nothing in {hook!r} is {'lost' if hook.compression else 'encoded'}, so there is no error to feed back; write "
             f"{name}(quantized_mean(axis, codec))"
         )
     check_without_input(without_input)
+    return hook.compression
 
 
 def check_without_input(given: Any) -> None:

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Reduction, Transform, takes_donated
+from .._base import Needs, Reduction, Transform
 from .._bucketwise import Carried
 from .._check import some_axes
 from .._spec import factory
@@ -56,7 +56,6 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
     some_axes("all_gather_mean", axis)
     check_over(over)
 
-    @takes_donated
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
@@ -93,9 +92,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
         out = unless_idle(sums.pop("total"), optree.tree_map(mean, all_grads), grads, persistent)
         return out, mean_state(total, sums, carried)
 
-    return Transform(
-        init_mean, update, scope="element", sums=lambda state: state, wired=True, reduction=Reduction(axis, over)
-    )
+    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over))
 
 
 @factory
@@ -147,7 +144,7 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
             total = torch.full_like(total, axis_size(axis))
         return out, mean_state(total, sums, carried)
 
-    return Transform(init_mean, update, scope="element", sums=lambda state: state)
+    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state))
 
 
 def _outcome(ranks: int, mean: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import Reduction, Transform
+from .._base import Compression, Needs, Reduction, Transform
 from .._bucketwise import Carried
 from .._check import one_axis, real
 from .._spec import factory
@@ -106,11 +106,11 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         out = unless_idle(counted, unravel(whole[: own.numel()], grads), grads, persistent)
         return out, mean_state(total, sums, carried)
 
-    scope: Any = "element" if wire is None or wire.elementwise else "message"
+    needs = Needs.NOTHING if wire is None or wire.elementwise else Needs.LAYOUT
     lossy = wire is not None
     return Transform(
-        init_mean, update, scope=scope, sums=lambda state: state, wired=True, loses=named_leaves if lossy else None,
-        encodes=lossy, reduction=Reduction((local, node), over),
+        init_mean, update, needs, Reduction(lambda state: state, (local, node), over),
+        Compression(named_leaves) if lossy else None,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._base import Reduction, Scope, Transform, takes_donated
+from .._base import Compression, Needs, Reduction, Transform
 from .._bucketwise import Carried, part_of
 from .._check import flag, positive, real, some_axes, whole_number
 from .._counter import counts_steps
@@ -83,7 +83,7 @@ Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, Given], Made]
 
 
 def reducing(
-    settings: Settings, scope: Scope, start: Callable[[Tree], dict[str, Tensor]], reduce: Reduce,
+    settings: Settings, needs: Needs, start: Callable[[Tree], dict[str, Tensor]], reduce: Reduce,
     loses: Callable[[Tree], list[str]],
 ) -> Transform:  # fmt: skip
     """A transform around what it does on several ranks; `start`: parameters -> the first Q."""
@@ -95,7 +95,6 @@ def reducing(
         return PowerSGDState(reduced, reduced.total.clone(), start(params) if settings.warm_start else {}, 0)
 
     @counts_steps
-    @takes_donated
     def update(
         grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
@@ -129,12 +128,9 @@ def reducing(
     return Transform(
         init,
         update,
-        scope=scope,
-        sums=lambda state: state.reduced,
-        wired=True,
-        loses=loses,
-        named=True,
-        reduction=Reduction(axis, over),
+        needs | Needs.PATHS,
+        Reduction(lambda state: state.reduced, axis, over),
+        Compression(loses, encoded=False),
     )
 
 

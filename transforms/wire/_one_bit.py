@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._base import Transform, keeps_all, sums_of_inner
+from .._base import Compression, Inner, Needs, Transform
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
 from .._check import positive
 from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
-from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._weights import Over
 from ._codec import Codec
@@ -79,10 +77,10 @@ def one_bit_adam(
     b1, b2 = betas
     positive("eps", eps, zero=True)
 
-    def init(params: Tree, step: int = 0) -> OneBitAdamState:
-        begun = inner.init(params)._replace(step=step)
+    def init(params: Tree) -> OneBitAdamState:
+        begun = inner.init(params)
         counts = (each(params, 0.0) for _ in range(2))
-        return OneBitAdamState(begun, step, wide_zeros(params), wide_zeros(params), *counts)
+        return OneBitAdamState(begun, 0, wide_zeros(params), wide_zeros(params), *counts)
 
     @counts_steps
     def update(
@@ -92,8 +90,5 @@ def one_bit_adam(
         back = {path: got.direction(path, b1, b2, eps).to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.remembered(state))
 
-    phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
-    return Transform(
-        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, encodes=True,
-        phases=phases,
-    )  # fmt: skip
+    reduces = Inner(inner).reduction(LIVE)
+    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None))

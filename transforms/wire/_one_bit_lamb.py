@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._base import Transform, keeps_all, sums_of_inner
+from .._base import Compression, Inner, Needs, Transform
 from .._bucketwise import Carried
 from .._by_path import replace_leaves
 from .._check import decay, positive
 from .._counter import counts_steps
 from .._spec import factory
 from .._tree import State, Tree, named_leaves, wide_zeros
-from .._when import phases_from
 from ..axes._primitive import AxisName
 from ..sync._weights import Over, not_zero
 from ._codec import Codec
@@ -94,10 +92,10 @@ def one_bit_lamb(
             raise ValueError(f"{name} must be (smallest, largest), both above 0, got {pair!r}")
     positive("threshold", threshold)
 
-    def init(params: Tree, step: int = 0) -> OneBitLambState:
-        begun, (m, v, fresh) = inner.init(params)._replace(step=step), [wide_zeros(params) for _ in range(3)]
+    def init(params: Tree) -> OneBitLambState:
+        begun, (m, v, fresh) = inner.init(params), [wide_zeros(params) for _ in range(3)]
         taken, settled, ratio, change = (each(params, value) for value in (0.0, 0.0, 0.0, 1.0))
-        return OneBitLambState(begun, step, m, v, taken, settled, fresh, ratio, change)
+        return OneBitLambState(begun, 0, m, v, taken, settled, fresh, ratio, change)
 
     @counts_steps
     def update(
@@ -130,11 +128,8 @@ def one_bit_lamb(
             got.kept(state.fresh, fresh), got.kept(state.ratio, ratio), got.kept(state.change, change),
         )  # fmt: skip
 
-    phases = phases_from([(0, init), (warmup, functools.partial(init, step=warmup))])
-    return Transform(
-        init, update, scope=inner.scope, sums=sums_of_inner(inner, LIVE), loses=keeps_all, named=True, encodes=True,
-        phases=phases,
-    )  # fmt: skip
+    reduces = Inner(inner).reduction(LIVE)
+    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None))
 
 
 def _ratio(param: Tensor, direction: Tensor) -> Tensor:

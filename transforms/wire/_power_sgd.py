@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .._base import Transform
+from .._base import Needs, Transform
 from .._check import whole_number
 from .._spec import factory
 from .._tree import Tree, named_leaves
@@ -109,7 +109,7 @@ def power_sgd(
     def first(params: Tree) -> dict[str, Tensor]:
         return drawn(named_leaves(params), 0)
 
-    return reducing(settings, "leaf", first, reduce, lambda params: list(shapes(named_leaves(params))))
+    return reducing(settings, Needs.LEAVES, first, reduce, lambda params: list(shapes(named_leaves(params))))
 
 
 @factory
@@ -184,7 +184,7 @@ def batched_power_sgd(
         leaves = named_leaves(params)
         return list(leaves) if size(leaves)[1] else []
 
-    return reducing(settings, "message", first, reduce, loses)
+    return reducing(settings, Needs.LAYOUT, first, reduce, loses)
 
 
 def _inside(whole: Tensor, corner: Tensor) -> Tensor:

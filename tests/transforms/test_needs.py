@@ -1,0 +1,117 @@
+"""Chains of stages with other needs run in a step as in the pure pipeline, whichever comes first."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import optree
+import pytest
+import torch
+from helpers import max_diff, raises_text
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.transforms._plan import make_plan, takes_flat
+from fjoin.transforms._tree import global_norm, named_leaves
+
+Needs = tx.Needs
+
+
+def _stage(needs: Needs, function: Any) -> tx.Transform:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return function(grads), state
+
+    return tx.Transform(lambda params: (), update, needs)
+
+
+def _by_leaf(grads: Any) -> Any:
+    return optree.tree_map(lambda g: g / (1 + g.norm()) * g.dim(), grads)
+
+
+def _by_path(grads: Any) -> Any:
+    return {path: g * len(path) for path, g in named_leaves(grads).items()}
+
+
+def _by_layout(grads: Any) -> Any:
+    """What lies in one buffer is divided by its largest element."""
+    largest = torch.stack([g.abs().max() for g in optree.tree_leaves(grads)]).max()
+    return optree.tree_map(lambda g: g / largest, grads)
+
+
+def _by_tree(grads: Any) -> Any:
+    norm = global_norm(grads)
+    return optree.tree_map(lambda g: g / (1 + norm), grads)
+
+
+STAGES = {
+    Needs.NOTHING: lambda: tx.stateless(torch.sin, elementwise=True),
+    Needs.LEAVES: lambda: _stage(Needs.LEAVES, _by_leaf),
+    Needs.PATHS: lambda: _stage(Needs.PATHS, _by_path),
+    Needs.LAYOUT: lambda: _stage(Needs.LAYOUT, _by_layout),
+    Needs.TREE: lambda: _stage(Needs.TREE, _by_tree),
+}
+
+
+def loss(params: Any, batch: float) -> Tensor:
+    return sum(((p * batch + i).sin() * batch).sum() for i, p in enumerate(params.values()))  # type: ignore[return-value]
+
+
+def start() -> dict[str, Tensor]:
+    shapes = {"a": (3,), "matrix": (2, 4), "z": (5,)}
+    return {
+        path: torch.linspace(-1, 1, torch.Size(s).numel(), dtype=torch.float64).view(s) for path, s in shapes.items()
+    }
+
+
+def difference(hook: tx.Transform, bucket_bytes: int, batch: float) -> float:
+    pipeline, mesh = tx.fuse(hook, tx.sgd(1.0)), fjoin.mesh({"data": -1})
+    step = fjoin.train_step(loss, pipeline, mesh=mesh, bucket_bytes=bucket_bytes)
+    state, _ = step(step.init(start()), batch)
+    with fjoin.bind(mesh):
+        grads = torch.func.grad(loss)(start(), batch)
+        want, _ = pipeline.step(start(), grads, pipeline.init(start()), weight=1.0)
+    return max_diff(state.params, want)
+
+
+@pytest.mark.parametrize(
+    "pair", list(itertools.product(STAGES, repeat=2)), ids=lambda pair: " then ".join(map(str, pair))
+)
+def test_a_chain_needs_what_its_stages_do(pair: tuple[Needs, Needs]) -> None:
+    first, second = (STAGES[needs]() for needs in pair)
+    chain = tx.chain(first, second)
+    assert chain.needs == pair[0] | pair[1]
+    assert takes_flat(chain) == (chain.needs in (Needs.NOTHING, Needs.LAYOUT))
+    for hook in (tx.chain(first, second, tx.mean("data")), tx.chain(tx.mean("data"), first, second)):
+        for bucket_bytes in (10**6,) if Needs.LAYOUT in chain.needs else (1, 10**6):
+            out = tx.simulate(lambda batch: difference(hook, bucket_bytes, batch), {"data": 2}, [1.0, 2.0])  # noqa: B023
+            assert max(out) < 1e-12, hook
+
+
+def test_a_union_is_that_of_all_inside() -> None:
+    coded = tx.quantized_mean("data", tx.int8())
+    leaf = tx.stateless(torch.sign)
+    assert tx.every(2, tx.chain(leaf, coded)).needs == Needs.LEAVES | Needs.LAYOUT
+    assert tx.partition({"w": coded, "*": leaf}).needs == Needs.LEAVES | Needs.PATHS | Needs.LAYOUT
+    assert tx.skip_if_nonfinite(coded).needs == Needs.TREE | Needs.LAYOUT
+    assert tx.error_feedback(tx.cast(torch.bfloat16, tx.mean("data"))).needs == Needs.LAYOUT
+    assert tx.identity().needs == tx.chain().needs == tx.mean("data").needs == Needs.NOTHING
+
+
+def test_two_fields_are_enough() -> None:
+    """Of a transform written by hand nothing else is known: it is given the whole tree, and may communicate over all axes."""
+
+    def update(grads: Any, state: int, params: Any = None, **extra: Any) -> Any:
+        return optree.tree_map(lambda g: g * state, grads), state + 1
+
+    mine = tx.Transform(lambda params: 1, update)
+    assert mine.needs == Needs.TREE and mine.reduces is mine.compression is None and not mine.pauses
+    assert make_plan(mine, ("node", "local")).reduced(0) == (("node", "local"), False)
+    raises_text(TypeError, lambda: tx.Transform(lambda params: 1, update, "leaf"), "Needs.LEAVES", "'leaf'")  # type: ignore[arg-type]
+
+
+def test_what_a_transform_accepts_is_in_its_signature() -> None:
+    mean = tx.mean("data")
+    assert mean.accepts("wire") and tx.chain(tx.identity(), tx.clip_by_value(1.0), mean).accepts("wire")
+    assert not tx.clip_by_value(1.0).accepts("wire") and not tx.dgc("data", 0.1).accepts("wire")
