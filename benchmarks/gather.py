@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fjoin import _axis
+from fjoin.groups import _axis
 
 BYTES, MESSAGES, APART_S, ROUNDS = 2_621_448, 7, 0.022, {"1gbit": 15, "100mbit": 5}
 

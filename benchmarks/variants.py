@@ -23,10 +23,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
-from fjoin import _waves
 from fjoin import transforms as tx
-from fjoin._storage import Storage
-from fjoin.transforms._layout import make_layout
+from fjoin.reducer import _interleave as _waves
+from fjoin.reducer._flat_params import Storage
+from fjoin.transforms.plan._buckets import make_layout
 
 with contextlib.redirect_stderr(io.StringIO()):  # they announce their deprecation past all filters
     from torch.distributed.optim.functional_adamw import _FunctionalAdamW

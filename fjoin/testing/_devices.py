@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import transforms as tx
+from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import restrict
-from ..transforms._explain import Recorder
-from ..transforms.axes._env import bind_axes
+from ..transforms.pipelines._explain import Recorder
 from ._compare import params_like
 from ._ranks import axes_for
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import transforms as tx
-from ..transforms._plan import axes_of
+from ..transforms.plan._plan import axes_of
 from ._compare import params_like
 
 

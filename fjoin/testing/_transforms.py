@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .. import transforms as tx
-from ..transforms._base import Needs
 from ..transforms._bucketwise import Carried, merge, restrict
-from ..transforms._plan import takes_flat
+from ..transforms._transform import Needs
+from ..transforms.plan._plan import takes_flat
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
 from ._devices import stays_on_its_device
 from ._ranks import axes_for, grads_of, on_ranks, rank_in, ranks_of

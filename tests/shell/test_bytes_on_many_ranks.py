@@ -14,8 +14,8 @@ from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._group_mesh import mesh_over
-from fjoin.transforms.sync._lane import step_lane
+from fjoin.groups._group_mesh import mesh_over
+from fjoin.transforms._lane import step_lane
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),

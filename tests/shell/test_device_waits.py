@@ -25,7 +25,7 @@ def wait_for_a_device(rank: int, report: Report) -> None:
     import torch
 
     import fjoin
-    from fjoin._guard import Guard
+    from fjoin.reducer._step_check import Guard
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=300)
     if rank == 1:
@@ -62,7 +62,7 @@ def wait_in_vain() -> Any:
     import torch
 
     import fjoin
-    from fjoin import _group_mesh
+    from fjoin.groups import _group_mesh
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=0.05)
     out: list[Any] = []

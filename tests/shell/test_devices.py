@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._guard import Guard
+from fjoin.reducer._step_check import Guard
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms._tree import choose_state
 from fjoin.transforms.axes._lockstep import SimulatedAxis

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._plan import AXES, make_plan
 from fjoin.transforms._spec import _FACTORIES
+from fjoin.transforms.plan._plan import AXES, make_plan
 
 
 def use_an_outer_axis() -> float:

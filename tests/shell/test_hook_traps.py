@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._waves import Task, Waves
+from fjoin.reducer._interleave import Task, Waves
 
 
 def _smooth() -> tx.Transform:
@@ -288,7 +288,7 @@ def test_adaptive_sums_of_strided_gradients_are_equal_on_all_ranks(pool: Any) ->
 GIVES_BACK = """
 import sys, threading
 import torch
-from fjoin._waves import keep_freed
+from fjoin.reducer._interleave import keep_freed
 
 def held():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

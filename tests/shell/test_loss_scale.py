@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._ddp_scale import ScaledLoss
+from fjoin.ddp._loss_scale import ScaledLoss
 
 INF, NAN = float("inf"), float("nan")
 X = torch.ones(2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin._guard import Guard
+from fjoin.reducer._step_check import Guard
 
 X = torch.ones(2)
 

@@ -17,7 +17,7 @@ from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._base import takes_donated
+from fjoin.transforms._transform import takes_donated
 
 
 def made(rank: int = 1, **settings: Any) -> tx.Transform:

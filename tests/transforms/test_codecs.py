@@ -12,9 +12,9 @@ from helpers import raises_text, same_bits
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.wire import _scaled
-from fjoin.transforms.wire._digits import in_a_byte, pack, unpack, width
-from fjoin.transforms.wire._noise import key_of, places_of
+from fjoin.transforms.codecs import _scaled
+from fjoin.transforms.codecs._bit_packing import in_a_byte, pack, unpack, width
+from fjoin.transforms.codecs._random_bits import key_of, places_of
 
 ON_AVERAGE: dict[str, Any] = {
     "bfloat16": lambda: tx.bfloat16(stochastic=True),
@@ -117,7 +117,7 @@ def test_dice_depend_on_seed_step_and_path_and_on_nothing_else() -> None:
 
 
 def test_codes_that_throw_dice_need_a_hook_that_counts_steps() -> None:
-    from fjoin.transforms.wire._reduce import coded_mean
+    from fjoin.transforms.reductions._coded_mean import coded_mean
 
     def bare() -> Any:
         return coded_mean(tx.qsgd(), torch.ones(4), torch.ones((), dtype=torch.float64), torch.zeros(0), "data")

@@ -11,7 +11,7 @@ from helpers import max_diff, raises_text, same_bits
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._base import lend
+from fjoin.transforms._transform import lend
 
 FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
     "later": lambda: tx.error_feedback(tx.power_sgd("data", start=2, min_compression_rate=1.0)),

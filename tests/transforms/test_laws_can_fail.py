@@ -12,7 +12,7 @@ from torch import Tensor
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 from fjoin.testing._devices import DEVICE_LAWS
-from fjoin.transforms.axes._env import under_vmap
+from fjoin.transforms._axis_env import under_vmap
 
 
 def _plain(update: Any, **settings: Any) -> Callable[[], tx.Transform]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._plan import make_plan, takes_flat
 from fjoin.transforms._tree import global_norm, named_leaves
+from fjoin.transforms.plan._plan import make_plan, takes_flat
 
 Needs = tx.Needs
 

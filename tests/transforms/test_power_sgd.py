@@ -11,8 +11,8 @@ from power_problem import COMPRESSED, SHAPES, draws, exact, made
 from torch import Tensor
 
 from fjoin import transforms as tx
+from fjoin.transforms._axis_env import Axis, bind_axes
 from fjoin.transforms._bucketwise import Carried, restrict
-from fjoin.transforms.axes._env import Axis, bind_axes
 
 STEPS = 8
 

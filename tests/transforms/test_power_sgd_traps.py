@@ -12,7 +12,7 @@ from helpers import max_diff, same_bits
 from power_problem import SHAPES, draws, exact32, made
 
 from fjoin import transforms as tx
-from fjoin.transforms._base import lend
+from fjoin.transforms._transform import lend
 
 
 def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:

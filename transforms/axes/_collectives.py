@@ -18,9 +18,9 @@ import optree
 import torch
 from torch import Tensor
 
+from .._axis_env import AxisName, lookup
 from .._tree import Tree
-from ._env import lookup
-from ._primitive import AxisName, apply_one, as_tensor, names, packed, reduce_over
+from ._primitive import apply_one, as_tensor, names, packed, reduce_over
 
 
 def psum(x: Tree, axis: AxisName) -> Tree:

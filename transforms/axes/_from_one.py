@@ -6,9 +6,9 @@ import optree
 import torch
 from torch import Tensor
 
+from .._axis_env import AxisName
 from .._tree import Tree
 from ._collectives import psum
-from ._primitive import AxisName
 
 
 def from_one(tree: Tree, is_source: Tensor, axis: AxisName) -> Tree:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._axis_env import Axis, bind_axes, bound
 from .._errors import CollectiveMismatch
-from ._env import Axis, bind_axes, bound
 
 
 class _Abandon(BaseException):

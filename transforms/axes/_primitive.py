@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import optree
 import torch
 from torch import Tensor
 
+from .._axis_env import Axis, AxisName, lookup
 from .._check import axis_names
 from .._tree import Tree, path_string, plain
-from ._env import Axis, lookup
 
-AxisName: TypeAlias = str | tuple[str, ...]
 names = axis_names
 
 _TRANSPOSE = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import optree
 
+from .._axis_env import lookup
 from .._errors import NotVmappable
 from .._tree import Tree
 from ._collectives import all_to_all
-from ._env import lookup
 from ._primitive import apply_one, as_tensor, packed
 
 

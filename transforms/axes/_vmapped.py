@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ._env import Axis, bind_axes
+from .._axis_env import Axis, bind_axes
 
 
 class VmappedAxis(Axis):

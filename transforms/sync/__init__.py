@@ -1,1 +1,1 @@
-"""Who agrees on what, and when."""
+"""What ranks agree on besides gradients."""

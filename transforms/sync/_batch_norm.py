@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._axis_env import AxisName, current_weight
 from .._tree import on
 from ..axes._collectives import all_gather
-from ..axes._env import current_weight
-from ..axes._primitive import AxisName
 
 
 class BatchNormState(NamedTuple):

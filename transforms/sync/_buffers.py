@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._base import Needs, Transform, init_empty
+from .._axis_env import AxisName
 from .._check import some_axes
 from .._spec import factory
+from .._transform import Needs, Transform, init_empty
 from .._tree import State, Tree, device_of, map_with_path, named_leaves, on
+from .._weights import check_weight
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
-from ..axes._primitive import AxisName
-from ._weights import check_weight
 
 
 @factory

@@ -1,0 +1,71 @@
+"""The buckets of torch's DistributedDataParallel, as messages of ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    GradBucket,
+    _compute_bucket_assignment_by_size,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ..groups._axis import Work
+from ..reducer._buckets import Outgoing
+from ..transforms.plan._buckets import Bucket
+
+
+def gradients(bucket: GradBucket) -> list[Tensor]:
+    """The gradients in one of the module's buckets, lying there as the parameters do.
+
+    The views that torch gives are contiguous in shape, over memory in the parameters' own order.
+    """
+    views = []
+    for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # it keeps the strides of what has no gaps
+        views.append(
+            g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
+        )
+    return views
+
+
+class FromDDP(Outgoing):
+    """One of the module's buckets in one backward pass.
+
+    Attributes:
+        unit: What its gradients are multiplied with while they travel.
+    """
+
+    unit = 1.0
+
+    def __init__(self, paths: tuple[str, ...], bucket: GradBucket) -> None:
+        self.wire = self.grads = bucket.buffer()
+        self.work: Work | None = None
+        self.seen = torch.zeros((), device=self.grads.device)
+        self._by_path = dict(zip(paths, gradients(bucket), strict=True))
+        self.bucket = _bucket(paths, self.grads.numel(), self.grads)
+
+    def by_path(self) -> dict[str, Tensor]:
+        return self._by_path
+
+
+def first_buckets(ddp: DistributedDataParallel, params: Mapping[str, Tensor]) -> tuple[Bucket, ...]:
+    """The buckets of a module's first pass, which come in this order."""
+    paths, first = list(params), [_DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []
+    limits = getattr(ddp, "bucket_bytes_cap_list", None)
+    if not limits and (ddp.static_graph or not ddp.find_unused_parameters):
+        limits = [sys.maxsize]  # until it knows the order in which gradients come
+    limits = limits or [*first, ddp.bucket_bytes_cap]
+    groups, _ = _compute_bucket_assignment_by_size(list(params.values()), limits)
+    return tuple(
+        _bucket(tuple(paths[i] for i in group), sum(params[paths[i]].numel() for i in group), params[paths[group[0]]])
+        for group in reversed(groups)
+    )
+
+
+def _bucket(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
+    return Bucket(paths, (), numel, like.dtype, like.device, True, ())

@@ -1,0 +1,251 @@
+"""torch's communication hooks, by its names and with its defaults, as transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
+
+from ..transforms._axis_env import AxisName
+from ..transforms._check import flag, whole_number
+from ..transforms._transform import Transform
+from ..transforms._weights import Over, check_over
+from ..transforms.axes._primitive import names
+from ..transforms.codecs._blocks import uint8
+from ..transforms.combinators._conditional import switch_after
+from ..transforms.feedback._error_feedback import error_feedback
+from ..transforms.power_sgd._power_sgd import batched_power_sgd, power_sgd
+from ..transforms.reductions._compress import cast, quantized_mean
+from ..transforms.reductions._mean import mean, noop
+
+
+def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
+    """The mean over all ranks, which count alike.
+
+    Args:
+        axis: The axis, or a tuple of axes, to average over.
+        over: What to divide by, see `tx.mean`; with "weight" ranks count as `handle.weight(w)` says.
+
+    Returns:
+        A `Transform`, for `fjoin.ddp.register`, `tx.fuse`, `tx.chain` and so on; so do all hooks here.
+
+    Raises:
+        ValueError: `over` is none of the three.
+
+    Same as: torch's allreduce_hook, DDPCommHookType.ALLREDUCE.
+
+    >>> fjoin.ddp.allreduce_hook()
+    mean('data', over='world')
+    """
+    return mean(axis, over)
+
+
+def fp16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
+    """The mean in float16, beside a power of two that makes everything fit; sums are taken in float32.
+
+    Args, Raises: as `allreduce_hook`.
+
+    Same as: torch's fp16_compress_hook, DDPCommHookType.FP16_COMPRESS, which makes infinity of 1e5.
+
+    >>> fjoin.ddp.fp16_compress_hook()
+    cast(torch.float16, mean('data', over='world'))
+    """
+    return cast(torch.float16, mean(axis, over))
+
+
+def bf16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
+    """The mean in bfloat16, on any backend; sums are taken in float32.
+
+    Args, Raises: as `allreduce_hook`.
+
+    Same as: torch's bf16_compress_hook, DDPCommHookType.BF16_COMPRESS, which needs NCCL.
+
+    >>> fjoin.ddp.bf16_compress_hook()
+    cast(torch.bfloat16, mean('data', over='world'))
+    """
+    return cast(torch.bfloat16, mean(axis, over))
+
+
+def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
+    """The mean in bytes, one scale for all that a rank sends another of a bucket.
+
+    Args, Raises: as `allreduce_hook`.
+
+    Same as: torch's quantization_pertensor_hook, DDPCommHookType.QUANTIZE_PER_TENSOR, which needs NCCL and sends ranks / 2 times
+        the bytes. On two ranks the numbers are the same; on more each rank quantizes its part of the mean once more.
+
+    >>> fjoin.ddp.quantization_pertensor_hook()
+    compress(uint8(), mean('data', over='world'))
+    """
+    return quantized_mean(axis, uint8(), over)
+
+
+def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "data", over: Over = "world") -> Transform:
+    """The mean in bytes, a scale for every `bucket_size` elements.
+
+    Args:
+        bucket_size: Elements that share a scale, at least 1.
+        axis, over: as `allreduce_hook`.
+
+    Raises:
+        ValueError: `bucket_size` is no whole number above 0, or `over` none of the three.
+
+    Same as: torch's quantization_perchannel_hook, DDPCommHookType.QUANTIZE_PER_CHANNEL, as `quantization_pertensor_hook`.
+
+    >>> fjoin.ddp.quantization_perchannel_hook()
+    compress(uint8(block=512), mean('data', over='world'))
+    """
+    return quantized_mean(axis, uint8(whole_number("bucket_size", bucket_size, 1)), over)
+
+
+def powerSGD_hook(
+    matrix_approximation_rank: int = 1, start_powerSGD_iter: int = 1_000, min_compression_rate: float = 2.0,
+    use_error_feedback: bool = True, warm_start: bool = True, orthogonalization_epsilon: float = 0.0, random_seed: int = 0, *,
+    axis: AxisName = "data", over: Over = "world",
+) -> Transform:  # fmt: skip
+    """The mean in which matrices travel as two thin factors, from some pass on; see `tx.power_sgd`.
+
+    Args:
+        matrix_approximation_rank: Columns of the factors, at least 1.
+        start_powerSGD_iter: Passes with a plain mean before; 0 is allowed, since nothing is kept by bucket.
+        min_compression_rate: A matrix is compressed where (rows + columns) * rank * this < rows * columns.
+        use_error_feedback: Whether each rank keeps what it could not send, for the next passes.
+        warm_start: Start from the last pass's factors, else from random ones.
+        orthogonalization_epsilon: Added to norms that divide; what is 0 is no danger without it.
+        random_seed: Of the random factors.
+        axis, over: as `allreduce_hook`.
+
+    Raises:
+        ValueError, TypeError: an argument is none of these.
+
+    Same as: torch's powerSGD_hook with PowerSGDState, DDPCommHookType.POWER_SGD and, with rank 2, POWER_SGD_RANK2. It has no
+        compression_stats_logging_frequency: `handle.explain()` tells; nor batch_tensors_with_same_shape, which it decides.
+
+    >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
+    switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
+    """
+    return _low_rank(power_sgd, matrix_approximation_rank, start_powerSGD_iter, min_compression_rate, use_error_feedback,
+                     warm_start, orthogonalization_epsilon, random_seed, axis, over)  # fmt: skip
+
+
+def batched_powerSGD_hook(
+    matrix_approximation_rank: int = 1, start_powerSGD_iter: int = 1_000, min_compression_rate: float = 2.0,
+    use_error_feedback: bool = True, warm_start: bool = True, orthogonalization_epsilon: float = 0.0, random_seed: int = 0, *,
+    axis: AxisName = "data", over: Over = "world",
+) -> Transform:  # fmt: skip
+    """`powerSGD_hook` on one square matrix that holds a whole bucket; see `tx.batched_power_sgd`.
+
+    Args, Raises: as `powerSGD_hook`.
+
+    Same as: torch's batched_powerSGD_hook, DDPCommHookType.BATCHED_POWER_SGD and, with rank 2, BATCHED_POWER_SGD_RANK2, which raises
+        in the first pass that it is to compress.
+
+    >>> fjoin.ddp.batched_powerSGD_hook(use_error_feedback=False, start_powerSGD_iter=0)
+    batched_power_sgd('data', over='world')
+    """
+    return _low_rank(batched_power_sgd, matrix_approximation_rank, start_powerSGD_iter, min_compression_rate, use_error_feedback,
+                     warm_start, orthogonalization_epsilon, random_seed, axis, over)  # fmt: skip
+
+
+def _low_rank(
+    make: Callable[..., Transform], rank: int, start: int, rate: float, feeds_back: bool, warm: bool, epsilon: float, seed: int,
+    axis: AxisName, over: Over,
+) -> Transform:  # fmt: skip
+    whole_number("matrix_approximation_rank", rank, 1)
+    whole_number("start_powerSGD_iter", start, 0)
+    hook = make(
+        axis, rank, start=start, min_compression_rate=rate, warm_start=warm, epsilon=epsilon, seed=seed, over=over
+    )
+    return error_feedback(hook) if flag("use_error_feedback", feeds_back) else hook
+
+
+def noop_hook() -> Transform:
+    """Send nothing: every rank keeps its own gradients.
+
+    Same as: torch's noop_hook, DDPCommHookType.NOOP.
+
+    >>> fjoin.ddp.noop_hook()
+    noop()
+    """
+    return noop()
+
+
+def post_localSGD_hook(
+    start_localSGD_iter: int, post_local_gradient_allreduce: bool = True, *, axis: AxisName = ("node", "local"),
+    subgroup: AxisName = "local", over: Over = "world",
+) -> Transform:  # fmt: skip
+    """The mean over all ranks at first, then over a subgroup, or over none.
+
+    It goes to `fjoin.ddp.register` with a mesh that has the axes, `fjoin.mesh({"node": -1, "local": ranks of a node})`. Something
+    else must average the parameters from then on.
+
+    Args:
+        start_localSGD_iter: Passes with the mean over all ranks.
+        post_local_gradient_allreduce: Whether gradients are averaged over the subgroup afterwards; else they are left alone.
+        axis: The axes of all ranks.
+        subgroup: Those of them that a rank's subgroup has.
+        over: As `allreduce_hook`.
+
+    Raises:
+        ValueError: `start_localSGD_iter` is no whole number, or negative; `subgroup` is not among the axes.
+
+    Same as: torch's post_localSGD_hook with PostLocalSGDState.
+
+    >>> fjoin.ddp.post_localSGD_hook(1000)
+    switch_after(1000, mean(('node', 'local'), over='world'), mean('local', over='world'))
+    """
+    if not set(names(subgroup)) <= set(names(axis)):
+        raise ValueError(f"the subgroup {subgroup!r} must be among the axes of all ranks, {axis!r}")
+    later = mean(subgroup, over) if post_local_gradient_allreduce else noop()
+    return switch_after(start_localSGD_iter, mean(axis, over), later)
+
+
+_OF_TYPE: dict[str, Callable[..., Transform]] = {
+    "ALLREDUCE": allreduce_hook,
+    "FP16_COMPRESS": fp16_compress_hook,
+    "BF16_COMPRESS": bf16_compress_hook,
+    "QUANTIZE_PER_TENSOR": quantization_pertensor_hook,
+    "QUANTIZE_PER_CHANNEL": quantization_perchannel_hook,
+    "POWER_SGD": powerSGD_hook,
+    "POWER_SGD_RANK2": partial(powerSGD_hook, 2),
+    "BATCHED_POWER_SGD": batched_powerSGD_hook,
+    "BATCHED_POWER_SGD_RANK2": partial(batched_powerSGD_hook, 2),
+    "NOOP": lambda axis, over: noop_hook(),
+}
+
+
+def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", over: Over = "world") -> Transform:
+    """The transform that does what one of torch's `DDPCommHookType` does, with its settings.
+
+    Args:
+        comm_hook_type: A member of torch's DDPCommHookType, its name, or torch's BuiltinCommHookType.
+        axis: The axis, or a tuple of axes, to average over.
+        over: What to divide by, see `tx.mean`: by default all ranks count alike, as in torch.
+
+    Returns:
+        A `Transform`, for `fjoin.ddp.register`, `tx.fuse`, `tx.chain` and so on.
+
+    Raises:
+        TypeError: no such type.
+        ValueError: `over` is none of the three.
+
+    >>> fjoin.ddp.comm_hook("QUANTIZE_PER_CHANNEL", over="weight")
+    compress(uint8(block=512), mean('data'))
+    """
+    check_over(over)
+    return _OF_TYPE[_name(comm_hook_type)](axis=axis, over=over)
+
+
+def _name(comm_hook_type: Any) -> str:
+    torchs = isinstance(comm_hook_type, (DDPCommHookType, BuiltinCommHookType))
+    name = comm_hook_type.name if torchs else comm_hook_type
+    if isinstance(name, str) and name in _OF_TYPE:
+        return name
+    raise TypeError(
+        f"a type of communication hook is a member of DDPCommHookType or its name, one of {', '.join(_OF_TYPE)}; "
+        f"got {comm_hook_type!r}"
+    )

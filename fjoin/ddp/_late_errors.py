@@ -1,0 +1,17 @@
+"""Errors that are raised once the backward pass has ended."""
+
+from __future__ import annotations
+
+import torch
+
+
+def raise_after_backward(error: Exception) -> None:
+    """Raise once the module has finished its pass, which would be unusable if its hook raised."""
+    if torch._C._current_graph_task_id() < 0:
+        raise error
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+    def last() -> None:
+        raise error
+
+    engine.queue_callback(lambda: engine.queue_callback(last))  # behind the module's own, which is still to come

@@ -1,0 +1,248 @@
+"""torch's DistributedDataParallel with the hooks and pipelines of fjoin.transforms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
+from torch.nn.parallel import DistributedDataParallel
+
+from ..groups._consistency import same_hook
+from ..groups._group_mesh import mesh_over
+from ..groups._mesh import Mesh
+from ..transforms._state_dict import restored, to_state_dict
+from ..transforms._transform import Transform
+from ..transforms._weights import Over
+from ..transforms.optimizers._optimizer import Optimizer
+from ..transforms.pipelines._explanation import Explanation
+from ..transforms.pipelines._fuse import fuse
+from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.plan._plan import axes_of, warn_if_silent
+from ._comm_hooks import comm_hook
+from ._hook import REGISTERED, DDPRun
+
+
+class Handle:
+    """A registered hook; made by `fjoin.ddp.register`.
+
+    Attributes:
+        step: Synchronised backward passes so far.
+        skipped: Steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
+        total: The sum of the ranks' weights in the last of them, or the number of ranks that had one where the mean is over
+            those; NaN where the hook does not reduce.
+    """
+
+    def __init__(self, run: DDPRun) -> None:
+        self._run = run
+
+    def weight(self, weight: float) -> None:
+        """Set this rank's weight in the mean, for the next backward pass that is synchronised; 1 where it is not set.
+
+        Raises:
+            ValueError: a weight that is negative or not finite.
+        """
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"a weight must be a finite number, at least 0, got {weight!r}")
+        self._run.pending = float(weight)
+
+    @property
+    def step(self) -> int:
+        return self._run.step
+
+    @property
+    def skipped(self) -> int:
+        return 0 if self._run.outer is None else int(self._run.outer.skipped)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on, where the pipeline is a `dynamic_loss_scale`: times its scale.
+
+        Raises:
+            TypeError: the pipeline scales no losses.
+        """
+        if self._run.scaling is None:
+            raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
+        return self._run.scaling(loss, self._run.outer.scale)
+
+    @property
+    def total(self) -> float:
+        return self._run.total
+
+    def explain(self) -> Explanation:
+        """What a synchronised backward pass sends, as by `fjoin.transforms.explain`, before any has run.
+
+        The buckets are those of the last pass, and before the first those of the first. From the second on the module has
+        others, cut in the order in which gradients come.
+        """
+        return self._run.explain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
+        run = self._run
+        return {
+            "step": run.step,
+            "outer": to_state_dict(run.outer),
+            "total": run.total,
+            "hook": to_state_dict(run.hook_state),
+            "after": to_state_dict(run.after_state),
+            "optimizer": {path: to_state_dict(state) for path, state in run.stepper.states.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, for the same pipeline and parameters. All ranks must load the same step.
+
+        Raises:
+            ValueError: the state of another pipeline, or of other parameters.
+            DesyncError: in the next backward pass, on all ranks: they have loaded different steps.
+        """
+        run = self._run
+        missing = sorted(self.state_dict().keys() - state_dict.keys())
+        if missing:
+            raise ValueError(f"the state has no {missing}; it is not what state_dict() gave")
+        new = [
+            restored(f"the state of the {name}", held, state_dict[name])
+            for name, held in (("hook", run.hook_state), ("after", run.after_state), ("outer", run.outer))
+        ]
+        saved = state_dict["optimizer"]
+        if run.stepper.states.keys() != saved.keys():
+            raise ValueError(
+                f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(run.stepper.states)}"
+            )
+        if run.pipeline is not None:
+            at = run.pipeline.optimizer.at
+            run.stepper.adopt(run.stepper.prepared((path, at(path), run.leaves[path], s) for path, s in saved.items()))
+        run.hook_state, run.after_state, run.outer = new
+        run.step, run.total, run.loaded = state_dict["step"], state_dict["total"], True
+
+
+class _Live(list[Any]):
+    """The hooks of a module that is registered. A copy of the module, pickled or deep, has none: its buckets are its own."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, ()
+
+
+def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: Mesh | None = None) -> Handle:
+    """Let a hook, or a whole fused pipeline, be the communication hook of a DistributedDataParallel.
+
+    The buckets' messages travel while backward goes on, in a fixed order; after the last bucket come the stages that need
+    all gradients, and with a pipeline the optimizer's step, in place on the module's own parameters. After
+    `loss.backward()` the gradients are what the hook made of them, and with a pipeline the parameters have been stepped:
+    there is no `optimizer.step()`. `zero_grad()` is still needed, since DistributedDataParallel adds what comes next to
+    what is there. Under `no_sync` nothing is sent or stepped; what has been added up then goes with the next pass.
+
+    The step is taken before backward returns: what a second backward pass through the same graph, or a gradient of an input,
+    needs of the old parameters, it no longer finds, and torch says so.
+
+    A mean over weights takes the weight that `handle.weight(w)` has set before backward: one message more, of one number,
+    with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input counts 0; so with a
+    pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
+
+    The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered again, and the
+    state of the hook is in `handle.state_dict()`.
+
+    With a pipeline, parameters that no rank uses, where find_unused_parameters or static_graph allow that, are left
+    alone, as by torch.optim: one more small message in each step.
+
+    Args:
+        model: The module; it can be given one hook.
+        what: A `Transform` or a `Pipeline`.
+        mesh: The ranks, where the hook has several axes; by default those of the module's group, as the hook's one axis.
+
+    Returns:
+        A `Handle`.
+
+    Warns:
+        UserWarning: on rank 0 of several: nothing in `what` reduces, and no `noop` says that this is meant.
+
+    Raises:
+        TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline.
+        ValueError: the module has a hook already, or parameters that it keeps from hooks; the hook's axes are not those of
+            the module's group; `accumulate`, whose place no_sync takes.
+        DesyncError: on all ranks: they register different things.
+        NonFinite: out of backward, on all ranks, with a pipeline that leaves no such steps out; nothing is stepped.
+        RuntimeError: out of backward: a pipeline in `dynamic_loss_scale` has got gradients of a loss without `handle.scale`.
+
+    Same as: register_comm_hook, _register_fused_optim.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"register takes a DistributedDataParallel, got a {type(model).__name__}")
+    if not isinstance(what, (Transform, Pipeline)):
+        raise TypeError(f"register takes a transform or a pipeline, got {what!r}; for example mean('data')")
+    if model._comm_hooks:
+        raise ValueError("this module has a communication hook already; a module can be given one only")
+    hook = what.hook if isinstance(what, Pipeline) else what
+    if mesh is None:
+        named = axes_of(hook, ())
+        if len(named) > 1:
+            raise ValueError(f"{hook!r} has the axes {sorted(named)}; pass mesh=fjoin.mesh(...) that has them")
+        mesh = mesh_over(model.process_group, next(iter(named), "data"))
+    if mesh.size != model.process_group.size():
+        raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
+    if hook.pauses or (isinstance(what, Pipeline) and what.after is not None and what.after.pauses):
+        raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
+    if model._delay_all_reduce_params:
+        raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
+    same_hook(mesh, what)
+    if mesh.size > 1 and mesh.rank == 0:
+        parts = (what.hook, what.after) if isinstance(what, Pipeline) else (what,)
+        warn_if_silent(what, parts, tuple(mesh.shape), mesh.size, stacklevel=2)
+    run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
+
+    def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return state(bucket)
+
+    fjoin_hook.__annotations__ = {}  # which torch compares with objects, not with the texts that they are here
+    model.register_comm_hook(run, fjoin_hook)
+    model._comm_hooks = _Live(model._comm_hooks)
+    REGISTERED.add(model)
+    return Handle(run)
+
+
+def register_comm_hook_type(
+    comm_hook_type: DDPCommHookType | str, model: DistributedDataParallel, state: ProcessGroup | None = None, *,
+    optimizer: Optimizer | None = None, over: Over = "world",
+) -> Handle:  # fmt: skip
+    """Register what does the same as one of torch's communication hooks, chosen as torch's register_ddp_comm_hook chooses it.
+
+    It is `register(model, comm_hook(comm_hook_type))`, or with an optimizer `register(model, fuse(comm_hook(...), optimizer))`. For
+    other settings than torch's own give `register` the hook itself, for example `quantization_perchannel_hook(bucket_size=128)`.
+
+    Args:
+        comm_hook_type: A member of torch's DDPCommHookType, its name, or torch's BuiltinCommHookType.
+        model: The module.
+        state: The module's own process group, or None: a hook has the ranks of its module.
+        optimizer: Steps the module's parameters after the last bucket, so that there is no `optimizer.step()`.
+        over: What to divide by, see `tx.mean`: by default all ranks count alike, as in torch.
+
+    Returns:
+        A `Handle`.
+
+    Raises:
+        TypeError: no such type; `state` is no process group; as `register`.
+        ValueError: `state` has other ranks than the module's group; as `register`.
+
+    Same as: register_ddp_comm_hook; with an optimizer, _hook_then_optimizer around any of its hooks.
+    """
+    hook = comm_hook(comm_hook_type, over=over)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"a communication hook is registered with a DistributedDataParallel, got a {type(model).__name__}"
+        )
+    if state is not None:
+        if not isinstance(state, ProcessGroup):
+            raise TypeError(
+                f"state is the module's process group or None, got {state!r}; settings are arguments of the hook: "
+                f"register(model, fjoin.ddp.comm_hook(...))"
+            )
+        of_state, of_model = (get_process_group_ranks(group) for group in (state, model.process_group))
+        if of_state != of_model:
+            raise ValueError(
+                f"state is a process group of the ranks {of_state}, but the module's has {of_model}; give "
+                f"DistributedDataParallel(process_group=...) the group"
+            )
+    return register(model, hook if optimizer is None else fuse(hook, optimizer))

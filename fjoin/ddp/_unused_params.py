@@ -1,0 +1,48 @@
+"""Which of a module's parameters some rank has used, where not all need be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._mesh import Mesh
+from ..transforms._bucketwise import merge, restrict
+from ..transforms._tree import on
+
+
+class UsedParameters:
+    """Notes which parameters get a gradient, and asks the other ranks.
+
+    Args:
+        params: Path -> parameter.
+        mesh: The ranks.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], mesh: Mesh) -> None:
+        self._paths, self._mesh = list(params), mesh
+        self._here = here = set[str]()
+        for path, p in params.items():
+            p.register_post_accumulate_grad_hook(lambda _, path=path: here.add(path))  # type: ignore[misc]
+
+    def anywhere(self) -> set[str]:
+        """Those that have had a gradient on some rank since the last time: one small message."""
+        bits = on(self._mesh.device, torch.tensor([float(path in self._here) for path in self._paths]))
+        self._here.clear()
+        self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
+        return {path for path, bit in zip(self._paths, bits.tolist(), strict=True) if bit}
+
+
+def known(
+    used: set[str] | None, new: tuple[Any, ...], old: tuple[Any, ...], paths: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """A hook's states after a pass: what they hold of parameters that no rank has used stays as it was; None: all are used."""
+    if used is None or len(used) == len(paths):
+        return new
+    rest = paths.keys() - used
+    return tuple(
+        merge([restrict(after, paths, used), restrict(before, paths, rest)], paths)
+        for after, before in zip(new, old, strict=True)
+    )

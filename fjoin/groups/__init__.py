@@ -1,0 +1,1 @@
+"""Process groups: meshes, their axes, and ranks that fail or differ."""

@@ -1,0 +1,280 @@
+"""An axis over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+from .._errors import JoinError
+from ..transforms._axis_env import Axis
+from ..transforms.axes._order import from_order, to_order
+
+_REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
+
+
+class Work(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """The work of a collective that has run already."""
+
+    def wait(self) -> None:
+        return None
+
+
+class _Message:
+    """A message over an axis. While it is under way, a look at failures now and then ends the wait for a rank that has one.
+
+    Args:
+        work: The handle of torch, which is let go of after the wait: in a traceback it would keep a broken connection open.
+        cpu: Whether the message is in the memory of the host; otherwise a stream waits, and not the host.
+        after: Called when the message has arrived.
+    """
+
+    def __init__(
+        self, axis: GroupAxis, work: Any, cpu: bool = True, after: Callable[[], object] = lambda: None
+    ) -> None:
+        self._axis, self._work, self._cpu, self._after = axis, work, cpu, after
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        try:
+            while work is not None and not self._arrives(work):
+                self._axis.check()
+        except BaseException:
+            self._axis.broken = True
+            raise
+        finally:
+            del work
+        after, self._after = self._after, lambda: None
+        after()
+
+    def _arrives(self, work: Any) -> bool:
+        if not self._cpu:
+            work.wait()
+            return True
+        try:
+            work.wait(_LOOK_AFTER)
+        except RuntimeError as error:
+            if "Operation timed out" not in str(error):  # the limit of this call; the group's own reads otherwise
+                raise
+            return False
+        return True
+
+
+def _named(new: str, old: str) -> Any:
+    """A function of torch.distributed, by its name from torch 2.13 on, or its name before."""
+    return getattr(dist, new if hasattr(dist, new) else old)
+
+
+# How long a message is waited for before a look at failures.
+_LOOK_AFTER = datetime.timedelta(seconds=1)
+# Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
+# same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
+# gains nothing.
+_SWAP_BYTES = 512 * 1024
+# gloo fills a link only while several messages are under way: what two ranks exchange leaves in pieces of at most this size.
+_PIECE_BYTES = 512 * 1024
+
+
+class GroupAxis(Axis):
+    """What a real rank binds to one axis name.
+
+    Args:
+        group: The process group.
+        ordered: Sum in rank order, bit for bit as the lockstep simulator does: for tests, since it
+            gathers every rank's value to do so.
+        joint: From axis names to the one axis that covers them all, if there is one.
+        check: Raises where another rank has failed; called now and then while a message is under way.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ordered: bool = False,
+        joint: Callable[[tuple[str, ...]], GroupAxis | None] = lambda axes: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.group: Any = group
+        self.size, self.rank = group.size(), group.rank()
+        self.ordered, self._joint, self.check = ordered, joint, check
+        self.broken = False  # a collective has failed
+        self._swaps = self.size == 2 and "gloo" in dist.get_backend_config(group)
+
+    def index(self) -> Tensor:
+        return torch.tensor(self.rank)
+
+    def joint(self, axes: tuple[str, ...]) -> GroupAxis | None:
+        return self._joint(axes)
+
+    def _open(self) -> Any:
+        if self.group is None:  # to torch that would mean all ranks
+            raise JoinError(
+                "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
+            )
+        return self.group
+
+    def reduce_(self, buffer: Tensor) -> Work:
+        """Start summing a contiguous buffer in place."""
+        group = self._open()
+        if self.ordered:
+            buffer.copy_(self.run("psum", buffer, None))
+            return Done()
+        if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
+            received = torch.empty_like(buffer)
+            # a + b = b + a, to the bit: both ranks have the same.
+            return _Message(self, self._swap(buffer, received), after=lambda: buffer.add_(received))
+        return _Message(self, dist.all_reduce(buffer, group=group, async_op=True), buffer.device.type == "cpu")
+
+    def _swap(self, given: Tensor, taken: Tensor) -> Any:
+        """Send the other one of two ranks a flat buffer, and get its."""
+        sizes = [0, given.numel()] if self.rank == 0 else [given.numel(), 0]
+        return dist.all_to_all_single(taken, given, sizes, sizes, group=self.group, async_op=True)
+
+    def _gather(self, x: Tensor, out: Tensor) -> list[Any]:
+        """Start filling `out`, (n, ...), with what the ranks have in the place of `x`."""
+        flat, rows = x.view(-1), out.view(self.size, x.numel())
+        if x.device.type != "cpu":  # NCCL gathers into one tensor, and copies from there into a list of several
+            gather = _named("all_gather_single", "all_gather_into_tensor")
+            return [gather(rows.view(-1), flat, group=self.group, async_op=True)]
+        if not self._swaps:
+            return [dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True)]
+        # gloo's all_gather copies all that it has received once more.
+        pieces = max(1, math.ceil(flat.numel() * flat.element_size() / _PIECE_BYTES))
+        both = zip(flat.chunk(pieces), rows[1 - self.rank].chunk(pieces), strict=True)
+        works = [self._swap(piece, to) for piece, to in both]
+        rows[self.rank].copy_(flat)
+        return works
+
+    def run_(self, x: Tensor) -> Tensor:
+        """psum in place."""
+        self.reduce_(x).wait()
+        return x
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._traced(op, x.contiguous(), arg)
+        return self.begin(op, x, arg)()
+
+    def _after(self, out: Tensor, *works: Any) -> Callable[[], Tensor]:
+        """Wait for messages, then give the tensor that they have filled."""
+        messages = [_Message(self, work, out.device.type == "cpu") for work in works]
+
+        def wait() -> Tensor:
+            for message in messages:
+                message.wait()
+            return out
+
+        return wait
+
+    def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
+        """Start a collective; what is returned waits for it and gives the result."""
+        n, group = self.size, self._open()
+        x = x.contiguous()
+        if self.ordered and op in ("psum", "psum_scatter"):
+            parts = self.begin("all_gather" if op == "psum" else "all_to_all", x, None)
+            return lambda: functools.reduce(torch.add, parts().unbind(0)).clone()
+        if op == "psum":
+            out = x.clone()
+            work = self.reduce_(out)
+
+            def total() -> Tensor:
+                work.wait()
+                return out
+
+            return total
+        if op in _REDUCE:
+            out = to_order(x, op == "pmax")
+            out = out.clone() if out is x else out
+            wait = self._after(out, dist.all_reduce(out, _REDUCE[op], group=group, async_op=True))
+            return lambda: from_order(wait(), x.dtype)
+        if op == "pbroadcast":
+            out = x.clone()
+            return self._after(out, dist.broadcast(out, group=group, group_src=arg, async_op=True))
+        if op == "all_gather":
+            out = x.new_empty((n, *x.shape))
+            return self._after(out, *self._gather(x, out))
+        if op == "psum_scatter":
+            if x.device.type == "cpu":  # whose reduce_scatter takes twice its all_reduce
+                parts = self.begin("all_to_all", x, None)
+                return lambda: parts().sum(0, dtype=x.dtype)
+            out = x.new_empty(x.shape[1:])
+            scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+            return self._after(out, scatter(out, x, group=group, async_op=True))
+        if op == "all_to_all":
+            out = torch.empty_like(x)
+            return self._after(out, dist.all_to_all_single(out, x, group=group, async_op=True))
+        if op == "all_to_all_single":
+            give, take = arg
+            out = x.new_empty((sum(take), *x.shape[1:]))
+            work = dist.all_to_all_single(out, x, list(take), list(give), group=group, async_op=True)
+            return self._after(out, work)
+        send = dict(arg).get(self.rank)
+        receive = {target: source for source, target in arg}.get(self.rank)
+        flat = x.reshape(-1)
+        out = torch.zeros_like(flat)
+        to_get, to_give = ([flat.numel() if r == peer else 0 for r in range(n)] for peer in (receive, send))
+        given, got = flat if send is not None else flat[:0], out if receive is not None else out[:0]
+        work = dist.all_to_all_single(got, given, to_get, to_give, group=group, async_op=True)
+        return self._after(out.view(x.shape), work)
+
+    def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        """The same in operations that torch.compile traces."""
+        _refuse_traced_vmap(op, x)
+        n, group = self.size, self._open()
+        if op == "psum":
+            return functional.wait_tensor(functional.all_reduce(x, "sum", group))
+        if op in _REDUCE:
+            order = functional.all_reduce(to_order(x, op == "pmax"), op.removeprefix("p"), group)
+            return from_order(functional.wait_tensor(order), x.dtype)
+        if op == "pbroadcast":
+            return functional.wait_tensor(functional.broadcast(x, arg, group))
+        if op == "all_gather":
+            return functional.wait_tensor(functional.all_gather_tensor(x.unsqueeze(0), 0, group))
+        if op == "psum_scatter":
+            return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, group)).squeeze(0)
+        if op == "all_to_all":
+            return functional.wait_tensor(functional.all_to_all_single(x, None, None, group))
+        if op == "all_to_all_single":
+            give, take = arg
+            return functional.wait_tensor(functional.all_to_all_single(x, list(take), list(give), group))
+        send = dict(arg).get(self.rank)
+        receive = {target: source for source, target in arg}.get(self.rank)
+        flat = x.reshape(-1)
+        inputs = [flat.numel() if r == send else 0 for r in range(n)]
+        outputs = [flat.numel() if r == receive else 0 for r in range(n)]
+        out = functional.all_to_all_single(flat if send is not None else flat[:0], outputs, inputs, group)
+        out = functional.wait_tensor(out)
+        return out.view(x.shape) if receive is not None else torch.zeros_like(x) + out.sum()
+
+
+def _refuse_traced_vmap(op: str, x: Tensor) -> None:
+    """Raise where torch.compile traces a vmap around a collective.
+
+    Dynamo drops the vmap rule of an autograd.Function, and torch's functional collectives have none:
+    the result would be an unreduced or partly reduced tensor, without a word. What is wrapped twice
+    cannot be looked into while tracing, so that a derivative of a derivative is refused as well.
+    """
+    if torch._C._functorch.is_batchedtensor(x) or _transform_level() > 1:
+        raise RuntimeError(
+            f"{op} inside torch.func.vmap, or inside nested torch.func transforms, inside torch.compile: the compiler "
+            f"would drop the batching rule and return wrong sums. Call {op} outside the vmap (it takes batched tensors "
+            f"as they are), or do not compile this part."
+        )
+
+
+def _transform_level() -> int:
+    """How many torch.func transforms are active, in calls that Dynamo traces."""
+    if not torch._C._are_functorch_transforms_active():
+        return 0
+    return retrieve_current_functorch_interpreter().level()

@@ -1,0 +1,203 @@
+"""What ranks compare before the first payload, and how a difference is told."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import DesyncError
+from ..transforms._transform import Transform
+from ..transforms.pipelines._pipeline import Pipeline
+from ._mesh import Mesh
+
+
+def check_program(
+    mesh: Mesh,
+    pipeline: Pipeline,
+    on_buffers: Transform,
+    params: Mapping[str, Tensor],
+    bucket_bytes: int,
+    accumulate: int,
+    weighs: str,
+    buffers: Mapping[str, Tensor] | None,
+    sync: str | None,
+) -> None:
+    """Raise on all ranks, before any payload, unless they run the same program on the same shapes.
+
+    Raises:
+        DesyncError: naming the ranks that differ from most, and in what.
+    """
+    mine = {
+        "pipeline": pipeline.spec.canonical(),
+        "parameters": _describe(params),
+        "buffers": _describe(buffers or {}),
+        "transform of buffers": on_buffers.spec.canonical(),
+        "mesh": str(mesh.shape),
+        "bucket_bytes": bucket_bytes,
+        "accumulate": accumulate,
+        "weight": weighs,
+        "sync": repr(sync),
+    }
+    shown = {**mine, "pipeline": repr(pipeline), "transform of buffers": repr(on_buffers)}
+    problem = mesh.exchange("step.init", [mine, shown], _compare)
+    if problem:
+        raise DesyncError(problem[1], rank=problem[0])
+
+
+def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
+    """Raise on all ranks of some axes, before the first message, unless they loop alike.
+
+    Raises:
+        DesyncError: naming the ranks that differ from most.
+    """
+    if problem := mesh.exchange("the first step", loop, _odd, axes):
+        rank, there, usual = problem
+        raise DesyncError(
+            f"rank {rank} runs {there}, but other ranks {usual}; run the same loop on all ranks", rank=rank
+        )
+
+
+def same_step(mesh: Mesh, step: int) -> None:
+    """Raise on all ranks unless they go on from the same step.
+
+    Raises:
+        DesyncError: naming the ranks that differ from most.
+    """
+    if problem := mesh.exchange("the first pass after load_state_dict", step, _odd):
+        rank, there, usual = problem
+        raise DesyncError(
+            f"rank {rank} goes on from step {there}, but other ranks from step {usual}; load the same state on all ranks",
+            rank=rank,
+            step=there,
+        )
+
+
+def _odd(values: list[Any]) -> Any:
+    """The first rank whose value is not that of most, with both."""
+    usual = Counter(values).most_common(1)[0][0]
+    return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [f"{path}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for path, t in tensors.items()]
+
+
+def _compare(values: list[Any]) -> Any:
+    for what in values[0][0]:
+        texts = [str(mine[what]) for mine, _ in values]
+        usual = Counter(texts).most_common(1)[0][0]
+        odd = [rank for rank, text in enumerate(texts) if text != usual]
+        if odd:
+            like = texts.index(usual)
+            there, here = values[odd[0]][1][what], values[like][1][what]
+            if isinstance(there, list):
+                there, here = _first_difference(there, here)
+            ranks = ", ".join(map(str, odd))
+            return [odd[0], f"rank {ranks} differs from rank {like} in its {what}: {there} there, {here} on rank {like}. "
+                            f"Nothing has been sent; run the same program with the same settings on all ranks"]  # fmt: skip
+    return None
+
+
+def _first_difference(a: list[str], b: list[str]) -> tuple[str, str]:
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            return x, y
+    return (f"{len(a)} of them", f"{len(b)}")
+
+
+def same_values(mesh: Mesh, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
+    """Raise on all ranks unless parameters and buffers are equal to the bit.
+
+    Raises:
+        DesyncError: naming a rank and the first tensor that differs.
+    """
+    digests = {path: _digest(t) for path, t in {**params, **(buffers or {})}.items()}
+    problem = mesh.exchange("step.init", digests, _compare_digests)
+    if problem:
+        raise DesyncError(problem[1], rank=problem[0])
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _compare_digests(values: list[Any]) -> Any:
+    for rank, digests in enumerate(values):
+        for path, digest in digests.items():
+            if values[0].get(path) != digest:
+                return [rank, f"{path!r} has other values on rank {rank} than on rank 0; use init(params, sync='broadcast'), "
+                              f"or the same seed on all ranks"]  # fmt: skip
+    return None
+
+
+def sum_names(mesh: Mesh, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
+    """The names in aux["sum"], which only ranks with a batch know, on all ranks of some axes; None if no rank does.
+
+    Raises:
+        DesyncError: two ranks with a batch have different names.
+    """
+    found = mesh.exchange("the first step", mine, _common_names, axes)
+    if "problem" in found:
+        raise DesyncError(found["problem"], rank=found["rank"])
+    return None if found["names"] is None else tuple(found["names"])
+
+
+def _common_names(values: list[list[str] | None]) -> dict[str, Any]:
+    known = [(rank, sorted(names)) for rank, names in enumerate(values) if names is not None]
+    for rank, names in known:
+        if names != known[0][1]:
+            return {
+                "rank": rank,
+                "problem": f"aux['sum'] has the names {names} on rank {rank}, but {known[0][1]} on rank {known[0][0]}; "
+                f"they must be the same on all ranks",
+            }
+    return {"names": known[0][1] if known else None}
+
+
+def same_joinables(mesh: Mesh, device: torch.device, joinables: Sequence[Any], throws: bool) -> None:
+    """Raise on all ranks unless they enter a Join with the same kinds of joinables: one small message.
+
+    Raises:
+        DesyncError: naming the first rank that differs from rank 0.
+    """
+    kinds = [f"{type(joinable).__module__}.{type(joinable).__qualname__}" for joinable in joinables]
+    mine = torch.tensor([zlib.crc32(repr((kinds, throws)).encode())], device=device)
+    for axis in reversed(mesh.over(tuple(mesh.shape))):
+        mine = axis.run("all_gather", mine, None)
+    seen = mine.flatten().tolist()
+    odd = [rank for rank, value in enumerate(seen) if value != seen[0]]
+    if odd:
+        raise DesyncError(
+            f"rank {odd[0]} enters this Join with other joinables, or another throw_on_early_termination, than rank 0; "
+            f"here: {[type(joinable).__name__ for joinable in joinables]}. All ranks must enter with the same ones in the same "
+            f"order",
+            rank=odd[0],
+        )
+
+
+def same_hook(mesh: Mesh, what: Transform | Pipeline) -> None:
+    """Raise on all ranks unless they register the same hook or pipeline.
+
+    Raises:
+        DesyncError: naming the first rank that differs from rank 0.
+    """
+
+    def odd(values: list[list[str]]) -> Any:
+        for rank, (spec, shown) in enumerate(values):
+            if spec != values[0][0]:
+                return [
+                    rank,
+                    f"rank {rank} registers {shown}, but rank 0 {values[0][1]}; register the same on all ranks",
+                ]
+        return None
+
+    problem = mesh.exchange("fjoin.ddp.register", [what.spec.canonical(), repr(what)], odd)
+    if problem:
+        raise DesyncError(problem[1], rank=problem[0])

@@ -1,0 +1,118 @@
+"""Failures of ranks: reported in the store by the ranks themselves, and seen by connections that have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection
+from typing import NoReturn
+
+from .._errors import CollectiveTimeout, FjoinError, PeerLost
+from ._connections import Connections
+from ._store import Store
+
+# The limit on the store's answers once something has failed.
+_ANSWER_S = 0.5
+_KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout)}
+
+
+class Failures:
+    """The failures of a mesh's ranks.
+
+    Args:
+        store: The ranks' store.
+        name: Of the mesh, the same on all its ranks.
+        rank: This rank in the mesh.
+        size: The number of its ranks.
+        connections: Those of its groups, where these are known.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, size: int, connections: Connections) -> None:
+        self._store, self._name, self._rank, self._size = store, name, rank, size
+        # One broken connection lets gloo close all of its group, so only a rank without any connection has surely ended.
+        self._all, self._own = Connections(), connections
+        self._gone_before: set[int] = set()  # when this was last looked at
+        with contextlib.suppress(RuntimeError):
+            store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._all.addresses()))
+
+    def report(self, error: BaseException, step: int | None) -> None:
+        """Let the other ranks know, unless another report came first."""
+        if isinstance(error, (PeerLost, CollectiveTimeout)):
+            failed, text = error.rank, str(error)
+        else:
+            where = "" if step is None else f" in step {step}"
+            failed, text = self._rank, f"rank {self._rank} failed{where}: {type(error).__name__}: {error}"
+        kind = type(error).__name__ if type(error).__name__ in _KINDS else "PeerLost"
+        report = {"by": self._rank, "rank": failed, "step": step, "kind": kind, "text": text}
+        with contextlib.suppress(RuntimeError):  # the store's host may have failed
+            if self._store.add(_ANSWER_S, f"{self._name}/failures") == 1:
+                self._store.set(_ANSWER_S, f"{self._name}/failure", json.dumps(report))
+
+    def reported(self) -> FjoinError | None:
+        """The failure that another rank has reported, if any."""
+        with contextlib.suppress(RuntimeError):
+            text = self._store.get(_ANSWER_S, f"{self._name}/failure")
+            report = None if text is None else json.loads(text)
+            if report and self._rank not in (report["by"], report["rank"]):
+                return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
+        return None
+
+    def gone(self) -> set[int]:
+        """The ranks that have ended or have closed their mesh, as far as connections show; of those only the former, if there are any."""
+        others = [rank for rank in range(self._size) if rank != self._rank and not self._all.known(rank)]
+        with contextlib.suppress(RuntimeError):
+            if not self._connections_of(others):  # a rank that is late must not hide another one
+                for rank in others:
+                    self._connections_of([rank])
+        return self._all.gone() or self._own.gone()
+
+    def _connections_of(self, ranks: list[int]) -> bool:
+        """Learn the connections to some ranks, if all of them have made this mesh."""
+        texts = self._store.get_all(_ANSWER_S, [f"{self._name}/connections/{rank}" for rank in ranks]) if ranks else []
+        for rank, text in zip(ranks, texts or (), strict=False):
+            for connections in (self._all, self._own):
+                connections.know(rank, json.loads(text))
+        return texts is not None
+
+    def lost(self, step: int | None, reason: str) -> PeerLost:
+        """The error of a connection that has ended without a report."""
+        gone = sorted(self.gone()) if self._size > 2 else [1 - self._rank]
+        rank = gone[0] if len(gone) == 1 else None
+        where = "" if step is None else f"step {step}: "
+        to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"
+        return PeerLost(
+            f"{where}rank {self._rank} lost the connection {to}, which has ended, was killed or has closed its mesh; where ranks have "
+            f"different numbers of batches, loop over step.join(loader). {reason}",
+            rank=rank,
+            step=step,
+        )
+
+    def late(self, step: int | None, reason: str) -> CollectiveTimeout:
+        """The error of a message that has timed out."""
+        peer = f"rank {1 - self._rank}" if self._size == 2 else "a peer"
+        where = "" if step is None else f"step {step}: "
+        return CollectiveTimeout(
+            f"{where}a collective of rank {self._rank} timed out: {peer} is stopped, or not in this step. {reason}",
+            rank=1 - self._rank if self._size == 2 else None,
+            step=step,
+        )
+
+    def raise_if_any(self, awaited: Collection[int]) -> None:
+        """Raise where another rank has reported a failure, or where all ranks that are waited for are gone.
+
+        They must be gone in two looks, since their last messages may still arrive. Where only some of them are, they may have
+        done their part.
+        """
+        before, self._gone_before = self._gone_before, self.gone()
+        # A report comes before the end of a connection, so it is looked for behind that.
+        if (failure := self.reported()) is not None:
+            raise failure
+        if awaited and set(awaited) <= before & self._gone_before:
+            _raise(self.lost(None, ""))
+
+
+def _raise(error: FjoinError) -> NoReturn:
+    try:
+        raise error
+    finally:
+        del error

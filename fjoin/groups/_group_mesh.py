@@ -1,0 +1,264 @@
+"""Meshes over process groups, which they take down where a rank fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from .._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
+from ._axis import GroupAxis
+from ._connections import Connections, shut
+from ._failures import Failures
+from ._meetings import Meetings
+from ._mesh import Mesh
+from ._store import Store
+
+TIMEOUT_S = 600.0
+# How long a program that ends waits for its device.
+_LAST_S = 10.0
+# What gloo's errors look like, which have no class of their own; NCCL's and the store's have.
+BACKEND_ERROR = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
+# Stores of meshes that have failed: the rank that hosts one must keep it, since others still look up the failure.
+_KEPT: list[Any] = []
+# All meshes, which let go of a group together: one that another mesh still held would keep its connections open.
+MESHES: weakref.WeakSet[GroupMesh] = weakref.WeakSet()
+
+
+class GroupMesh(Mesh):
+    """A mesh over process groups, which it takes down where a rank fails.
+
+    Args:
+        connections: Those of these groups, where these are known.
+        owned: Whether the groups were made for this mesh, so that they are destroyed with it.
+    """
+
+    def __init__(
+        self,
+        shape: dict[str, int],
+        groups: dict[str, Any],
+        everyone: Any,
+        timeout_s: float,
+        ordered: bool,
+        connections: Connections,
+        owned: bool = True,
+    ) -> None:
+        self._store, name = Store(), everyone.group_name  # a name that is the same on all ranks
+        self._failures = failures = Failures(self._store, name, everyone.rank(), everyone.size(), connections)
+        self._ranks = ranks = dist.get_process_group_ranks(everyone)
+
+        def look(group: Any) -> Callable[[], None]:
+            """A look at failures, for the ranks that wait in a message over a group."""
+            others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+            return lambda: failures.raise_if_any(others)
+
+        self._look = look(everyone)
+        self._everyone = GroupAxis(everyone, ordered, check=self._look)
+        # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
+        names, whole = tuple(shape), self._everyone
+
+        def joint(axes: tuple[str, ...]) -> GroupAxis | None:
+            return whole if axes == names else None
+
+        axes = {name: GroupAxis(group, ordered, joint, look(group)) for name, group in groups.items()}
+        super().__init__(shape, axes, self._everyone.rank)
+        self._meetings = Meetings(self._store, name, timeout_s, lambda rank: failures.raise_if_any([ranks.index(rank)]))
+        self._timeout_s = timeout_s
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(everyone).split(","))
+        # Values for the host travel between hosts where they can, and do not wait behind kernels.
+        self._cuda = backends.get("cpu", "nccl") == "nccl"
+        self._connections = connections
+        self._down = False
+        self._all = {id(axis): axis for axis in (*axes.values(), whole)}.values()
+        self._owned, self._process = owned, os.getpid()
+        if owned:
+            weakref.finalize(self, _destroy, list(self._all), False, self._process).atexit = False
+        MESHES.add(self)
+
+    @property
+    def group(self) -> Any:
+        return self._everyone.group
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
+
+    def sent(self) -> int:
+        with contextlib.suppress(RuntimeError):  # not every backend counts
+            return self.group._get_sequence_number_for_group()
+        return 0
+
+    def exchange(
+        self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
+    ) -> Any:
+        if self._down:
+            raise JoinError(_CLOSED)
+        members = [self._ranks[rank] for rank in self._members(axes)]
+        return self._meetings.exchange(occasion, value, combine, members)
+
+    def await_event(self, event: Any) -> None:
+        """Wait for a device, looking up now and then whether a rank has failed meanwhile: NCCL's kernels would not end.
+
+        Raises:
+            PeerLost: one has.
+            CollectiveTimeout: the device has not come so far within the mesh's time-out.
+        """
+        seconds = self._timeout_s
+        if not _comes(event, seconds, self._look):
+            raise CollectiveTimeout(
+                f"the device of rank {self.rank} has not ended a step within {seconds:g} s: a message in it may wait for a rank "
+                f"that was killed or stopped; for steps that take longer pass fjoin.mesh(..., timeout_s=...)"
+            )
+
+    def report(self, error: BaseException, step: int | None) -> BaseException:
+        error = self.account(error, step)
+        if not self._down:
+            _KEPT.append(self._store)
+            self._failures.report(error, step)
+        return error
+
+    def failed(self, error: BaseException, step: int | None) -> None:
+        if self._down or self._process != os.getpid():
+            return
+        self.report(error, step)
+        opened = self._connections.opened()
+        self._take_down()
+        # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
+        shut(opened)
+
+    def close(self) -> None:
+        if not self._owned or self._down or self._process != os.getpid():
+            return
+        failed = False
+        if torch.cuda.is_initialized():
+            event = torch.cuda.Event()
+            event.record()
+            failed = not _comes(event, _LAST_S)  # a peer may have ended before it came to the same message
+        self._take_down(failed)
+
+    def _take_down(self, failed: bool = True) -> None:
+        self._down = True
+        _destroy(list(self._all), failed, self._process)
+
+    def is_echo(self, error: BaseException) -> bool:
+        if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
+            return False
+        return isinstance(error, dist.DistError) or bool(BACKEND_ERROR.search(str(error)))
+
+    def account(self, error: BaseException, step: int | None) -> BaseException:
+        if isinstance(error, (PeerLost, CollectiveTimeout)) and error.step is None:
+            error.step = step
+        if not self.is_echo(error):
+            return error
+        # A message's handle that is left in a frame of the failed call would keep connections open.
+        traceback.clear_frames(error.__traceback__)
+        make = self._failures.late if _LATE.search(str(error)) else self._failures.lost
+        failure = make(step, str(error))
+        # A rank that fails reports before its connections end, so a report is looked for behind them.
+        return self._failures.reported() or failure
+
+    def lost(self) -> BaseException | None:
+        lost = any(axis.broken for axis in self._all) or self._failures.gone()
+        failure = self._failures.lost(None, "") if lost else None
+        return self._failures.reported() or failure
+
+
+_CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
+
+
+def _destroy(axes: list[GroupAxis], failed: bool, process: int) -> None:
+    """Destroy the groups of some axes, for all meshes.
+
+    Args:
+        process: The one that has made them. In one that it has forked they have no threads, and are left alone.
+        failed: Whether messages may be under way that will never end: peers that wait in them get an error at once.
+            Otherwise NCCL's are waited for.
+    """
+    if process != os.getpid():
+        return
+    groups = list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
+    for group in groups if failed else ():  # all of them first: to destroy one waits for its stream
+        with contextlib.suppress(RuntimeError):
+            if group.name() == "nccl":
+                group.abort()
+    while groups:
+        group = groups.pop()
+        for axis in (*axes, *(axis for mesh in list(MESHES) for axis in mesh._all)):
+            if axis.group is group:
+                axis.group = None
+        _forget(group)
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            if group is dist.group.WORLD:
+                del group
+                dist.destroy_process_group()
+            else:
+                dist.destroy_process_group(group)
+
+
+def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
+    """Whether a device comes to an event within some time; `look` is called twice a second meanwhile.
+
+    CUDA's own wait has no end, so the event is asked, ever less often.
+    """
+    start, pause = time.monotonic(), 2e-5
+    looked = start
+    while not event.query():
+        now = time.monotonic()
+        if now - start > seconds:
+            return False
+        if now - looked > 0.5:
+            look()
+            looked = now
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+    return True
+
+
+def mesh_over(group: Any, name: str = "data") -> Mesh:
+    """A mesh of one axis over a process group of the user's, which it takes down where a rank fails."""
+    return GroupMesh(
+        {name: group.size()}, {name: group}, group, _timeout_of(group), False, Connections(()), owned=False
+    )
+
+
+def _timeout_of(group: Any) -> float:
+    with contextlib.suppress(RuntimeError, AttributeError):  # not every backend says
+        for device in group._device_types:
+            return float(group._get_backend(device).options._timeout.total_seconds())
+    return TIMEOUT_S
+
+
+def _forget(group: Any) -> None:
+    """Take a group out of all that torch holds it by, which would keep its connections open.
+
+    Modules and model averagers have it as an attribute, and a module's reducer, in C++, too: were that the last to hold
+    it, its destructor would wait for threads that wait for Python. The functions of torch.distributed.nn have the
+    default group of the moment of their import among their default arguments, and making a DistributedDataParallel
+    imports them.
+    """
+    kinds = (DistributedDataParallel, ModelAverager)
+    places = gc.get_referrers(group)  # objects, or their dicts
+    owners = [one for place in places if isinstance(place, dict) for one in gc.get_referrers(place)]
+    for holder in [one for one in (*places, *owners) if issubclass(type(one), kinds)]:
+        held = [name for name, value in vars(holder).items() if value is group]
+        vars(holder).update(dict.fromkeys(held))
+        if held and isinstance(holder, DistributedDataParallel):
+            vars(holder).update(reducer=None, logger=None)
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module else ():
+        defaults = getattr(function, "__defaults__", None)
+        if defaults and any(value is group for value in defaults):
+            function.__defaults__ = tuple(None if value is group else value for value in defaults)

@@ -1,0 +1,261 @@
+"""Making the mesh that fits where the program runs."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._errors import CollectiveTimeout, DesyncError
+from ..transforms._axis_env import One, bind_axes, bound, under_vmap
+from ..transforms._check import flag, is_number
+from ..transforms._errors import NotVmappable
+from ..transforms.axes._lockstep import SimulatedAxis
+from ._connections import Connections, event_loops
+from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_over
+from ._meetings import Meetings
+from ._mesh import Mesh, SimulatedMesh, check_mesh
+from ._store import Store, Unanswered, within
+
+T = TypeVar("T")
+_SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
+
+
+def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False) -> Mesh:
+    """Arrange the ranks of this run in named axes.
+
+    Under torchrun (or an initialised torch.distributed) the ranks are processes, NCCL on GPUs and
+    gloo on CPUs; inside `simulate` they are the simulated ranks; otherwise there is one rank, so that
+    every script also runs with plain `python`. All ranks must make the same meshes in the same order.
+
+    Args:
+        shape: Axis name -> size, the slowest varying first; one size may be -1, for what is left. Or
+            a torch DeviceMesh, whose dim names become the axes.
+        timeout_s: Seconds after which a collective of this mesh that not all ranks have come to fails.
+        ordered: Sum in rank order, bit for bit as the simulator: slower, for tests.
+
+    Returns:
+        A `Mesh`. Its process groups are its own: `close()`, or the end of a `with` block, gives them back, and so does a mesh
+        that is no longer referenced.
+
+    Raises:
+        ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8.
+        TypeError: `shape` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
+        DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
+        CollectiveTimeout: not all ranks come within `timeout_s`.
+
+    >>> fjoin.mesh({"data": -1})
+    mesh({'data': 1}, rank=0)
+    """
+    if not is_number(timeout_s) or not _SHORTEST <= timeout_s <= _LONGEST:
+        raise ValueError(f"timeout_s must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {timeout_s!r}")
+    flag("ordered", ordered)
+    if isinstance(shape, DeviceMesh):
+        return _from_device_mesh(shape, timeout_s, ordered)
+    if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
+        raise TypeError(f"shape must be a mapping from axis names to sizes, for example {{'data': -1}}, got {shape!r}")
+    if not shape:
+        raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
+    if under_vmap():
+        raise NotVmappable("fjoin.mesh and train_step need simulate(..., engine='lockstep')")
+    simulated = {name: axis for name, axis in bound().items() if isinstance(axis, SimulatedAxis)}
+    if simulated:
+        sizes = _sizes(shape, math.prod(axis.size for axis in simulated.values()))
+        if sizes != {name: axis.size for name, axis in simulated.items()}:
+            raise ValueError(
+                f"inside simulate the mesh must be { ({n: a.size for n, a in simulated.items()}) }, got {sizes}"
+            )
+        return SimulatedMesh(sizes, dict(simulated), next(iter(simulated.values())).world_rank)
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            sizes = _sizes(shape, 1)
+            return Mesh(sizes, {name: One() for name in sizes}, 0)
+        # With fewer GPUs than ranks on this host all of them use the CPU; with enough, both work.
+        count, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        gpus = torch.cuda.is_available() and count >= here
+        if gpus:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        elif count:
+            warnings.warn(
+                f"this host has {here} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many ranks as GPUs; "
+                f"or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before fjoin.mesh",
+                stacklevel=2,
+            )
+        _connect("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s)
+    sizes = _sizes(shape, dist.get_world_size())
+    grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _meet(sizes, grid, timeout_s, ordered)
+    before = event_loops()
+
+    def connect() -> dict[str, Any]:
+        groups = {}
+        for dim, name in enumerate(sizes):
+            for line in grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist():
+                group = dist.new_group(line, timeout=timeout)
+                if dist.get_rank() in line:
+                    groups[name] = group
+        return groups if len(groups) == 1 else {**groups, "": dist.new_group(timeout=timeout)}
+
+    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered)
+
+
+def _of_groups(
+    sizes: dict[str, int], groups: dict[str, Any], before: set[int], timeout_s: float, ordered: bool, owned: bool = True
+) -> Mesh:
+    """The mesh over new groups by axis; that of all ranks is under "", or the only one."""
+    everyone = groups.pop("", None) or next(iter(groups.values()))
+    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before), owned)
+
+
+def _connect(backend: str, timeout_s: float) -> None:
+    """Initialise torch.distributed."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _limited(timeout_s, lambda: dist.init_process_group(backend, timeout=timeout))
+    # Threads of groups that are still there when the interpreter ends can abort the process.
+    atexit.register(_close, os.getpid())
+
+
+def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) -> None:
+    """Compare the mesh with those that the other ranks make, before any group is made.
+
+    Raises:
+        DesyncError: they differ.
+        CollectiveTimeout: a rank does not come.
+    """
+    ranks = grid.flatten().tolist()
+    meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
+    mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}"
+    all_of = meetings.exchange("fjoin.mesh", mine, lambda values: values, ranks)
+    odd = [rank for rank, other in zip(ranks, all_of, strict=True) if other != all_of[0]]
+    if odd:
+        raise DesyncError(
+            f"rank {odd[0]} makes {all_of[ranks.index(odd[0])]}, but rank {ranks[0]} {all_of[0]}; make the same meshes in the same "
+            f"order on all ranks",
+            rank=odd[0],
+        )
+
+
+def _limited(timeout_s: float, call: Callable[[], T]) -> T:
+    """The result of a call that connects the ranks, which has a limit also where the store's host does not answer.
+
+    Raises:
+        CollectiveTimeout: not all ranks have come in time.
+    """
+    cause: RuntimeError
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def on_device() -> T:
+        if device is not None:  # each thread has its own
+            torch.cuda.set_device(device)
+        return call()
+
+    try:
+        return within(timeout_s + 0.5, on_device)
+    except (Unanswered, dist.DistError) as error:
+        cause = error
+    except RuntimeError as error:
+        if not BACKEND_ERROR.search(str(error)) and "imed out" not in str(error) and "imeout" not in str(error):
+            raise
+        cause = error
+    raise CollectiveTimeout(
+        f"rank {os.environ.get('RANK', '?')}: the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
+        f"ended, or cannot be reached; look at the other ranks' output. {cause}"
+    ) from cause
+
+
+def _close(process: int) -> None:
+    """Take down the meshes and torch.distributed at the end of this process, unless the program has done so."""
+    if dist.is_initialized() and process == os.getpid():
+        for made in list(MESHES):
+            made.close()
+        dist.destroy_process_group()
+
+
+def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
+    free = [name for name, size in shape.items() if size == -1]
+    known = math.prod(size for size in shape.values() if size != -1)
+    bad = [
+        size for size in shape.values() if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1
+    ]
+    if bad or len(free) > 1 or known == 0 or ranks % known or (not free and known != ranks):
+        raise ValueError(
+            f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: sizes must be whole numbers whose product is {ranks}, "
+            f"one of them may be -1"
+        )
+    return {name: ranks // known if size == -1 else size for name, size in shape.items()}
+
+
+def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) -> Mesh:
+    names = device_mesh.mesh_dim_names
+    if not names:
+        raise ValueError(
+            "the DeviceMesh has no mesh_dim_names; make it with init_device_mesh(..., mesh_dim_names=('data',))"
+        )
+    sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    _meet(sizes, device_mesh.mesh, timeout_s, ordered)
+    before = event_loops()
+
+    def connect() -> dict[str, Any]:
+        # Groups of our own with the same members: taking them down must not take the user's.
+        groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
+        return (
+            groups
+            if len(groups) == 1
+            else {**groups, "": _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)}
+        )
+
+    # They stay until the program ends: torch makes the names of such groups from their ranks, and from the number of groups that
+    # there are, so that a name would come again, and with it the addresses of the group before.
+    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered, owned=False)
+
+
+def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A new group; where it has all ranks under a name of its own, since a name made from the ranks can be used once only."""
+    everyone = len(ranks) == dist.get_world_size()
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)  # type: ignore[return-value]
+
+
+def everyone() -> Mesh:
+    """All ranks as the axis "data": over the default group where there is one, without groups of its own."""
+    simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
+    if dist.is_initialized() and not simulated:
+        return mesh_over(dist.group.WORLD)
+    return mesh({"data": -1})
+
+
+@contextlib.contextmanager
+def bind(mesh: Mesh) -> Iterator[None]:
+    """Bind the axes of a mesh for the length of a with block, in this thread: for loops of one's own.
+
+    Args:
+        mesh: What `fjoin.mesh` made.
+
+    Raises:
+        TypeError: `mesh` is none.
+        PeerLost, CollectiveTimeout: in place of what the backend raises in the block. The mesh is taken down.
+
+    >>> from fjoin import transforms as tx
+    >>> with fjoin.bind(fjoin.mesh({"data": -1})):
+    ...     tx.psum(torch.tensor(2.0), "data")
+    tensor(2.)
+    """
+    check_mesh("bind", mesh)
+    try:
+        with bind_axes(mesh.axes):
+            yield
+    except RuntimeError as error:
+        if mesh.is_echo(error):
+            mesh.end(error, None)
+        raise

@@ -1,0 +1,1 @@
+"""Optimizers in the shape of torch.optim's."""

@@ -1,0 +1,177 @@
+"""Parameters in lists, stepped in place: one kernel for all that are of one kind and age."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..transforms._check import is_number
+from ..transforms._state_dict import restored
+from ..transforms._tree import fields, with_fields
+from ..transforms.optimizers._checked import check_grad, check_written, refuse_count
+from ..transforms.optimizers._lift import sharing
+from ..transforms.optimizers._optimizer import Optimizer
+from ..transforms.optimizers._rates import check_rates
+from ..transforms.optimizers._wrap import step_in_place
+from ._param_groups import own_by_group
+
+Item = tuple[Any, Optimizer, Tensor, Any]  # whose, what steps it, the parameter, its gradient
+Changed = Callable[[Any, Any], None]
+
+
+def ignore(key: Any, state: Any) -> None:
+    del key, state
+
+
+class Stepper:
+    """The states of parameters, each under a key; what is 0-d in them is one tensor for all that are of one age.
+
+    `changed`, of its methods, is called with a key and its state where this is another object from now on.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[Any, Any] = {}
+        self._seen: dict[Any, Any] = {}  # the form in which each parameter has been checked
+
+    def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
+        """Begin the states of those of these parameters that have none: all are of one age."""
+        fresh: dict[Any, Any] = {}
+        for key, part, param, _ in items:
+            if key not in self.states:
+                state = part.init_param(param.detach())
+                like = fresh.setdefault((id(part), param.dtype, param.device), state)
+                self._share(part, key, state, like, changed)
+
+    def fit(self, items: Iterable[Item], changed: Changed = ignore) -> None:
+        """Begin those fields of these states that their optimizers did not have before, such as a momentum that was 0.
+
+        Raises:
+            ValueError: a momentum with dampening that begins after the first step.
+        """
+        for key, part, param, _ in items:
+            if (state := self.states.get(key)) is None:
+                continue
+            new = part.init_param(param.detach())
+            pairs = list(zip(fields(state), fields(new), strict=True))
+            if any(old is None and fresh is not None for old, fresh in pairs):
+                if own_by_group(part).get("dampening") and state.step.item() > 0:
+                    raise ValueError(
+                        f"{part!r}: momentum with dampening cannot begin in step {int(state.step)}, since the first step has no "
+                        f"dampening; give the optimizer a small momentum from the start"
+                    )
+                self.states[key] = with_fields(new, [fresh if old is None else old for old, fresh in pairs])
+                changed(key, self.states[key])
+
+    def check(self, items: Iterable[Item]) -> None:
+        """Raise where a step would not serve one of these parameters; nothing has changed then.
+
+        Raises:
+            ValueError: a gradient of another shape or device; a parameter that has become another, or that cannot be written,
+                since its elements overlap in memory or it is an inference tensor; a hyperparameter that is not finite.
+            TypeError: a gradient of another dtype or layout.
+        """
+        watched: dict[Any, tuple[Optimizer, Any]] = {}
+        for key, part, param, grad in items:
+            if part.watched and (state := self.states.get(key)) is not None:
+                watched[id(part), id(state.step)] = part, state
+            form = param.shape, param.stride(), param.dtype, param.device
+            fine = grad.shape == form[0] and grad.dtype is form[2] and grad.device == form[3]
+            if fine and grad.layout is torch.strided and self._seen.get(key) == form:
+                continue
+            check_grad(param, grad, lambda key=key: f"the gradient of {_whose(key)}")  # type: ignore[misc]
+            check_written(param, lambda key=key: _whose(key))  # type: ignore[misc]
+            if (state := self.states.get(key)) is None:
+                continue
+            expected = part.forms.of(param)
+            for field, kind, name in zip(fields(state), expected.fields, expected.names, strict=True):
+                if field is None or kind is None:
+                    continue
+                shape, dtype, beside = kind
+                if field.shape != shape or field.dtype is not dtype or (beside and field.device != param.device):
+                    raise ValueError(
+                        f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
+                        f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
+                    )
+                check_written(field, lambda key=key, name=name: f"the state's {name!r} of {_whose(key)}")  # type: ignore[misc]
+            self._seen[key] = form
+        for part, state in watched.values():
+            check_rates(part.watched, state.step)
+
+    def check_rates(self, items: Iterable[Item]) -> None:
+        """The last of the checks of `check`, for parameters that cannot have become others."""
+        steps = {
+            (id(part), id(self.states[key].step)): (part, self.states[key].step)
+            for key, part, *_ in items
+            if part.watched
+        }
+        for part, step in steps.values():
+            check_rates(part.watched, step)
+
+    def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
+        """Step these parameters, which have been checked; the others do not age."""
+        sharing = Counter(id(state.step) for state in self.states.values())
+        items = list(items)
+        self.begin(items, changed)
+        kinds: dict[Any, list[Item]] = {}
+        for item in items:
+            key, part, param, _ = item
+            kinds.setdefault((id(part), param.dtype, param.device, id(self.states[key].step)), []).append(item)
+        for some in kinds.values():
+            first, part = self.states[some[0][0]], some[0][1]
+            if len(some) < sharing[id(first.step)]:  # the others stay as old as they are
+                first = with_fields(first, [None if f is None else f.clone() if c else f
+                                            for f, c in zip(fields(first), part.common, strict=True)])  # fmt: skip
+                for key, *_ in some:
+                    self._share(part, key, self.states[key], first, changed)
+            states, params = [self.states[key] for key, *_ in some], [param for _, _, param, _ in some]
+            here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
+            step_in_place(part, params, [grad for *_, grad in some], states, **here)
+            # Fused kernels do not count as writes: a graph that still needs the old values would silently use the new.
+            torch.autograd.graph.increment_version(params)
+
+    def _share(self, part: Optimizer, key: Any, state: Any, like: Any, changed: Changed) -> None:
+        """Put a state under a key, its 0-d fields being those of another state."""
+        self.states[key] = sharing(part, state, like)
+        changed(key, self.states[key])
+
+    def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Any]]]) -> dict[Any, Any]:
+        """States from tensors by name, for (key, optimizer, parameter, state) each; equal ages are shared again.
+
+        Raises:
+            ValueError: a state of another optimizer, or of a parameter of another shape; a step that counts no steps.
+        """
+        new: dict[Any, Any] = {}
+        alike: dict[Any, Any] = {}
+        for key, part, param, named in given:
+            # A count may be a number.
+            named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
+            state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
+            refuse_count(state.step.item(), lambda key=key: f"in the state of {_whose(key)}, step")  # type: ignore[misc]
+            ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
+            like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
+            new[key] = sharing(part, state, like)
+        return new
+
+    def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:
+        """Go on with what `prepared` made."""
+        self.states = states
+        self._seen.clear()
+        for key, state in states.items():
+            changed(key, state)
+
+
+def divides(part: Optimizer, dtype: torch.dtype) -> bool:
+    """Whether a kernel leaves gradients divided by `grad_scale`, and not the sums that they were."""
+    if dtype.itemsize < 4:  # their buckets may have units of their own
+        return False
+    param, grad = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 2.0, dtype=dtype)
+    step_in_place(part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64))
+    return bool((grad == 1.0).all())
+
+
+def _whose(key: Any) -> str:
+    return f"a parameter of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)

@@ -1,0 +1,193 @@
+"""An optimizer of ours in the shape of torch.optim.Optimizer, for code that expects one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..transforms._state_dict import to_state_dict
+from ..transforms.optimizers import _optimizer
+from ..transforms.optimizers._inject import remade
+from ._foreach import Item, Stepper
+from ._param_groups import check_group, own_by_group, resizing, values_of
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A torch.optim.Optimizer that steps with one of ours, in place, by one kernel for all parameters of a kind.
+
+    Its hyperparameters that are numbers, and betas, stand in `param_groups`, where groups may have their own, and where
+    torch's schedulers change them. A group may repeat the other ones, and torch's own such as foreach, which changes
+    nothing. Its state is in `state`, `state_dict` and `load_state_dict`, by names such as "exp_avg". A parameter without
+    gradient is left alone, as by torch. It works with torch.amp.GradScaler.
+
+    Args:
+        params: What torch.optim takes: tensors, groups of them, or `model.named_parameters()`, whose names are the paths of
+            a `partition`.
+        optimizer: An `Optimizer` of fjoin.transforms.
+
+    Raises:
+        TypeError: `optimizer` is not an Optimizer; at a step: a sparse gradient, or one of another dtype.
+        ValueError: a `partition` without names; parameters that the optimizer cannot serve; a group with another value of a
+            hyperparameter that is the same for all; at a step, which then changes nothing: hyperparameters out of their range
+            or not finite, parameters that have changed their shape or whose elements overlap in memory.
+
+    Same as: the classes of torch.optim.
+
+    >>> from fjoin import transforms as tx
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = fjoin.Optimizer(model.parameters(), tx.adamw(1e-3))
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    >>> model(torch.ones(3, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> scheduler.step()
+    >>> optimizer.param_groups[0]["lr"]
+    0.0005
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, optimizer: _optimizer.Optimizer) -> None:
+        if not isinstance(optimizer, _optimizer.Optimizer):
+            raise TypeError(
+                f"fjoin.Optimizer takes an Optimizer of fjoin.transforms, such as adamw(), got {optimizer!r}"
+            )
+        if optimizer.spec.name == "inject_hyperparameters":
+            raise TypeError(
+                f"{optimizer!r} keeps its hyperparameters in its state; here they stand in param_groups: leave it away"
+            )
+        self._optimizer = optimizer
+        self._stepper = Stepper()  # without a way back from it to this: the states are freed with it
+        self._made: dict[Any, _optimizer.Optimizer] = {}  # with the hyperparameters of the last steps
+        hyperparameters = {} if optimizer.select else own_by_group(optimizer)
+        self._names = tuple(hyperparameters)
+        self._resizing = resizing(optimizer, self._names)
+        self._sizes: list[bool] | None = None  # whether each of these was not 0 in the last step, of each group
+        super().__init__(params, hyperparameters)
+        self._check()
+        self._ready = True
+
+    def _check(self) -> None:
+        """See that the optimizer can serve all groups, and begin its states."""
+        by_path = self._by_path()
+        if self._optimizer.check:
+            self._optimizer.check(by_path)
+        for group in self.param_groups:
+            check_group(self._optimizer, self._names, group)
+        # From the start, since torch.distributed.checkpoint takes a step where there is no state.
+        items = [item for item in self._items() if item[2].requires_grad]
+        self._stepper.begin(items, self._show)
+
+    def _items(self) -> list[Item]:
+        """For all parameters: (whose state, what steps it with the group's hyperparameters, parameter, gradient)."""
+        items: list[Item] = []
+        for group in self.param_groups:
+            one = None if self._optimizer.select else self._with(self._optimizer, values_of(group, self._names))
+            for name, param in zip(_names(group), group["params"], strict=True):
+                items.append((param, one or self._optimizer.at(name), param, param.grad))
+        return items
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; a group that the optimizer cannot serve is not added."""
+        super().add_param_group(param_group)
+        self._sizes = None
+        if hasattr(self, "_ready"):  # not while the first groups come
+            try:
+                self._check()
+            except ValueError:
+                self.param_groups.pop()
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_optimizer", "_names", "_resizing", "_sizes", "_stepper", "_ready")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_made": {}}  # type: ignore[no-untyped-call]
+
+    def _by_path(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            if self._optimizer.select and "param_names" not in group:
+                raise ValueError(
+                    f"{self._optimizer!r} differs by path, so the parameters need names: pass model.named_parameters()"
+                )
+            names = group.get("param_names") or [str(len(found) + i) for i in range(len(group["params"]))]
+            found.update(zip(names, group["params"], strict=True))
+        return found
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of all parameters that have a gradient; returns the result of `closure`, which is called first.
+
+        Raises:
+            ValueError, TypeError: see the class; no parameter and no state has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # which a GradScaler sets
+        everything = self._items()
+        items = [item for item in everything if item[3] is not None]
+        if len(self.state) != len(self._stepper.states):
+            cleared = [param for param in self._stepper.states if param not in self.state]
+            for param in cleared:  # they begin anew
+                del self._stepper.states[param]
+        self._stepper.check(items)
+        sizes = [group[name] != 0 for group in self.param_groups for name in self._resizing]
+        if sizes != self._sizes:
+            self._stepper.fit(everything, self._show)
+            self._sizes = sizes
+        self._stepper.step(items, self._show, **guards)
+        return loss
+
+    def _show(self, param: Tensor, state: Any) -> None:
+        self.state[param] = to_state_dict(state)
+
+    def _with(self, part: _optimizer.Optimizer, values: tuple[tuple[str, float], ...]) -> _optimizer.Optimizer:
+        """An optimizer with other hyperparameters, the same object for the same ones."""
+        if not values:
+            return part
+        key = (id(part), values)
+        if key not in self._made:
+            if len(self._made) > 64:  # a schedule has gone on
+                self._made.clear()
+            self._made[key] = remade(part, dict(values))
+        return self._made[key]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, for the same parameters in the same order.
+
+        Raises:
+            ValueError: other groups, or states of another optimizer.
+        """
+        old = [group for group in self.param_groups for _ in group["params"]]
+        order = list(zip([name for group in self.param_groups for name in _names(group)],
+                         [param for group in self.param_groups for param in group["params"]], old, strict=True))  # fmt: skip
+        keys = [(key, group) for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
+        saved = state_dict["state"]  # in its own dtypes, which torch makes the parameters'
+        for group in state_dict["param_groups"]:
+            check_group(self._optimizer, self._names, group)
+        states = self._stepper.prepared(
+            (param, self._of_saved(name, param, {**mine, **its}, saved[key]), param, saved[key])
+            for (key, its), (name, param, mine) in zip(keys, order, strict=False)
+            if saved.get(key)
+        )
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name in self._names:
+                group.setdefault(name, self.defaults[name])
+        self._stepper.adopt(states, self._show)
+        self._sizes = None
+
+    def _of_saved(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> _optimizer.Optimizer:
+        """The optimizer with the saved hyperparameters, where these decide which fields a state has."""
+        part = self._optimizer.at(name)
+        if not self._resizing:
+            return part
+        other = self._with(part, values_of(group, self._names))
+        return other if set(other.forms.of(param).filled()) == saved.keys() else part
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    return group.get("param_names") or [""] * len(group["params"])

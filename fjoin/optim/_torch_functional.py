@@ -1,0 +1,113 @@
+"""torch's own functional optimizers in our pipelines."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..transforms._spec import Spec
+from ..transforms.optimizers._optimizer import Optimizer
+
+
+class TorchState(NamedTuple):
+    step: Tensor  # steps taken, 0-d float32
+    slots: dict[str, Tensor]  # what torch keeps for the parameter, by torch's names; zeros before the first step
+
+
+def as_step_param(functional: Any) -> Optimizer:
+    """One of torch's private functional optimizers, such as _FunctionalAdam, as an `Optimizer`.
+
+    torch keys what these remember by the identity of a parameter; here it is in the state. They step in place under
+    no_grad, so `step_param` works on copies and cannot be differentiated, nor mapped over.
+
+    Args:
+        functional: What has `step_param(param, grad)`, or `step(grads)` and a `param_group`, and a `state` that is a
+            dict of dicts.
+
+    Returns:
+        An `Optimizer`. State: `TorchState(step, slots)`.
+
+    Raises:
+        TypeError: `functional` has none of these.
+        RuntimeError: at `step_param`: under torch.func transforms, where torch would silently give a derivative of 0.
+
+    Same as: what torch's _hook_then_optimizer does with it.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True):  # torch warns at the import, and at each construction
+    ...     warnings.simplefilter("always")
+    ...     from torch.distributed.optim.functional_sgd import _FunctionalSGD
+    ...     opt = fjoin.as_step_param(_FunctionalSGD([], lr=0.5, _allow_empty_param_list=True))
+    >>> opt.step({"w": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}, opt.init({"w": torch.tensor(1.0)}))[0]
+    {'w': tensor(0.5000)}
+    """
+    one = callable(getattr(functional, "step_param", None))
+    several = callable(getattr(functional, "step", None)) and hasattr(functional, "param_group")
+    if not (one or several) or not isinstance(getattr(functional, "state", None), dict):
+        raise TypeError(f"as_step_param takes one of torch's functional optimizers, got {functional!r}")
+
+    defaults = getattr(functional, "defaults", {})
+
+    def run(param: Tensor, grad: Tensor, slots: dict[str, Any] | None) -> dict[str, Any]:
+        """One step of torch's in place; what it remembers then."""
+        functional.state.clear()
+        if slots is not None:
+            functional.state[param] = slots
+        if one:
+            functional.step_param(param, grad)
+        else:
+            functional.param_group = {"params": [param]}
+            functional.step([grad])
+        return functional.state.pop(param, {})  # type: ignore[no-any-return]
+
+    def start(param: Tensor) -> dict[str, Any] | None:
+        """What some make in their constructor, for its parameters: Adagrad's sum."""
+        value = defaults.get("initial_accumulator_value")
+        return None if value is None else {"sum": torch.full_like(param, value), "step": torch.tensor(0.0)}
+
+    def init_param(param: Tensor) -> TorchState:
+        probe = torch.zeros((2,), dtype=param.dtype)  # a first step shows what there is to remember
+        kept = run(probe, torch.zeros_like(probe), start(probe))
+        slots = {
+            name: torch.zeros_like(param) if value.dim() else torch.zeros((), dtype=value.dtype)
+            for name, value in kept.items()
+            if isinstance(value, Tensor)
+        }
+        return TorchState(torch.zeros((), dtype=torch.float32), slots)
+
+    def step_param_(
+        param: Tensor,
+        grad: Tensor,
+        state: TorchState,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        if grad_scale is not None:
+            grad = grad / grad_scale.to(grad.dtype)
+        own, slots = param.detach().clone(), {name: slot.clone() for name, slot in state.slots.items()}
+        # In its first step torch makes them, from the gradient where it begins with that.
+        after = run(own, grad, dict(slots) if state.step > 0 else start(own))
+        pairs = [(param, own), (state.step, state.step + 1), *((state.slots[name], after[name]) for name in slots)]
+        for old, new in pairs:
+            old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
+
+    def step_param(param: Tensor, grad: Tensor, state: TorchState) -> tuple[Tensor, TorchState]:
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{type(functional).__name__} steps under no_grad, so that its derivative would be 0; use the function of "
+                f"fjoin.transforms, such as adam"
+            )
+        param, state = (
+            param.detach().clone(),
+            TorchState(state.step.clone(), {n: s.clone() for n, s in state.slots.items()}),
+        )
+        step_param_(param, grad, state)
+        return param, state
+
+    kind = f"{type(functional).__module__}.{type(functional).__qualname__}"
+    settings = {name: value for name, value in vars(functional).items() if isinstance(value, (bool, int, float, tuple))}
+    spec = Spec("as_step_param", (("functional", kind), ("defaults", dict(defaults)), ("settings", settings)))
+    return Optimizer(init_param, step_param, step_param_, spec=spec)

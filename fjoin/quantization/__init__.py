@@ -1,0 +1,1 @@
+"""Encoded collectives for torch's own calls."""

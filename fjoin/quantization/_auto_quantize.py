@@ -1,0 +1,208 @@
+"""torch's collectives, with floats that travel encoded and arrive in the caller's tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import numbers
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..transforms.codecs._codec import Codec, bfloat16, float16
+from ._peers import Peers
+from ._work import EncodedWork
+
+_NAMED: dict[str, Callable[[], Codec]] = {"fp16": float16, "bfp16": bfloat16}
+
+
+def auto_quantize(
+    func: Callable[..., Any], qtype: Codec | Enum | str, quant_loss: float | None = None
+) -> Callable[..., dist.Work | None]:
+    """One of torch's collectives with its floats encoded while they travel.
+
+    What a rank sends to another is one row of bytes, which that one reads alone. Every value is encoded once, by who sends
+    it; a reduction is taken in float32. all_reduce encodes its result again on three ranks and more, where it takes two messages
+    as `tx.quantized_mean` does; all ranks get the same to the bit. One rank encodes nothing.
+
+    Args:
+        func: dist.all_gather, all_to_all, all_to_all_single, all_gather_into_tensor (all_gather_single),
+            reduce_scatter_tensor (reduce_scatter_single) or all_reduce; of the last two the operations SUM and AVG.
+        qtype: A codec, for example `tx.int8()`; or torch's DQuantType.FP16 or BFP16, or "fp16" or "bfp16", which are
+            `tx.float16()`, so that 1e5 does not become 65504, and `tx.bfloat16()`. Dice are keyed by the number of calls, and
+            by a seed of one's own in `tx.qsgd().keyed(seed, 0)`.
+        quant_loss: What results are divided by. None: by nothing.
+
+    Returns:
+        A function with the arguments and the meaning of `func`, `group`, `async_op` and split sizes included, by position
+        or by name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize does. It fills
+        the tensors that it is given, of any shape, strides and floating-point dtypes, and returns None, or a dist.Work with
+        `async_op=True`: `wait()` fills them. Shapes may differ between ranks in all_to_all and all_gather, on gloo too. With
+        `async_op=True`, all_reduce on three ranks and more waits in the call for the first of its messages.
+
+    Raises:
+        TypeError: another function, or no codec; when called: an argument that `func` has not, or a tensor that is not
+            floating-point.
+        ValueError: an unknown name, or a `quant_loss` to divide by that is 0 or not finite; when called: lists, shapes or
+            split sizes that do not fit, before anything is sent.
+
+    Same as: torch.distributed.algorithms._quantization.quantization.auto_quantize.
+
+    >>> import torch.distributed as dist
+    >>> from fjoin import transforms as tx
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> all_gather, out = auto_quantize(dist.all_gather, tx.int8()), [torch.zeros(2)]
+    >>> all_gather(out, torch.tensor([1.0, 2.0]))
+    >>> out
+    [tensor([1., 2.])]
+    >>> dist.destroy_process_group()
+    """
+    start = next((mine for theirs, mine in _SERVED if theirs is func), None)
+    if start is None:
+        names = ", ".join(theirs.__name__ for theirs, _ in _SERVED)
+        raise TypeError(f"auto_quantize serves torch.distributed's {names}, got {func!r}")
+    codec, loss, signature = _codec_of(qtype), _checked_loss(quant_loss), inspect.signature(func)
+    seed, calls = codec.key[0] if codec.key else 0, itertools.count()
+
+    @functools.wraps(func)
+    def encoded(*args: Any, **kwargs: Any) -> dist.Work | None:
+        try:
+            given = signature.bind(*args, **_by_torchs_names(func, kwargs))
+        except TypeError as error:
+            raise TypeError(f"{func.__name__}: {error}; it takes {signature}") from None
+        given.apply_defaults()
+        named = dict(given.arguments)
+        group, async_op = named.pop("group"), named.pop("async_op")
+        me = dist.get_rank(group)
+        if me < 0:
+            warnings.warn(
+                f"Running {func.__name__} on global rank {dist.get_rank()} which does not belong to the given group.",
+                stacklevel=2,
+            )
+            return None
+        with torch.no_grad():
+            keyed = codec.keyed(seed, next(calls)) if codec.noisy else codec
+            work = start(Peers(func.__name__, keyed, loss, group, dist.get_world_size(group), me), **named)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    return encoded
+
+
+# The names that torch's auto_quantize has for arguments of all_to_all_single.
+_SPLITS = {"out_splits": "output_split_sizes", "in_splits": "input_split_sizes"}
+
+
+def _by_torchs_names(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if func is not dist.all_to_all_single:
+        return kwargs
+    for old, new in _SPLITS.items():
+        if old in kwargs and new in kwargs:
+            raise TypeError(f"{old} and {new} are the same argument; give one of them")
+    return {_SPLITS.get(name, name): value for name, value in kwargs.items()}
+
+
+def _codec_of(qtype: Any) -> Codec:
+    if isinstance(qtype, Codec):
+        return qtype
+    name = qtype.name if isinstance(qtype, Enum) else qtype
+    expected = "expected a codec such as int8(), torch's DQuantType.FP16 or BFP16, 'fp16' or 'bfp16'"
+    if not isinstance(name, str):
+        raise TypeError(f"qtype is {getattr(qtype, '__name__', None) or repr(qtype)}; {expected}")
+    if name.lower() not in _NAMED:
+        raise ValueError(f"qtype is {name!r}; {expected}")
+    return _NAMED[name.lower()]()
+
+
+def _checked_loss(loss: Any) -> float | None:
+    if loss is None:
+        return None
+    if isinstance(loss, bool) or not isinstance(loss, numbers.Real):
+        raise TypeError(f"quant_loss must be a number or None, got {loss!r}")
+    if not math.isfinite(loss) or loss == 0:
+        raise ValueError(f"quant_loss must be finite and not 0, for results are divided by it, got {loss!r}")
+    return float(loss)
+
+
+def _all_gather(peers: Peers, tensor_list: Any, tensor: Any) -> EncodedWork:
+    x, outs = peers.check("tensor", tensor), peers.check_list("tensor_list", tensor_list, True)
+    peers.check_own(f"tensor_list[{peers.me}]", outs[peers.me], "tensor", x)
+    work, read = peers.gather(x, [out.numel() for out in outs])
+    return peers.work(work, outs, read)
+
+
+def _all_gather_into_tensor(peers: Peers, output_tensor: Any, input_tensor: Any) -> EncodedWork:
+    out, x = peers.check("output_tensor", output_tensor, True), peers.check("input_tensor", input_tensor)
+    peers.check_all("output_tensor", out, "input_tensor", x)
+    work, read = peers.gather(x, [x.numel()] * peers.ranks)
+    return peers.work(work, [out], lambda: [torch.cat(read())])
+
+
+def _all_to_all(peers: Peers, output_tensor_list: Any, input_tensor_list: Any) -> EncodedWork:
+    outs = peers.check_list("output_tensor_list", output_tensor_list, True)
+    xs, me = peers.check_list("input_tensor_list", input_tensor_list), peers.me
+    peers.check_own(f"output_tensor_list[{me}]", outs[me], f"input_tensor_list[{me}]", xs[me])
+    work, read = peers.exchange(xs, [out.numel() for out in outs])
+    return peers.work(work, outs, read)
+
+
+def _all_to_all_single(
+    peers: Peers, output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any
+) -> EncodedWork:
+    out, x = peers.check("output", output, True), peers.check("input", input)
+    taken = peers.check_splits("output_split_sizes", output_split_sizes, "output", out)
+    given = peers.check_splits("input_split_sizes", input_split_sizes, "input", x)
+    if taken[peers.me] != given[peers.me]:
+        raise ValueError(
+            f"{peers.name}: this rank sends itself {given[peers.me]} floats of input, but output has place for {taken[peers.me]}; "
+            f"input has shape {tuple(x.shape)}, output {tuple(out.shape)}"
+        )
+    work, read = peers.exchange(x.reshape(-1).split(given), taken)
+    return peers.work(work, [out], lambda: [torch.cat(read())])
+
+
+def _reduce_scatter_tensor(peers: Peers, output: Any, input: Any, op: Any) -> EncodedWork:
+    out, x = peers.check("output", output, True), peers.check("input", input)
+    peers.check_op(op)
+    peers.check_all("input", x, "output", out)
+    work, read = peers.exchange(x.reshape(peers.ranks, out.numel()).unbind(0), [out.numel()] * peers.ranks)
+    return peers.work(work, [out], lambda: [peers.total(read(), op)])
+
+
+def _all_reduce(peers: Peers, tensor: Any, op: Any) -> EncodedWork:
+    x, ranks = peers.check("tensor", tensor, True), peers.ranks
+    peers.check_op(op)
+    if ranks <= 2:  # all to the other: as many bytes as in two messages, and encoded once
+        work, read = peers.gather(x, [x.numel()] * ranks)
+        return peers.work(work, [x], lambda: [peers.total(read(), op)])
+    size = -(-x.numel() // ranks)
+    flat = torch.nn.functional.pad(x.detach().reshape(-1).to(torch.float32), (0, ranks * size - x.numel()))
+    first, read = peers.exchange(flat.view(ranks, size).unbind(0), [size] * ranks)
+    first.wait()
+    work, back = peers.gather(peers.total(read(), op), [size] * ranks)
+    return peers.work(work, [x], lambda: [torch.cat(back())[: x.numel()]])
+
+
+# The last two are the names since torch 2.13 of the two before all_reduce.
+_SERVED: list[tuple[Callable[..., Any], Callable[..., EncodedWork]]] = [
+    (getattr(dist, name), mine)
+    for name, mine in (
+        ("all_gather", _all_gather),
+        ("all_to_all", _all_to_all),
+        ("all_to_all_single", _all_to_all_single),
+        ("all_gather_into_tensor", _all_gather_into_tensor),
+        ("reduce_scatter_tensor", _reduce_scatter_tensor),
+        ("all_reduce", _all_reduce),
+        ("all_gather_single", _all_gather_into_tensor),
+        ("reduce_scatter_single", _reduce_scatter_tensor),
+    )
+    if hasattr(dist, name)
+]

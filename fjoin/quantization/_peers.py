@@ -1,0 +1,138 @@
+"""What one call of a collective sends to the ranks of a group, encoded, and what must hold before it does."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..transforms.codecs._codec import Codec
+from ..transforms.codecs._stochastic import encode_rows
+from ._work import EncodedWork
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Flat, in a dtype that one can count in, with all its bits."""
+    return x.detach().reshape(-1).to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+
+
+class Peers:
+    """The ranks of one call, and rows of floats that go to and come from them."""
+
+    def __init__(self, name: str, codec: Codec, loss: float | None, group: Any, ranks: int, me: int) -> None:
+        self.name, self.codec, self.loss, self.group, self.ranks, self.me = name, codec, loss, group, ranks, me
+
+    def exchange(self, pieces: Sequence[Tensor], sizes: list[int]) -> tuple[Any, Callable[[], list[Tensor]]]:
+        """Send piece r to rank r; the handle, and what then reads from each rank so many floats, flat."""
+        if self.ranks == 1:
+            return None, lambda: [_wide(piece) for piece in pieces]
+        rows = [piece.detach().reshape(-1).to(torch.float32) for piece in pieces]
+        given, taken = ([self.codec.width(n) for n in counts] for counts in ([len(row) for row in rows], sizes))
+        if len({len(row) for row in rows}) == 1:
+            codes = encode_rows(self.codec, torch.stack(rows), self.me).reshape(-1)
+        else:
+            codes = torch.cat([encode_rows(self.codec, row.unsqueeze(0), self.me, i)[0] for i, row in enumerate(rows)])
+        received = codes.new_empty(sum(taken))
+        work = dist.all_to_all_single(received, codes, taken, given, group=self.group, async_op=True)
+        return work, lambda: self._read(received, sizes, taken)
+
+    def gather(self, x: Tensor, sizes: list[int]) -> tuple[Any, Callable[[], list[Tensor]]]:
+        """Send a tensor to all; all know how many floats each has, so that short rows can be filled up."""
+        if self.ranks == 1:
+            return None, lambda: [_wide(x)]
+        codes = encode_rows(self.codec, x.detach().reshape(1, -1).to(torch.float32), self.me, self.ranks)[0]
+        widths = [self.codec.width(n) for n in sizes]
+        if gap := max(widths) - len(codes):
+            codes = torch.nn.functional.pad(codes, (0, gap))
+        received = codes.new_empty(self.ranks, len(codes))
+        work = dist.all_gather(list(received.unbind(0)), codes, group=self.group, async_op=True)
+        parts = [row[:width] for row, width in zip(received, widths, strict=True)]
+        return work, lambda: self._read(received.view(-1) if len(set(sizes)) == 1 else torch.cat(parts), sizes, widths)
+
+    def _read(self, codes: Tensor, sizes: list[int], widths: list[int]) -> list[Tensor]:
+        if len(set(sizes)) == 1:
+            return list(self.codec.decode(codes.view(len(sizes), widths[0]), sizes[0]).unbind(0))
+        rows = zip(codes.split(widths), sizes, strict=True)
+        return [self.codec.decode(row.unsqueeze(0), n)[0] for row, n in rows]
+
+    def total(self, rows: list[Tensor], op: Any) -> Tensor:
+        total = functools.reduce(torch.add, rows)
+        return total / self.ranks if op == dist.ReduceOp.AVG else total
+
+    def work(self, work: Any, outputs: list[Tensor], values: Callable[[], list[Tensor]]) -> EncodedWork:
+        def fill() -> None:
+            for out, value in zip(outputs, values(), strict=True):
+                out.detach().copy_((value if self.loss is None else value / self.loss).view(out.shape))
+
+        return EncodedWork(work, fill, outputs)
+
+    def check(self, what: str, x: Any, filled: bool = False) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{self.name}: {what} is {x!r}, a {type(x).__name__}; expected a tensor")
+        if not x.is_floating_point() or x.layout is not torch.strided:
+            raise TypeError(
+                f"{self.name}: {what} has dtype {x.dtype} and layout {x.layout}; only dense floating-point tensors are encoded, "
+                f"send others with dist.{self.name} itself"
+            )
+        if filled and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError(f"{self.name}: {what} is an expanded view, which cannot be filled; pass its .clone()")
+        return x
+
+    def check_list(self, what: str, xs: Any, filled: bool = False) -> list[Tensor]:
+        if not isinstance(xs, (list, tuple)):
+            raise TypeError(
+                f"{self.name}: {what} is a {type(xs).__name__}; expected a list of tensors, one for each rank"
+            )
+        if len(xs) != self.ranks:
+            raise ValueError(f"{self.name}: {what} has {len(xs)} tensors, but the group has {self.ranks} ranks")
+        return [self.check(f"{what}[{i}]", x, filled) for i, x in enumerate(xs)]
+
+    def check_own(self, out: str, to: Tensor, given: str, x: Tensor) -> None:
+        """What a rank sends to itself must fit; of the other ranks' tensors it cannot know."""
+        if to.shape != x.shape:
+            raise ValueError(
+                f"{self.name}: {out} has shape {tuple(to.shape)}, but {given}, which goes there, has shape {tuple(x.shape)}"
+            )
+
+    def check_all(self, what: str, whole: Tensor, piece: str, x: Tensor) -> None:
+        """`whole` must hold a tensor like x of each rank, stacked or concatenated."""
+        stacked = (self.ranks, *x.shape)
+        joined = (self.ranks * x.shape[0], *x.shape[1:]) if x.dim() else stacked
+        if whole.shape not in (stacked, joined):
+            raise ValueError(
+                f"{self.name}: {what} has shape {tuple(whole.shape)}; with {piece} of shape {tuple(x.shape)} on {self.ranks} ranks "
+                f"it must have {joined} or {stacked}"
+            )
+
+    def check_op(self, op: Any) -> None:
+        if not (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG):  # in this order: op may be a ReduceOp or its kind
+            raise ValueError(f"{self.name}: op must be ReduceOp.SUM or AVG, got {op!r}")
+
+    def check_splits(self, what: str, splits: Any, of: str, x: Tensor) -> list[int]:
+        """How many floats each rank sends or gets of a tensor that is divided along its first dimension."""
+        shape = x.shape if x.dim() or self.ranks > 1 else (1,)
+        if not shape:
+            raise ValueError(f"{self.name}: {of} has no dimension to divide among {self.ranks} ranks; it is 0-d")
+        if splits is None or (isinstance(splits, Sequence) and not splits):
+            if shape[0] % self.ranks:
+                raise ValueError(
+                    f"{self.name}: {of} has shape {tuple(shape)}; its first dimension does not divide among {self.ranks} ranks, "
+                    f"pass {what}"
+                )
+            splits = [shape[0] // self.ranks] * self.ranks
+        try:
+            rows = [operator.index(n) for n in splits]
+        except TypeError:
+            raise TypeError(f"{self.name}: {what} is {splits!r}; expected whole numbers, one for each rank") from None
+        if len(rows) != self.ranks or min(rows) < 0 or sum(rows) != shape[0]:
+            raise ValueError(
+                f"{self.name}: {what} is {rows}; it must have a size for each of {self.ranks} ranks, with the sum {shape[0]}, "
+                f"the first dimension of {of}, which has shape {tuple(shape)}"
+            )
+        return [n * math.prod(shape[1:]) for n in rows]

@@ -1,0 +1,173 @@
+"""The plain reduction: buckets are summed in place while backward goes on, the lane behind one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._axis import Work
+from ..groups._mesh import Mesh
+from ..transforms.combinators._clip import ClipState, clip_factor
+from ..transforms.plan._buckets import lane_bucket
+from ..transforms.plan._plan import Plan
+from ..transforms.reductions._mean import MeanState
+from ._buckets import Outgoing
+from ._flat_params import Storage, apart
+from ._lane import StepLane
+from ._step_check import Clip, Guard, norm_of
+from ._tree_stages import run_stages
+
+
+class PlainHook:
+    """Runs a hook that begins with `mean` or `sum_over`, and reduces no more behind it.
+
+    Attributes:
+        unit: Gradients travel times a power of two, which costs no bit. It is near 1 / ranks: with equal weights on a
+            power of two of ranks their sum then is the mean already, and no kernel has to divide. See `Run` for float16.
+        scales: Whether gradients are multiplied with weights before they are summed.
+        by_weight: Whether ranks count by their weights, else by having a batch.
+        direct: Whether a bucket can be stepped as soon as its message and the lane's are here.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard) -> None:
+        assert plan.reduce is not None
+        self._hook, self._plan, self._mesh, self._lane, self._guard = plan.hook, plan, mesh, lane, guard
+        self._over, self.by_weight, self._axes = plan.over, plan.by_weight, lane.axes
+        self.unit, self.scales = power_near(lane.ranks), plan.by_weight
+        late = plan.clip is not None and plan.clip.spec["mode"] == "previous"
+        self.direct = (plan.clip is None or late) and not plan.rest
+        self._before: ClipState | None = None  # of the last step, where that decides
+        self._carrier: Outgoing | None = None  # whose message carries the lane
+        self._step = 0
+        self._alone: Work | None = None  # the message of a lane that none carries
+
+    @property
+    def clip(self) -> Clip | None:
+        """What gradients are to be multiplied with, given their norm; None for nothing."""
+        return None if self._plan.clip is None else self._clip
+
+    def init(self, storage: Storage) -> Any:
+        """The state to start from."""
+        params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+        return apart(self._hook.init(params), storage.flats)
+
+    def seed(self, share: float) -> float:
+        """What the loss is multiplied with: seeding backward with the share makes the weighting free."""
+        return share * self.unit
+
+    def prepare(self, storage: Storage) -> list[Outgoing]:
+        """The buffers of the messages."""
+        layout, words = storage.layout, self._lane.fit(storage.layout)
+        carrier = lane_bucket(layout)
+        outgoing = [Outgoing(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)]
+        if carrier is None:
+            self._carrier = None
+            self._lane.travel_alone(words)
+        else:
+            self._carrier = outgoing[carrier]
+            self._lane.wire = self._carrier.lane
+        return outgoing
+
+    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+        """Make ready for the buckets of a step; see `RunsHook`."""
+        if self.direct and self.clip:
+            self._before = (state() if callable(state) else state)[1]
+        self._lane.write(values)
+        self._step = step
+        self._alone = self._lane.send() if self._carrier is None else None
+
+    def launch(self, index: int, out: Outgoing) -> Work:
+        return self._mesh.reduce_(out.wire, self._axes)
+
+    def knows_scale(self) -> bool:
+        """Whether nothing but the lane is needed to know what a bucket is to be divided by."""
+        return self._before is None or bool(torch.isfinite(self._before.norm))
+
+    def stop(self) -> None:
+        """Forget a step that has failed."""
+        self._alone = None
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._carrier = None
+
+    def sums(self) -> dict[str, Any]:
+        """The summed lane, once its message is here."""
+        if self._alone is not None:
+            self._alone.wait()
+            self._alone = None
+        if self._carrier is not None:
+            self._carrier.arrive()
+        return self._guard.read_lane(self._lane)
+
+    def divisor(self, sums: dict[str, Any]) -> Any:
+        """What the summed gradients are still to be divided by."""
+        return self._total(sums) * self.unit
+
+    def finish(
+        self, old: Any, storage: Storage, outgoing: list[Outgoing], lane: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any], Any]:
+        """After backward: the new state, or a function that makes it; the summed lane; the divisor."""
+        rest = self._plan.rest
+        for out in outgoing:
+            out.arrive()
+            if not rest:
+                self._guard.look(out)  # while the messages behind it are still under way
+        sums = self.sums()
+        state, divisor = self.state(sums, outgoing), self.divisor(sums)
+        if not rest:
+            return state, sums, divisor
+        for out in outgoing:
+            out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
+        first = state()
+        new = run_stages(
+            rest,
+            old[1:],
+            storage,
+            outgoing,
+            self._mesh,
+            weight=first.total,
+            lane=None,
+            lane_dtype=self._lane.dtype,
+            step=self._step,
+        )
+        for out in outgoing:
+            self._guard.look(out)
+        return (first, *new), sums, 1.0
+
+    def state(self, sums: dict[str, Any], outgoing: list[Outgoing]) -> Callable[[], Any]:
+        """The state that the pure hook would have after these messages, made when it is asked for."""
+        clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
+        norm = norm_of(outgoing) / self.divisor(sums) if self._before is not None else None
+
+        def make() -> Any:  # holds nothing of this object, which a state must not keep alive
+            state = MeanState(_wide(total), {n: _wide(v) for n, v in sums.items() if n != "total"})
+            return (state, () if norm is None else ClipState(norm)) if clips else state
+
+        return make
+
+    def _clip(self, norm: Tensor) -> Tensor:
+        assert self._plan.clip is not None
+        norm = norm if self._before is None else self._before.or_else(norm)
+        return clip_factor(norm, self._plan.clip.spec["max_norm"])
+
+    def _total(self, sums: dict[str, Any]) -> Any:
+        if self._over is None:
+            return 1.0
+        total, ranks = sums["total"], float(self._lane.ranks)
+        if self._over != "world":
+            return total
+        return torch.full_like(total, ranks) if isinstance(total, Tensor) else ranks
+
+
+def power_near(total: float) -> float:
+    """The power of two near 1 / total."""
+    return 2.0 ** -math.floor(math.log2(total))
+
+
+def _wide(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)

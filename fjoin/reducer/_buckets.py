@@ -1,0 +1,177 @@
+"""Gradients on their way: one buffer and one message per bucket, launched in a fixed order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..groups._axis import Work
+from ..transforms._tree import check_dense
+from ..transforms.plan._buckets import Bucket
+from ._flat_params import Storage, views
+
+
+class Outgoing:
+    """The gradients of one bucket in one step.
+
+    Attributes:
+        wire: The buffer of the gradients, and behind them the lane if this bucket carries it: what a plain
+            reduction sends.
+        grads: The gradients' part of it, or what a hook has made of them.
+        lane: The lane's part of it, maybe empty.
+    """
+
+    def __init__(self, bucket: Bucket, shapes: Mapping[str, torch.Size], lane_words: int) -> None:
+        self.bucket, self._shapes = bucket, shapes
+        numel = 0 if bucket.direct else bucket.numel
+        self.wire = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
+        self._own = self.grads = self.wire[:numel]
+        self.lane = self.wire[numel:]
+        self._padding: Tensor | None = None  # the elements between leaves
+        used = torch.zeros(numel, dtype=torch.bool)
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True):
+            used[at : at + shapes[path].numel()] = True
+        if not used.all():
+            self._padding = (~used).nonzero().view(-1).to(bucket.device)
+        self._views = [] if bucket.direct else views(bucket, self.grads, shapes)
+        self.leaves: list[Tensor] = []
+        self.work: Work | None = None
+        self.seen = torch.zeros((), device=bucket.device)  # what the guard saw in the sums
+        self.missing, self.filled = 0, False
+
+    def start(self, leaves: list[Tensor]) -> None:
+        """Make ready for the gradients of these leaves."""
+        self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
+        self.grads = self._own  # a hook may have put its result in its place
+        self.taken = [False] * len(leaves)
+
+    def take(self, i: int) -> None:
+        """Take over the gradient that autograd has just left at a leaf, while it is in the cache."""
+        leaf = self.leaves[i]
+        if self.taken[i]:
+            raise RuntimeError(
+                f"the gradient of {self.bucket.paths[i]!r} arrived twice in one backward pass, so that the first part would "
+                f"be lost; with torch.utils.checkpoint pass use_reentrant=False"
+            )
+        grad = leaf.grad
+        assert grad is not None
+        if grad.layout is not torch.strided:
+            check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
+        if self.bucket.direct:
+            # What autograd hands over becomes the message, without a copy, unless other gradients share it.
+            self.wire = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
+        else:
+            self._views[i].copy_(grad)
+        leaf.grad = None
+        self.taken[i] = True
+        self.missing -= 1
+
+    def fill(self) -> None:
+        """Complete the bucket after backward: gradients of earlier calls, and zeros where there are none."""
+        for i, leaf in enumerate(self.leaves):
+            if self.taken[i]:
+                continue
+            if leaf.grad is not None:
+                self.take(i)
+            elif self.bucket.direct:
+                self.wire = self.grads = torch.zeros_like(leaf).view(-1)
+            else:
+                self._views[i].zero_()
+
+    def clear_padding(self) -> None:
+        if self._padding is not None:
+            self.grads.index_fill_(0, self._padding, 0)
+
+    def arrive(self) -> None:
+        """Wait for the message; on CUDA only the stream waits."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def by_path(self) -> dict[str, Tensor]:
+        """Path -> view of its gradient."""
+        found = self._views if self.grads is self._own else views(self.bucket, self.grads, self._shapes)
+        return dict(zip(self.bucket.paths, found, strict=True))
+
+
+def alone(leaf: Tensor) -> None:
+    """Give a leaf's gradient memory of its own, which other leaves' gradients do not share."""
+    if leaf.grad is not None and leaf.grad.layout is torch.strided and _is_shared(leaf.grad):
+        leaf.grad = leaf.grad.clone()
+
+
+def _is_shared(grad: Tensor) -> bool:
+    """Whether another tensor lies in the same memory, as the gradients of a and b in (a.view(-1) + b.view(-1)) do."""
+    storage = grad.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _ALONE
+
+
+# The tensor itself, and the Python object that asks.
+_ALONE = 2
+
+
+class Queue:
+    """Launches the buckets' messages in the buckets' order, whatever order they fill in.
+
+    Args:
+        outgoing: The buckets.
+        launch: Starts what becomes of one bucket, given its index; called from the thread that fills.
+    """
+
+    def __init__(self, outgoing: list[Outgoing], launch: Callable[[int, Outgoing], Work | None]) -> None:
+        self.outgoing, self._launch = outgoing, launch
+        self._next = len(outgoing)
+        self._open = False
+        self._kept: dict[Tensor, Tensor | None] | None = None  # while a backward pass counts nothing
+
+    def start(self, by_bucket: list[list[Tensor]]) -> None:
+        self._next, self._open = 0, True
+        for out, leaves in zip(self.outgoing, by_bucket, strict=True):
+            out.start(leaves)
+
+    @contextlib.contextmanager
+    def muted(self, storage: Storage) -> Iterator[None]:
+        """Let what arrives meanwhile count nothing, whatever it is; 0 * inf would be nan."""
+        try:
+            with storage.grads_aside() as self._kept:
+                yield
+        finally:
+            self._kept = None
+
+    def stop(self) -> None:
+        """Take no more gradients, until the next start."""
+        self._open = False
+        for out in self.outgoing:
+            out.work = None
+
+    def arrived(self, index: int, leaf: int) -> None:
+        """A leaf of this bucket has its gradient."""
+        if not self._open:
+            return  # somebody else's backward pass over these leaves
+        out = self.outgoing[index]
+        if self._kept is not None:
+            tensor = out.leaves[leaf]
+            kept = self._kept.pop(tensor, None)
+            tensor.grad = torch.zeros_like(tensor) if kept is None else kept
+        out.take(leaf)
+        if out.missing == 0:
+            out.filled = True
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._next < len(self.outgoing) and self.outgoing[self._next].filled:
+            out = self.outgoing[self._next]
+            out.work = self._launch(self._next, out)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Fill and launch what backward did not complete, after it has ended."""
+        self._open = False
+        for out in self.outgoing:
+            if not out.filled:
+                out.fill()
+                out.filled = True
+        self._advance()

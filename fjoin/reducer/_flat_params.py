@@ -1,0 +1,223 @@
+"""Parameters and optimizer slots in flat buffers, one per bucket, with the leaves as views."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..transforms._tree import fields, with_fields
+from ..transforms.optimizers._mixed_precision import master_of, masters_of
+from ..transforms.optimizers._optimizer import Optimizer
+from ..transforms.optimizers._rates import check_rates
+from ..transforms.plan._buckets import Bucket, Span
+
+
+class Storage:
+    """What a state owns: a flat buffer of parameters per bucket, and a slot state per span.
+
+    Attributes:
+        layout: The buckets.
+        flats: One flat tensor of parameters per bucket.
+        leaves: Path -> view into it that requires a gradient, in the order of `params`.
+        slots: For each bucket and span the optimizer's state, on the flat range.
+        float16: Whether some parameters are float16.
+    """
+
+    def __init__(self, layout: tuple[Bucket, ...], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        self.layout, self.optimizer = layout, optimizer
+        self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
+        self.shapes = {path: p.shape for path, p in params.items()}
+        self.flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in layout]
+        for bucket, flat in zip(layout, self.flats, strict=True):
+            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
+                view.copy_(params[path].detach())
+        self.slots: list[list[Any]] = [[] for _ in layout]
+        self._make_leaves()
+
+    def _make_leaves(self) -> None:
+        of: dict[str, Tensor] = {}
+        for bucket, flat in zip(self.layout, self.flats, strict=True):
+            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
+                of[path] = view.detach().requires_grad_()
+        self.leaves = {path: of[path] for path in self.shapes}
+        self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
+        # Gradients arrive in the stream of a leaf's node, which is made anew by every forward pass unless somebody holds it:
+        # held, those of a bucket all arrive in one.
+        self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_nodes": []}  # which cannot be copied
+
+    def make_slots(self) -> None:
+        """Start the optimizer from the parameters as they are now."""
+        self.set_slots(
+            [
+                [
+                    (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, flat, span))
+                    for span in bucket.spans
+                ]
+                for bucket, flat in zip(self.layout, self.flats, strict=True)
+            ]
+        )
+
+    def set_slots(self, slots: list[list[Any]]) -> None:
+        self.slots = slots
+        parts = [
+            (self.optimizer.at(span.paths[0]), state)
+            for bucket, states in zip(self.layout, slots, strict=True)
+            for span, state in zip(bucket.spans, states, strict=True)
+        ]
+        self._has_masters = any(master_of(state) is not None for _, state in parts)
+        self._watched = list({id(part): (part.watched, state.step) for part, state in parts if part.watched}.values())
+        self._ranges = [
+            [
+                (part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot)
+                for span, slot in zip(bucket.spans, slots, strict=True)
+            ]
+            for bucket, flat, slots in zip(self.layout, self.flats, self.slots, strict=True)
+        ]
+
+    def _range(self, part: Optimizer, flat: Tensor, span: Span) -> Tensor:
+        """A span's part of a buffer: flat, or in the leaf's own shape where the optimizer needs that."""
+        piece = flat[span.start : span.stop]
+        if part.elementwise:
+            return piece
+        shape = self.shapes[span.paths[0]]
+        return piece[: shape.numel()].view(shape)
+
+    def check_rates(self) -> None:
+        """Raise where a hyperparameter of the next step is not finite, without a wait for a device.
+
+        Raises:
+            ValueError, TypeError: a schedule did not return one finite number; a tensor holds none.
+        """
+        for hypers, step in self._watched:
+            check_rates(hypers, step)
+
+    def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
+        """For each span: (optimizer, parameters, gradients, slots), to step in place."""
+        return [(part, param, self._range(part, grads, span), slot) for part, param, span, slot in self._ranges[bucket]]
+
+    def clear_grads(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    @contextlib.contextmanager
+    def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
+        """Without the leaves' gradients; at the end those that are still in what is yielded are put back."""
+        kept = {leaf: leaf.grad for leaf in self.leaves.values()}
+        self.clear_grads()
+        try:
+            yield kept
+        finally:
+            for leaf, grad in kept.items():
+                leaf.grad = grad
+
+    def written(self, within: bool) -> list[Tensor]:
+        """The memory that a step overwrites: the parameters, and `within` a window the gradients gathered so far."""
+        grads = (leaf.grad for leaf in self.leaves.values()) if within else ()
+        return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
+
+    def optimizer_states(self) -> dict[str, Any]:
+        """Path -> the parameter's own optimizer state, views of the slots in its shape."""
+        out: dict[str, Any] = {}
+        for bucket, slots in zip(self.layout, self.slots, strict=True):
+            offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
+            for span, state in zip(bucket.spans, slots, strict=True):
+                part = self.optimizer.at(span.paths[0])
+                if not part.elementwise:  # one parameter, whose state may have shapes of its own
+                    out[span.paths[0]] = state
+                    continue
+                for path in span.paths:
+                    at, shape = offset[path] - span.start, self.shapes[path]
+                    own = [
+                        f if f is None or c else f.reshape(-1)[at : at + shape.numel()].view(shape)
+                        for f, c in zip(fields(state), part.common, strict=True)
+                    ]
+                    out[path] = with_fields(state, own)
+        return {path: out[path] for path in self.shapes}
+
+    def masters(self) -> dict[str, Tensor]:
+        """Path -> the parameter, in its master copy where its optimizer keeps one; views, to be written in place."""
+        leaves = {path: leaf.detach() for path, leaf in self.leaves.items()}
+        return masters_of(leaves, self.optimizer_states()) if self._has_masters else leaves
+
+    def read_masters(self) -> None:
+        """Make the parameters what their master copies have become."""
+        for states in self._ranges:
+            for _, param, _, state in states:
+                if (master := master_of(state)) is not None:
+                    param.copy_(master)
+
+    def clone(self) -> Storage:
+        """The same values in memory of its own, gradients that are being accumulated included."""
+        new = object.__new__(Storage)
+        new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
+        new.flats = [flat.clone() for flat in self.flats]
+        new._make_leaves()
+        slots: Any = self.slots
+        new.set_slots(optree.tree_map(torch.clone, slots))  # type: ignore[arg-type]
+        for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
+            leaf.grad = None if old.grad is None else old.grad.clone()
+        return new
+
+
+def apart(state: Any, lent: Iterable[Tensor]) -> Any:
+    """A state in memory of its own: tensors that share memory with those in `lent` are copied, detached."""
+    own = _apart_from(lent)
+    with torch.no_grad():
+        if all(own(leaf) is leaf for leaf in optree.tree_leaves(state)):
+            return state
+        return optree.tree_map(own, state)
+
+
+def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write values to their places, whatever memory they share.
+
+    Raises:
+        TypeError: there is no tensor for a place.
+        ValueError: a value has another shape than its place.
+    """
+    to, new, own = [], [], _apart_from(places.values())
+    for path, place in places.items():
+        value = values.get(path) if isinstance(values, Mapping) else values
+        if not isinstance(value, Tensor):
+            what = "nothing" if value is None else f"a value of type {type(value).__name__}"
+            raise TypeError(f"for {path!r} the hook returned {what}, expected a tensor of shape {tuple(place.shape)}")
+        if value.shape != place.shape:
+            raise ValueError(
+                f"for {path!r} the hook returned a tensor of shape {tuple(value.shape)}, expected {tuple(place.shape)}"
+            )
+        if not (
+            value.data_ptr() == place.data_ptr() and value.stride() == place.stride() and value.dtype is place.dtype
+        ):
+            to.append(place)
+            new.append(own(value))
+    if to:
+        torch._foreach_copy_(to, new)
+
+
+def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
+    """A function that copies a tensor that shares memory with these, and gives back what does not."""
+    starts = {x.untyped_storage().data_ptr() for x in lent}  # views of one tensor have one
+
+    def own(x: Any) -> Any:
+        has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not is_traceable_wrapper_subclass(x)
+        return x.clone() if has_memory and x.untyped_storage().data_ptr() in starts else x
+
+    return own
+
+
+def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:
+    """The leaves of a bucket as views of a flat buffer."""
+    return [
+        flat[at : at + shapes[path].numel()].view(shapes[path])
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True)
+    ]

@@ -1,0 +1,301 @@
+"""Whether a step may change anything: the same answer on all ranks, from what came with the gradients.
+
+On a CPU the host looks. On an accelerator the kernels are told by a tensor on the device, and the
+host reads a copy of the verdict later, without waiting.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._errors import DesyncError, NonFinite
+from ..groups._mesh import Mesh
+from ..transforms._lane import decode_lane, host_lane, ranks_in
+from ..transforms.pipelines._verdict import Effect
+from ._buckets import Outgoing
+from ._lane import StepLane
+
+# From the norm of the gradients to what they are to be multiplied with.
+Clip: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class Verdict(NamedTuple):
+    effect: Effect
+    scale: Tensor | None = None  # what the kernels divide the gradients by
+    found_inf: Tensor | None = None  # 1 where they are to change nothing; None where the host has looked
+    error: NonFinite | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether to run the kernels."""
+        return self.effect.steps is not False
+
+
+class Guard:
+    """Judges the steps of one rank.
+
+    Args:
+        ranks: The number of ranks that loop together.
+        norm: Whether the norm of the gradients is wanted.
+        skips: Whether steps that are not finite are left out without an error.
+        on_device: Judge on the device although the host could look; for tests.
+        mesh: Knows, while it waits for a device, whether a rank has failed. It is not kept alive.
+    """
+
+    def __init__(
+        self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
+    ) -> None:
+        self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
+        # 1 where this rank has left the last step out although others of its loop may have taken it: they all raise in the next.
+        self.left_out: Any = 0.0
+        self.step_id = 0.0  # which step of its mesh this is; 0: that does not travel
+        self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
+        self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any, bool]] = []
+        # The sum of the weights in the newest step of which the host knows it, the same on all ranks; None before the first.
+        self.weight: float | None = None
+
+    def on_host(self, outgoing: Sequence[Outgoing]) -> bool:
+        """Whether the host may look at these gradients without waiting for a device."""
+        return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
+
+    def read_lane(self, lane: StepLane) -> dict[str, Any]:
+        """The summed lane: numbers where the host may look, else tensors on the device."""
+        words = lane.sent
+        if words.device.type == "cpu" and not self.on_device:
+            return dict(host_lane(words.tolist(), lane.names, words.dtype, lane.ranks))
+        return dict(decode_lane(words.clone(), lane.names, lane.ranks))
+
+    def from_tensors(self, sums: dict[str, Tensor]) -> dict[str, Any]:
+        if self.on_device or any(v.device.type != "cpu" for v in sums.values()):
+            return dict(sums)
+        return {name: v.item() for name, v in sums.items()}
+
+    @staticmethod
+    def host(sums: dict[str, Any]) -> dict[str, float]:
+        return {name: float(v) for name, v in sums.items()}
+
+    def look(self, out: Outgoing) -> None:
+        """Take from a bucket's gradients what the verdict needs, after the hook: one pass.
+
+        That is their norm where it is wanted, else their sum, the fastest pass there is: not finite if
+        any element is not. Where it overflows, `judge` looks again with care.
+        """
+        if self.norm:
+            wide = torch.promote_types(out.grads.dtype, torch.float32)
+            out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
+        elif out.grads.device.type == "cpu" and not self.on_device:
+            out.seen = out.grads.sum()
+        elif out.grads.numel():
+            out.seen = torch.linalg.vector_norm(out.grads, math.inf)
+
+    def bad(self, outgoing: Sequence[Outgoing]) -> Any:
+        """1 if a gradient is not finite, else 0: a number where the host may look."""
+        if self.on_host(outgoing):
+            return float(any(not math.isfinite(out.seen.item()) and _nonfinite(out.grads) for out in outgoing))
+        return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
+
+    def judge(
+        self,
+        step: int,
+        sums: dict[str, Any],
+        outgoing: Sequence[Outgoing],
+        divisor: Any,
+        clip: Clip | None,
+        counts: dict[str, Any] | None = None,
+    ) -> Verdict:
+        """Decide on a step.
+
+        Args:
+            step: Its number, for the error.
+            sums: The lane, summed over the ranks that share the gradients.
+            outgoing: The gradients after the hook, still to be divided.
+            divisor: What they are to be divided by.
+            clip: What they are to be multiplied with besides, given their norm once divided; or None.
+            counts: The lane, summed over all ranks that loop together, where these are others: with a bit for each that has
+                left the step before out. A step that is not finite here then raises in the next, on all of them.
+
+        Raises:
+            DesyncError: the ranks have called different steps.
+        """
+        if isinstance(sums["weight"], Tensor):
+            return self._judge_on_device(step, sums, outgoing, divisor, clip, counts)
+        self._check_step(step, sums if counts is None else counts)
+        self.left_out = 0.0
+        if counts is not None and any(_masks(counts)):
+            return Verdict(Effect(True, False), error=_left_out(step - 1, counts))
+        if sums["weight"] == 0:
+            return Verdict(Effect(False))
+        self.weight = sums["weight"]
+        fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
+        fine = fine and not any(_masks(sums)) and not self.bad(outgoing)
+        if clip is not None and fine and not math.isfinite(norm_of(outgoing).item()):
+            for out in outgoing:  # finite gradients whose squares are too large for float32
+                out.seen = torch.linalg.vector_norm(out.grads.double())
+        if not fine and counts is not None:
+            self.left_out = 0.0 if self.skips else 1.0
+            return Verdict(Effect(True, False))
+        if not fine:
+            return Verdict(Effect(True, False), error=_error(step, sums, _nonfinite_paths(outgoing)))
+        scale = divisor
+        if clip is not None:
+            scale = divisor / clip(norm_of(outgoing) / divisor).item()
+        return Verdict(Effect(True), None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
+
+    def _judge_on_device(
+        self,
+        step: int,
+        sums: dict[str, Any],
+        outgoing: Sequence[Outgoing],
+        divisor: Any,
+        clip: Clip | None,
+        counts: dict[str, Any] | None,
+    ) -> Verdict:
+        scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
+        fine = torch.isfinite(scalars).all() & (torch.stack(_masks(sums)) == 0).all()
+        if outgoing:
+            fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
+        live, of_all = sums["weight"] != 0, sums if counts is None else counts
+        other = torch.zeros_like(fine)
+        if self.step_id:
+            other = torch.remainder(of_all["step_id"], self.ranks * self.step_id) != 0
+        if counts is None:
+            raises = other if self.skips else (~fine & live) | other
+        else:
+            raises = other | (torch.stack(_masks(counts)) != 0).any()
+            self.left_out = 0.0 if self.skips else (~fine & live & ~raises).double()
+            fine = fine & ~raises
+        self._remember(step, of_all, torch.stack([raises.double(), sums["weight"]]), counts is not None)
+        live = live & ~other
+        found_inf = (~(live & fine)).to(torch.float32)
+        scale = divisor  # a number is no tensor yet: to bring one to the device would wait for it
+        if clip is not None:
+            scale = divisor / clip(norm_of(outgoing) / divisor)
+        if isinstance(scale, Tensor):  # a NaN would stay in the padding of the buckets
+            scale = torch.where(found_inf == 0, scale, torch.ones_like(scale))
+        else:
+            scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
+        return Verdict(Effect(live, fine, raises), scale, found_inf)
+
+    def _check_step(self, step: int, sums: dict[str, float]) -> None:
+        """Raise DesyncError unless all ranks have called the same step of the mesh.
+
+        Some hooks sum the lane more than once, so that the sum is a multiple of what this rank says.
+        """
+        if self.step_id and sums["step_id"] % (self.ranks * self.step_id):
+            raise DesyncError(
+                f"step {step}: the ranks have called different train_steps of one mesh; nothing has changed. Call them in the same "
+                f"order on all ranks, from one thread, or give each its own fjoin.mesh(...)",
+                step=step,
+            )
+
+    def _remember(self, step: int, sums: dict[str, Any], words: Tensor, late: bool) -> None:
+        """Let the host read later whether a step is one to raise for, and the sum of the weights.
+
+        Args:
+            late: Whether the error is of the step before.
+        """
+        event = None
+        if words.device.type == "cuda":
+            stream = torch.cuda.current_stream(words.device)  # which need not be that of the current device
+            words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        self._pending.append((step, sums, words, event, late))
+
+    def attend(self) -> None:
+        """Wait until what the newest step has summed is there."""
+        if self._pending:
+            self._await(self._pending[-1][3])
+
+    def _await(self, event: Any) -> None:
+        if event is None:
+            return
+        if (mesh := self._mesh()) is not None:
+            mesh.await_event(event)
+        else:
+            event.synchronize()
+
+    def raise_pending(self, newest: bool = False) -> None:
+        """Raise for an earlier step that changed nothing.
+
+        At the start of a step the verdicts before the last one are read, by then without waiting: of a
+        fixed age, not as they happen to arrive, so that all ranks raise in the same call.
+
+        Args:
+            newest: Read the last one too, and leave all to be raised again: for a look at the metrics.
+
+        Raises:
+            NonFinite: naming that step.
+            DesyncError: the ranks had called different steps.
+        """
+        for step, sums, words, event, late in list(self._pending if newest else self._pending[:-1]):
+            if not newest:
+                self._pending.pop(0)
+            self._await(event)
+            raises, weight = words.tolist()
+            if not newest and weight:
+                self.weight = weight
+            if raises:
+                self._check_step(step, self.host(sums))
+                raise _left_out(step - 1, self.host(sums)) if late else _error(step, self.host(sums), ())
+
+
+def raise_left_out(step: int, counts: dict[str, float]) -> None:
+    """Raise NonFinite if some ranks have left a step out that others took."""
+    if any(_masks(counts)):
+        raise _left_out(step, counts)
+
+
+def norm_of(outgoing: Sequence[Outgoing]) -> Tensor:
+    """The 2-norm of all gradients together, 0-d float64, from those of the buckets."""
+    norms = [out.seen for out in outgoing]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+
+
+def _nonfinite(grads: Tensor) -> bool:
+    return not bool(torch.isfinite(grads).all())
+
+
+def _nonfinite_paths(outgoing: Sequence[Outgoing]) -> tuple[str, ...]:
+    return tuple(path for out in outgoing for path, grad in out.by_path().items() if _nonfinite(grad))
+
+
+def _masks(sums: dict[str, Any]) -> list[Any]:
+    """The words with a bit for each rank."""
+    return [value for name, value in sums.items() if name.startswith("nonfinite")]
+
+
+def _left_out(step: int, counts: dict[str, float]) -> NonFinite:
+    ranks = ranks_in(_masks(counts))
+    which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return NonFinite(
+        f"step {step}: the loss or a gradient of {which} is not finite. {which.capitalize()} left step {step} out, which the others "
+        f"took, since the hook does not reduce over all of them; wrap the pipeline in skip_if_nonfinite(...) to go on after such "
+        f"steps",
+        step=step,
+        ranks=ranks,
+    )
+
+
+def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:
+    ranks = ranks_in(_masks(sums))
+    parts = []
+    if ranks:
+        what = "a gradient" if math.isfinite(sums["loss"]) else "the loss"
+        parts.append(f"{what} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
+    if paths:
+        shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+        parts.append(f"the {'' if ranks else 'summed '}gradient of {shown} is not finite")
+    return NonFinite(
+        f"step {step}: {'; '.join(parts) or 'a gradient or a weight is not finite'}. Parameters and state are unchanged; wrap the "
+        f"pipeline in skip_if_nonfinite(...) to leave such steps out",
+        step=step,
+        ranks=ranks,
+        paths=paths,
+    )

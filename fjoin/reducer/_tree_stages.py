@@ -1,0 +1,55 @@
+"""The stages of a hook that run on all gradients at once, after backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..groups._mesh import Mesh
+from ..transforms._axis_env import bind_axes
+from ..transforms._transform import Transform
+from ._buckets import Outgoing
+from ._flat_params import apart, put
+
+
+class Holds(Protocol):
+    """Where parameters are: path -> parameter, and the memory that they lie in."""
+
+    leaves: dict[str, Tensor]
+    flats: list[Tensor]
+
+
+def run_stages(
+    parts: Sequence[Transform], states: Any, storage: Holds, outgoing: Sequence[Outgoing], mesh: Mesh, **extra: Any
+) -> tuple[Any, ...]:
+    """Run stages on all gradients, one after the other, and put the result in their place; the new states.
+
+    Args:
+        extra: What the first is given; behind one that has summed, weight and lane are its sums.
+    """
+    if not parts:
+        return ()
+    params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+    of = {path: grad for out in outgoing for path, grad in out.by_path().items()}
+    held = {path: of[path] for path in params}
+    grads, new = dict(held), []
+    with torch.no_grad(), bind_axes(mesh.axes):
+        for part, state in zip(parts, states, strict=True):
+            grads, after = part.update(grads, state, params, **extra)
+            new.append(apart(after, [*(out.grads for out in outgoing), *storage.flats]))
+            if part.sums is not None:
+                sums = part.sums(after)
+                extra = {**extra, "weight": sums.total, "lane": sums.lane}
+        put(held, grads)
+    return tuple(new)
+
+
+def last_sums(parts: Sequence[Transform], states: Sequence[Any]) -> Any:
+    """What the last of these stages that reduces has summed besides the gradients, a `MeanState`; None if none does."""
+    for part, state in zip(reversed(parts), reversed(states), strict=True):
+        if part.sums is not None:
+            return part.sums(state)
+    return None

@@ -1,0 +1,60 @@
+"""What changes parameters: kernels on buckets, then the parameter transform."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._mesh import Mesh
+from ..reducer._buckets import Outgoing
+from ..reducer._flat_params import apart, put
+from ..reducer._step_check import Verdict
+from ..transforms._axis_env import bind_axes
+from ..transforms._transform import Transform
+from ..transforms.optimizers._checked import unchecked
+from ..transforms.pipelines._verdict import Effect
+from ._state import Body
+
+
+@contextlib.contextmanager
+def changing(body: Body) -> Iterator[None]:
+    """While parameters are being changed: what fails in here leaves a torn state."""
+    body.torn = (
+        f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
+        f"new; load a checkpoint, or use donate=False to keep the old state whole"
+    )
+    with torch.no_grad():
+        yield
+    body.torn = ""
+
+
+def step_bucket(body: Body, index: int, out: Outgoing, verdict: Verdict) -> None:
+    """Run the optimizer's kernels on one bucket."""
+    for optimizer, param, grad, slots in body.storage.ranges(index, out.grads):
+        step_param_ = unchecked(optimizer.step_param_)  # its slots have been made by init_param
+        step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
+    # Fused kernels do not count as writes: without this a graph that still needs the old values, such
+    # as a user's own, would silently use the new ones.
+    torch.autograd.graph.increment_version(body.storage.flats[index])
+
+
+def run_after(
+    after: Transform, mesh: Mesh, params: dict[str, Tensor], state: Any, lent: Iterable[Tensor], weight: Any, effect: Effect,
+    step: int,
+) -> Any:  # fmt: skip
+    """Run the parameter transform on the new parameters, in place; its new state.
+
+    Args:
+        lent: The memory that the parameters lie in, which a state must not share.
+        weight: The sum of the weights of all ranks that share the gradients.
+        step: The number of steps before this one.
+    """
+    with bind_axes(mesh.axes):
+        new, fresh = effect.after(after, params, state, weight, step)
+    fresh = apart(fresh, lent)
+    put(params, new)
+    return fresh

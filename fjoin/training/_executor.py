@@ -1,0 +1,330 @@
+"""One step on flat buckets: forward, backward with messages under way, verdict, optimizer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._axis import Work
+from ..groups._mesh import Mesh
+from ..reducer._all_reduce import PlainHook
+from ..reducer._bucket_hooks import HookRun, RunsHook
+from ..reducer._buckets import Outgoing, Queue
+from ..reducer._flat_params import Storage, apart
+from ..reducer._grad_hooks import Taps
+from ..reducer._lane import StepLane
+from ..reducer._step_check import Guard, Verdict, raise_left_out
+from ..transforms._axis_env import bind_axes, bind_weight
+from ..transforms._transform import Transform
+from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.plan._plan import make_plan
+from ._apply import changing, run_after, step_bucket
+from ._float16 import Units
+from ._join_steps import Turn
+from ._loss import Loss, user_sums
+from ._loss_weight import Seed, Unscaling, seed_of
+from ._metrics import Metrics
+from ._shadowed import shadowed
+from ._state import Body
+
+NOTHING = Seed(0.0)  # for a backward pass that counts nothing
+
+
+class Run:
+    """Runs the steps of one pipeline on this rank; `TrainStep` is its public face."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        pipeline: Pipeline,
+        mesh: Mesh,
+        accumulate: int,
+        overlap_step: bool,
+        on_buffers: Transform,
+    ) -> None:
+        self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
+        self._plan = plan = make_plan(pipeline.hook, tuple(mesh.shape), pipeline.after, on_buffers)
+        self.on_buffers = on_buffers
+        self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
+        self.axes = plan.agree
+        self._shadowed = shadowed(mesh.axes, self.axes)
+        self._counts = StepLane(mesh, self.axes)  # over all ranks that loop together
+        self._lanes = {self.axes: self._counts}  # over those that the hook reduces over
+        self.ranks = self._counts.ranks
+        self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
+        self.hook: RunsHook
+        self._early: PlainHook | None = None  # where buckets are stepped as they come
+        reduced, lane = plan.reduced(0).axes, self._lane(0)
+        if plan.reduce is not None:
+            self.hook = plain = PlainHook(plan, mesh, lane, self.guard)
+            steps_early = overlap_step and plain.direct and pipeline.skips is None and lane is self._counts
+            self._early = plain if steps_early else None
+        else:
+            self.hook = HookRun(plan, mesh, lane, self.guard, accumulate > 1)
+        self._units = Units(self.hook, self.guard, mesh, reduced, loss.weighs and bool(reduced), accumulate)
+        self._reached = False  # whether a backward pass has reached a parameter
+        self._unscaling = Unscaling(self.hook) if pipeline.skips and pipeline.skips.scaled else None
+        self._queue: Queue | None = None
+        self.token = object()  # by which states know the step they belong to, without keeping it alive
+        self._taps = Taps()
+
+    def number(self) -> None:
+        """Take the next number among the steps of this mesh. It travels in the lane, where it must be the same on all ranks."""
+        if not self._counts.step_id:
+            self.mesh.use.steps += 1
+            # From 2048 on and below 4096, so that none is a multiple of another; scattered, so that few means are.
+            self._counts.step_id = self.guard.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
+
+    def _lane(self, step: int) -> StepLane:
+        """The lane over the axes which the hook reduces over in a step."""
+        axes = self._plan.reduced(step).axes
+        if axes not in self._lanes:
+            self._lanes[axes] = StepLane(self.mesh, axes)
+        return self._lanes[axes]
+
+    def check_loss(self, buffers: bool) -> None:
+        """Raise where `loss_fn` cannot be called with buffers, or without; see `Loss.check`."""
+        self._loss.check(buffers)
+
+    def close(self) -> None:
+        """Free buffers and hooks."""
+        self._taps.detach()
+        self._taps.queue = self._queue = None
+        for lane in self._lanes.values():
+            lane.wire = None
+        self.hook.close()
+
+    def stop(self) -> None:
+        """Take no more gradients, until the next step."""
+        self.hook.stop()
+        if self._queue is not None:
+            self._queue.stop()
+
+    def drain(self, step: int) -> None:
+        """Raise, at the end of a loop, for a last step that some ranks have left out and others have not.
+
+        Args:
+            step: The number of steps so far.
+
+        Raises:
+            NonFinite: on all ranks.
+        """
+        counts = self._counts
+        if counts.wire is None or self.pipeline.skips is not None or self._plan.carries(step - 1):
+            return
+        counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.guard.left_out))
+        counts.send().wait()
+        self.guard.left_out = 0.0
+        raise_left_out(step - 1, Guard.host(self.guard.read_lane(counts)))
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def __call__(self, body: Body, batch: Any, turn: Turn | None) -> Metrics:
+        storage = body.storage
+        storage.check_rates()
+        self._taps.attach(storage)
+        self.stop()
+        live = turn is None or turn.live
+        weight = self._loss.weigh(batch) if live else 0.0
+        replayed: Tensor | None = None
+        if weight or turn is None or not turn.replays:
+            axes = self.mesh.axes if turn is None or turn.replays or self.ranks == 1 else self._shadowed
+            loss, aux, buffers = self._forward(body, batch, weight, axes) if weight else (None, None, body.buffers)
+        else:  # with others for whom the model communicates
+            replayed, _, buffers = self._forward(body, batch, 0.0, self.mesh.axes)
+            loss, aux = None, None
+        share = weight if self.hook.by_weight else float(weight > 0)
+        if not body.window:
+            body.unit = self._units.of_window(storage, weight)
+        self.hook.unit = body.unit
+        scale = body.outer.scale if self._unscaling is not None else None
+        seed = seed_of(loss, share, self.hook, scale, self._accumulate > 1)
+        own = self._counts.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
+        if not body.window:
+            storage.clear_grads()  # a user's own backward pass may have left some
+            body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
+        if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
+            if loss is not None:
+                with self._taps.keeping():
+                    self._backward(seed, loss, storage)
+            elif replayed is not None:
+                with storage.grads_aside(), self._taps.keeping():
+                    NOTHING.backward(replayed)
+            body.window, body.buffers, body.calls = own, buffers, body.calls + 1
+            body.batches += live
+            return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
+
+        if self._queue is None:
+            settled = self._counts.agree(own)
+            queue = Queue(self.hook.prepare(storage), (self._unscaling or self.hook).launch)
+            self._taps.queue = self._queue = queue if settled else None  # no rank has a batch yet: ask again next time
+        else:
+            queue = self._queue
+        self._counts.check(own)
+        counts, lane = self._counts.complete(own, turn is not None and turn.has_next), self._lane(body.step)
+        values, under_way = counts, None
+        if lane is not self._counts:
+            values, under_way = lane.complete(own), self._send_counts(counts, storage)
+        queue.start(storage.by_bucket)
+        self.hook.start(body.hook, storage, lane, values, body.step)
+        if self._unscaling is not None:
+            self._unscaling.rest = seed.rest
+        if loss is not None:
+            self._backward(seed, loss, storage)
+        elif replayed is not None:
+            with queue.muted(storage):
+                NOTHING.backward(replayed)
+        queue.finish()
+        early = self._early
+        if early is not None and self.guard.on_host(queue.outgoing) and early.knows_scale():
+            sums = self._step_early(early, body, buffers, queue.outgoing, values, turn)
+        else:
+            sums = self._step_together(body, buffers, queue.outgoing, values, turn, under_way)
+        step = body.step
+        body.window = {}
+        body.batches += live
+        body.calls, body.step = body.calls + 1, body.step + 1
+        return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
+
+    def _backward(self, seed: Seed, loss: Tensor, storage: Storage) -> None:
+        """The backward pass; until one has reached a parameter, with a check that it does.
+
+        Raises:
+            ValueError: it reaches none.
+        """
+        seed.backward(loss)
+        if self._reached:
+            return
+        queue = self._taps.queue
+        taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
+        if storage.leaves and not taken and all(leaf.grad is None for leaf in storage.leaves.values()):
+            raise ValueError(
+                "the loss depends on none of params: no parameter has got a gradient. Does loss_fn call the module itself? Then write "
+                "apply, params, buffers = fjoin.functional(module) and call apply(params, buffers, ...) in loss_fn; to leave a "
+                "batch out, give it weight 0"
+            )
+        self._reached = True
+
+    def _forward(
+        self, body: Body, batch: Any, weight: float, axes: dict[str, Any]
+    ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
+        params = body.rebuild(dict(body.storage.leaves))
+        with torch.enable_grad(), bind_axes(axes), bind_weight(weight):
+            loss, aux, buffers = self._loss(params, body.buffers, batch)
+        if aux is not None or buffers is not None:
+            aux, buffers = apart((aux, buffers), body.storage.written(bool(body.window)))
+        return loss, aux, buffers
+
+    def _send_counts(self, values: dict[str, Any], storage: Storage) -> Work:
+        """Sum the lane in a message of its own, where the hook's messages do not bring it to all ranks."""
+        counts = self._counts
+        if counts.wire is None:
+            counts.travel_alone(counts.fit(storage.layout))
+        counts.write(counts.left_out(values, self.guard.left_out))
+        return counts.send()
+
+    def _step_together(
+        self,
+        body: Body,
+        buffers: Any,
+        outgoing: list[Outgoing],
+        lane: dict[str, Any],
+        turn: Turn | None,
+        under_way: Work | None,
+    ) -> dict[str, Any]:
+        """After all messages: decide whether this step may change anything, and step; the summed lane.
+
+        Args:
+            under_way: The message of the lane of all ranks that loop together, where the hook's do not bring it.
+        """
+        hook, sums, divisor = self.hook.finish(body.hook, body.storage, outgoing, lane)
+        counts = None
+        if under_way is not None:
+            under_way.wait()
+            counts = self.guard.read_lane(self._counts)
+        self._tell(turn, counts or sums)
+        verdict = self.guard.judge(body.step, sums, outgoing, divisor, self.hook.clip, counts)
+        self._raise_or_count(body, verdict)
+        with changing(body):
+            if verdict.changes:
+                for i, out in enumerate(outgoing):
+                    step_bucket(body, i, out, verdict)
+            self._run_after(body, buffers, lane["weight"], sums, verdict)
+        body.hook = verdict.effect.keep(hook, body.hook)
+        return counts or sums
+
+    def _step_early(
+        self,
+        hook: PlainHook,
+        body: Body,
+        buffers: Any,
+        outgoing: list[Outgoing],
+        lane: dict[str, Any],
+        turn: Turn | None,
+    ) -> dict[str, Any]:
+        """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
+        sums = hook.sums()
+        self._tell(turn, sums)
+        verdict = self.guard.judge(body.step, sums, [], hook.divisor(sums), hook.clip)
+        if not verdict.changes:
+            for out in outgoing:
+                out.arrive()
+            self._raise_or_count(body, verdict)
+            with changing(body):
+                self._run_after(body, buffers, lane["weight"], sums, verdict)
+            return sums
+        with changing(body):
+            for i, out in enumerate(outgoing):
+                out.arrive()
+                self.guard.look(out)
+                error = self.guard.judge(body.step, sums, [out], 1.0, None).error
+                if error is not None:
+                    for rest in outgoing:
+                        rest.arrive()
+                    if i == 0:  # nothing has been changed yet
+                        body.torn = ""
+                    raise error
+                step_bucket(body, i, out, verdict)
+            self._run_after(body, buffers, lane["weight"], sums, verdict)
+        body.hook = hook.state(sums, outgoing)
+        return sums
+
+    def _run_after(self, body: Body, buffers: Any, weight: float, sums: dict[str, Any], verdict: Verdict) -> None:
+        """Transform the new parameters, and the new buffers.
+
+        Args:
+            weight: Of this rank, which its buffers count; the parameters count what all ranks do that share the gradients.
+        """
+        effect = verdict.effect
+        if self.pipeline.after is not None:
+            masters, after = body.storage.masters(), self.pipeline.after
+            lent = [*body.storage.flats, *masters.values()]
+            body.after = run_after(after, self.mesh, masters, body.after, lent, sums["weight"], effect, body.step)
+            body.storage.read_masters()
+        if buffers is not None:
+            held = effect.keep(buffers, body.buffers_before)
+            with bind_axes(self.mesh.axes):
+                body.buffers, body.buffers_state = effect.after(
+                    self.on_buffers, held, body.buffers_state, weight, body.step
+                )
+
+    def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
+        if turn is not None:
+            turn.others = partial(self._has_next, sums)
+
+    def _has_next(self, sums: dict[str, Any]) -> float:
+        """How many ranks have another batch."""
+        self.guard.attend()
+        return Guard.host(sums)["has_next"]
+
+    def _raise_or_count(self, body: Body, verdict: Verdict) -> None:
+        if not verdict.changes:
+            body.buffers = body.buffers_before
+        if verdict.error is not None and self.pipeline.skips is None:
+            body.lose_window(body.calls + 1)  # a window that ends like this is lost whole
+            raise verdict.error
+        if self.pipeline.skips is not None:
+            body.outer = verdict.effect.settle(self.pipeline.skips, body.outer)

@@ -1,0 +1,47 @@
+"""The power of two with which sums of weight * gradient fit float16."""
+
+from __future__ import annotations
+
+import math
+
+from ..groups._mesh import Mesh
+from ..reducer._all_reduce import power_near
+from ..reducer._bucket_hooks import RunsHook
+from ..reducer._flat_params import Storage
+from ..reducer._step_check import Guard
+
+
+class Units:
+    """What the gradients of one window after the other are multiplied with while they are summed.
+
+    Sums of weight * gradient overflow float16 from weights of thousands on. There the unit is near 1 / the sum of the weights: of
+    the newest step of which all ranks know it, and before the first such one of what the ranks tell each other in the store. So
+    it is the same on all ranks, and changes no bit of results that float16 holds in full precision.
+
+    Args:
+        hook: Its unit serves all other dtypes.
+        weighs: Whether batches have weights.
+        calls: Of a window.
+    """
+
+    def __init__(
+        self, hook: RunsHook, guard: Guard, mesh: Mesh, axes: tuple[str, ...], weighs: bool, calls: int
+    ) -> None:
+        self._usual, self._scales, self._guard = hook.unit, hook.scales and weighs, guard
+        self._mesh, self._axes, self._calls = mesh, axes, calls
+        self._first = 0.0  # the sum of the weights that the ranks have told each other
+
+    def of_window(self, storage: Storage, weight: float) -> float:
+        """The unit of a window.
+
+        Args:
+            weight: Of this rank in the first call.
+        """
+        if not (storage.float16 and self._scales):
+            return self._usual
+        total = self._guard.weight
+        if total is None:
+            if not self._first:
+                self._first = self._mesh.exchange("the first step", weight * self._calls, sum, self._axes)
+            total = self._first
+        return power_near(total) if 0 < total < math.inf else self._usual

@@ -1,0 +1,173 @@
+"""Uneven inputs: a loop that ends on all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
+
+from .._errors import EarlyTermination, JoinError, NoBatch, NonFinite
+from ..transforms._check import iterable
+from ._look_ahead import LookAhead
+
+B = TypeVar("B")
+_END: Any = object()
+
+
+class _NoBatch:
+    """Stands for the batch of a rank that never had one; every use of it raises."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NoBatch(
+            "this rank has no batch at all, so the loop got fjoin.NO_BATCH; pass step.join(loader, empty=a_batch) with a "
+            "batch of the right form, or touch the batch only inside loss_fn and weight, which are not called without one"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what tools ask of any object
+            raise AttributeError(name)
+        self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __call__ = __bool__ = __float__ = __int__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __contains__ = _refuse  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "fjoin.NO_BATCH"
+
+
+NO_BATCH: Any = _NoBatch()
+
+
+@dataclass
+class Turn:
+    """One iteration of the loop, as the step sees it."""
+
+    number: int
+    live: bool  # whether this rank has a batch
+    has_next: bool  # whether it has another one after this
+    replays: bool = False  # whether ranks without weight compute all the same
+    called: bool = False
+    others: Callable[[], float] | None = None  # how many ranks have another batch, once a window has ended
+
+
+class JoinedLoader(Generic[B]):
+    """A loader that ends on all ranks together; made by `TrainStep.join` and, with `steps`, by `join`.
+
+    Each `for` loop over it is an epoch of its own. It is no iterator itself: an iterator is freed with the `for` loop that it
+    serves, so that the other ranks learn of a `break` at once, also where this object is kept in a variable.
+    """
+
+    def __init__(self, steps: Sequence[Any], loader: Iterable[B], **options: Any) -> None:
+        if options["when_exhausted"] not in ("shadow", "replay"):
+            raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {options['when_exhausted']!r}")
+        self._steps, self._loader, self._options = steps, loader, options
+
+    def __iter__(self) -> Iterator[B]:
+        return _iterate(self._steps, self._loader, **self._options)
+
+
+def _iterate(
+    steps: Sequence[Any],
+    loader: Iterable[B],
+    *,
+    empty: Any,
+    throw_on_early_termination: bool,
+    when_exhausted: str,
+) -> Iterator[B]:
+    """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
+    for step in steps:
+        step._begin_join()
+    first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
+    number, finished, replays = 0, False, when_exhausted == "replay"
+    try:
+        iterable("loader", loader)
+        batches, look_ahead = iter(loader), LookAhead()
+        current = _load(steps, batches)
+        have = first._count(current is not _END, throw_on_early_termination, replays)
+        if throw_on_early_termination and 0 < have < first.ranks:
+            _stop_early(first, have)
+        if replays and have > 0 and current is _END and empty is NO_BATCH:
+            raise NoBatch(
+                "when_exhausted='replay' runs the model on every rank, but this rank has no batch at all; pass "
+                "step.join(loader, when_exhausted='replay', empty=a_batch)"
+            )
+        given: Any = empty
+        more = have > 0
+        while more:
+            following = _END if current is _END else look_ahead(current, partial(_load, steps, batches))
+            if current is not _END:
+                given = current
+            turns = [Turn(number, current is not _END, following is not _END, replays) for _ in steps]
+            for step, turn in zip(steps, turns, strict=True):
+                step._turn = turn
+            yield given
+            for i, (step, turn) in enumerate(zip(steps, turns, strict=True)):
+                if not turn.called:
+                    which = "the step" if len(steps) == 1 else f"step {i} of steps=[...]"
+                    raise JoinError(
+                        f"the loop body did not call {which} in iteration {number}; call it exactly once in each iteration "
+                        f"(to leave a batch out, give it weight 0)",
+                        step=step._last_step,
+                    )
+                step._turn = None
+            # Only a rank that is out of input has to wait for the others' answer, which any step that has ended a window knows.
+            others = next((turn.others for turn in turns if turn.others is not None), None)
+            if others is not None and (throw_on_early_termination or following is _END):
+                left = others()
+                if throw_on_early_termination and 0 < left < first.ranks:
+                    _stop_early(first, left)
+                more = left > 0
+            current, number = following, number + 1
+        finished = True
+        for step in steps:
+            step._end_join()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        finished = True
+        if not isinstance(error, (EarlyTermination, NonFinite)):  # which all ranks raise at the same place
+            _tell(steps, error)
+        raise
+    finally:
+        for step in steps:
+            step._turn = None
+        if not finished:
+            for step in steps:
+                step._leave(
+                    JoinError(
+                        f"rank {step.rank} left the loop over {name} in iteration {number}, by break, return or an "
+                        f"exception; to stop all ranks after n batches, loop over {name}(itertools.islice(loader, n))",
+                        rank=step.rank,
+                        step=step._last_step,
+                    )
+                )
+
+
+def _tell(steps: Sequence[Any], error: BaseException) -> NoReturn:
+    """Let the ranks of all steps know, and raise what really happened."""
+    for step in steps[1:]:
+        with contextlib.suppress(BaseException):
+            step._raise(error)
+    steps[0]._raise(error)
+    raise error
+
+
+def _load(steps: Sequence[Any], batches: Iterator[Any]) -> Any:
+    for step in steps:
+        step._turn = Turn(-1, False, False)  # a loader that calls the step would take a step that no other rank takes
+    try:
+        return next(batches, _END)
+    finally:
+        for step in steps:
+            step._turn = None
+
+
+def _stop_early(step: Any, have: float) -> NoReturn:
+    after = "before the first step" if step._last_step is None else f"after step {step._last_step}"
+    raise EarlyTermination(
+        f"{step.ranks - int(have)} of {step.ranks} ranks are out of input {after} while the others have "
+        f"more, and throw_on_early_termination is set",
+        step=step._last_step,
+    )

@@ -1,0 +1,112 @@
+"""Making the training step of a rank from what the user gives, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..groups._make_mesh import mesh as make_mesh
+from ..groups._mesh import Mesh, check_mesh
+from ..transforms._check import flag, whole_number
+from ..transforms._transform import Transform, check_transform
+from ..transforms.combinators._chain import identity
+from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.plan._buckets import BUCKET_BYTES
+from ..transforms.plan._plan import make_plan
+from ._executor import Run
+from ._loss import Loss
+from ._step import TrainStep
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    pipeline: Pipeline,
+    *,
+    mesh: Mesh | None = None,
+    donate: bool = True,
+    weight: Callable[[Any], float] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    accumulate: int = 1,
+    overlap_step: bool = False,
+    on_buffers: Transform | None = None,
+) -> TrainStep:
+    """Make the training step of this rank from a loss and a pipeline.
+
+    Gradients travel in buckets while the backward pass goes on, weighted so that the result is that
+    of one process on all ranks' batches together; every rank then takes the same optimizer step.
+
+    Args:
+        loss_fn: `(params, batch) -> loss` or `(loss, aux)`: the mean over the local batch, 0-d. With
+            buffers: `(params, buffers, batch) -> (loss, aux, buffers)`. Numbers under aux["sum"] are
+            summed over the ranks in the same messages, and come back in `metrics.sums`.
+        pipeline: What `fuse` makes.
+        mesh: The ranks; by default all of them, as the axis "data".
+        donate: Let a step take the memory of the state it is given. False keeps the old state whole, at
+            the price of a copy in each step.
+        weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens; 0, or from 1e-30 to 1e30. By default
+            each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision. Of float16 parameters the weighted
+            gradients travel times a power of two, so that weights of thousands do not overflow in a `mean`.
+        bucket_bytes: Gradients are sent once this much is ready. More than the default of 5 MiB, such as 20 * 2**20, can be faster
+            where a hook sends little of each bucket in several messages, as `power_sgd` does.
+        accumulate: Micro-batches in a step: the step is called once for each, and sends and steps in
+            the last call of each window.
+        overlap_step: Step each bucket as soon as its message is here, behind the messages that are
+            still under way, where the hook is a plain reduction and the tensors are on the CPU. A
+            loss that is not finite still changes nothing; a gradient that is not finite although all
+            losses are is then noticed when buckets before it have been stepped, and leaves a torn
+            state. The default checks all gradients before it changes anything.
+        on_buffers: What becomes of the buffers at the end of a step, in the place of gradients:
+            `average_buffers(axis)`, `broadcast_buffers(axis)`, one for some and another for others with
+            `partition`, now and then with `every`. By default each rank keeps its own.
+
+    Returns:
+        A `TrainStep`.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be used.
+
+    Same as: torch's DistributedDataParallel, Join and optimizer in one.
+
+    >>> from fjoin import transforms as tx
+    >>> def loss_fn(params, batch):
+    ...     return ((params["w"] * batch - 1) ** 2).mean()
+    >>> step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.1)), weight=len)
+    >>> state = step.init({"w": torch.tensor(0.0)})
+    >>> for batch in step.join([torch.ones(2), torch.ones(1)]):
+    ...     state, metrics = step(state, batch)
+    >>> state.params["w"], metrics.weight
+    (tensor(0.3600), 1.0)
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function, got {loss_fn!r}")
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"pipeline must be a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
+    if mesh is not None:
+        check_mesh("train_step", mesh)
+    if weight is not None and not callable(weight):
+        raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
+    flag("donate", donate)
+    flag("overlap_step", overlap_step)
+    whole_number("accumulate", accumulate, 1)
+    whole_number("bucket_bytes", bucket_bytes, 1)
+    mesh = mesh or make_mesh({"data": -1})
+    plan = make_plan(pipeline.hook, tuple(mesh.shape))
+    if accumulate > 1 and plan.reduce is not None and not plan.by_weight:
+        raise ValueError(
+            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
+            f"hold, got over={plan.over!r}"
+        )
+    if pipeline.after is not None and pipeline.after.pauses:
+        raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")
+    if pipeline.hook.pauses:
+        raise ValueError(
+            "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
+        )
+    on_buffers = identity() if on_buffers is None else on_buffers
+    check_transform(on_buffers, "train_step: on_buffers")
+    if on_buffers.pauses:
+        raise ValueError(
+            "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
+        )
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, on_buffers)
+    return TrainStep(run, donate, bucket_bytes, accumulate)

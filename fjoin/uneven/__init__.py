@@ -1,0 +1,1 @@
+"""Uneven inputs in loops of one's own: Join, loops, evaluation."""

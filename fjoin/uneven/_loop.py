@@ -1,0 +1,208 @@
+"""Uneven inputs in a loop of one's own: every rank runs it as often as the rank with most batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Generic, Literal, TypeVar, overload
+
+import torch
+
+from .._errors import EarlyTermination, JoinError
+from ..groups._make_mesh import everyone
+from ..groups._mesh import Mesh, check_mesh
+from ..training._join_steps import _END, NO_BATCH, JoinedLoader
+from ..training._look_ahead import LookAhead
+from ..training._loss import weigh
+from ..training._step import TrainStep
+from ..transforms._check import iterable
+from ..transforms._tree import on
+
+B = TypeVar("B")
+
+
+class Loop(Generic[B]):
+    """An iteration over this rank's batches that ends on all ranks together; made by `join`.
+
+    Attributes:
+        live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets the
+            last that had weight, or `empty`.
+        weight: This rank's weight in this iteration; 0 where it is not live.
+        total: The sum of the weights over all ranks.
+        number: The iterations before this one.
+        batches: Those of them, and this one, in which this rank had a batch: where to resume.
+    """
+
+    def __init__(
+        self, loader: Iterable[B], mesh: Mesh, weight: Callable[[B], float] | None, empty: Any, throw: bool
+    ) -> None:
+        self._loader, self._mesh, self._weigh, self._empty, self._throw = loader, mesh, weight, empty, throw
+        self._running = False
+        self.live, self.weight, self.total, self.number, self.batches = False, 0.0, 0.0, 0, 0
+
+    @property
+    def scale(self) -> float:
+        """weight * ranks / total: times this, losses of local means whose gradients are averaged over the ranks,
+        as DistributedDataParallel and fully_shard do, give the mean over all ranks' samples."""
+        return self.weight * self._mesh.size / self.total if self.total else 0.0
+
+    def __iter__(self) -> Iterator[B]:
+        if self._running:
+            raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
+        self._running, finished = True, False
+        self.number, self.batches = 0, 0
+        answer: _Sum | None = None
+        try:
+            iterable("loader", self._loader)
+            batches, given, look_ahead = iter(self._loader), self._empty, LookAhead()
+            current, weight = self._load(batches)
+            total, have = self._sum(current, weight).wait()
+            while have:
+                if self._throw and have < self._mesh.size:
+                    raise EarlyTermination(
+                        f"{self._mesh.size - have} of {self._mesh.size} ranks are out of input in iteration {self.number} while "
+                        f"the others have more, and throw_on_early_termination is set",
+                        step=self.number,
+                    )
+                following = (_END, 0.0) if current is _END else look_ahead(current, partial(self._load, batches))
+                answer = self._sum(*following)  # under way while the body runs
+                self.live, self.weight, self.total = current is not _END, weight, total
+                self.batches += self.live
+                if self.live and (weight or given is NO_BATCH):
+                    given = current
+                if total:
+                    yield given
+                self.number += 1
+                total, have = answer.wait()
+                current, weight = following
+            finished = True
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            finished = True
+            if isinstance(error, EarlyTermination):  # which all ranks raise at the same place
+                raise
+            self._mesh.end(error, self.number)
+        finally:
+            self._running = False
+            if not finished and self._mesh.size > 1:
+                # A body that ended by the loss of a peer is not the first to have left.
+                left = JoinError(
+                    f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
+                    f"exception; to stop all ranks after n batches, loop over fjoin.join(itertools.islice(loader, n))"
+                )
+                self._mesh.failed(self._mesh.lost() or left, self.number)
+
+    def _load(self, batches: Iterator[B]) -> tuple[Any, float]:
+        batch = next(batches, _END)
+        return batch, 0.0 if batch is _END else weigh(self._weigh, batch)
+
+    def _sum(self, batch: Any, weight: float) -> _Sum:
+        return _Sum(self._mesh, weight, batch is not _END)
+
+
+class _Sum:
+    """The sum of the weights, and the number of ranks that have a batch, on their way."""
+
+    def __init__(self, mesh: Mesh, weight: float, has: bool) -> None:
+        self._words = on(mesh.device, torch.tensor([weight, float(has)], dtype=torch.float64))
+        self._work = mesh.reduce_(self._words, tuple(mesh.shape))
+
+    def wait(self) -> tuple[float, int]:
+        self._work.wait()
+        total, have = self._words.tolist()
+        return total, int(have)
+
+
+@overload
+def join(
+    loader: Iterable[B],
+    *,
+    mesh: Mesh | None = None,
+    weight: Callable[[B], float] | None = None,
+    empty: Any = NO_BATCH,
+    throw_on_early_termination: bool = False,
+) -> Loop[B]: ...
+@overload
+def join(
+    loader: Iterable[B],
+    *,
+    steps: Sequence[TrainStep],
+    empty: Any = NO_BATCH,
+    throw_on_early_termination: bool = False,
+    when_exhausted: Literal["shadow", "replay"] = "shadow",
+) -> Iterable[B]: ...
+def join(
+    loader: Iterable[B],
+    *,
+    steps: Sequence[TrainStep] | None = None,
+    mesh: Mesh | None = None,
+    weight: Callable[[B], float] | None = None,
+    empty: Any = NO_BATCH,
+    throw_on_early_termination: bool = False,
+    when_exhausted: Literal["shadow", "replay"] = "shadow",
+) -> Any:
+    """Iterate over this rank's loader until all ranks are out of input, in a loop of one's own.
+
+    Every rank runs the body equally often, so that whatever communicates in it finds its peers: collectives of a
+    custom loop, DistributedDataParallel, fully_shard and tensor-parallel models. A rank that is out of input gets its
+    last batch again, with weight 0. To count every sample once, multiply the loss, the mean over the local batch, by
+    `loop.scale`; it must be finite also where the scale is 0. Iterations in which no rank has weight are left out. What
+    the body changes besides, such as a module's buffers, it changes on all ranks. What the ranks need to know of each
+    other travels in one small message in each iteration, under way while the body runs.
+
+    With `steps`, several `train_step`s share the loader, as a generator's and a discriminator's do, and no
+    message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
+
+    Args:
+        loader: Any iterable of batches, of any length on each rank, 0 included. It is asked for the next batch before the
+            body has run on this one, so it must not write that into the memory of this one: a loader that reuses its buffer
+            yields copies. Tensor operations that write there are noticed at once, numpy's a batch later.
+        steps: What `train_step` made, over the same axes and with the same `accumulate`.
+        mesh: The ranks, without `steps`; by default all of them.
+        weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
+        empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
+        throw_on_early_termination: Raise on all ranks where the first is out of input.
+        when_exhausted: With `steps`, as in `TrainStep.join`.
+
+    Returns:
+        A `Loop`; with `steps` an iterable of the batches.
+
+    Raises:
+        EarlyTermination: on all ranks, see above.
+        JoinError: the loop is still running; the loader has written into the batch that it gave before; with `steps`, the
+            body did not call each exactly once.
+        PeerLost: another rank left the loop by break, return or an exception: the mesh is taken down, by default the
+            default process group. Ranks that wait in a module's own messages end with the backend's error: over groups
+            of its own, such as those of `fully_shard`, at their time-out.
+        TypeError, ValueError: an argument that cannot be used.
+
+    >>> loop = fjoin.join([torch.ones(3), torch.ones(1)], weight=len)
+    >>> [(batch.sum().item(), loop.live, loop.weight, loop.total, loop.scale) for batch in loop]
+    [(3.0, True, 3.0, 3.0, 1.0), (1.0, True, 1.0, 1.0, 1.0)]
+    """
+    if steps is None:
+        if when_exhausted != "shadow":
+            raise TypeError(
+                "when_exhausted is for join(loader, steps=...); without steps every rank runs the body itself"
+            )
+        if mesh is not None:
+            check_mesh("join", mesh)
+        return Loop(loader, mesh or everyone(), weight, empty, throw_on_early_termination)
+    if mesh is not None or weight is not None:
+        raise TypeError("join(loader, steps=...) takes no mesh and no weight; the steps have their own")
+    steps = list(steps)
+    if not steps or not all(isinstance(step, TrainStep) for step in steps):
+        raise TypeError(f"steps must be what train_step made, at least one, got {steps!r}")
+    if len(set(map(id, steps))) < len(steps):
+        raise ValueError("steps must be different ones; the body calls each once in each iteration")
+    alike = [(step._mesh.shape, step._run.axes, step._accumulate) for step in steps]
+    if any(one != alike[0] for one in alike):
+        raise ValueError(f"steps must have the same mesh, axes and accumulate, so that they end together; got {alike}")
+    return JoinedLoader(
+        steps,
+        loader,
+        empty=empty,
+        throw_on_early_termination=throw_on_early_termination,
+        when_exhausted=when_exhausted,
+    )

@@ -1,0 +1,236 @@
+"""torch's own joinables inside our Join: DistributedDataParallel, ZeroRedundancyOptimizer, any optimizer.
+
+torch's hooks throw away the gradients that a rank without input receives. These keep them, so that
+the optimizer takes the same step on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from .._errors import JoinError
+from ..ddp._buckets import gradients
+from ..ddp._hook import REGISTERED
+from ._joinable import JoinHook
+
+
+class Iteration(Protocol):
+    """What a hook may ask its Join."""
+
+    last_joiner: int | None
+
+    def notify(self, syncs: bool) -> None: ...
+
+    def live(self) -> tuple[int, ...]: ...
+
+    def syncing(self) -> tuple[int, ...]: ...
+
+
+# In a module with static_graph, the parameters that no rank uses: found in its first step, and the same ever after.
+_UNUSED: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
+
+
+class DDPHook(JoinHook):
+    """A DistributedDataParallel in a Join.
+
+    Args:
+        ddp: The module.
+        join: Its Join.
+        notifies: Whether its forward passes begin the iterations.
+        by_world: Divide gradients by the number of all ranks; else by that of ranks with input.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, join: Iteration, notifies: bool, by_world: bool) -> None:
+        self.ddp, self._join, self._notifies = ddp, join, notifies
+        self._by_world = by_world or ddp in REGISTERED  # whose hook divides by the weights
+        ignored = ddp.parameters_to_ignore
+        self.params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        self._handles: list[Any] = []
+        self._in_window = False  # whether gradients of no_sync passes are waiting at the parameters
+        self._kept_flag: bool | None = None
+        # torch's name for what a Join has been asked for, where other code reads it.
+        self._told, self._told_before = {"_divide_by_initial_world_size": by_world}, dict[str, Any]()
+        self._kept: list[Tensor | None] = []
+
+    def enter(self) -> None:
+        ddp = self.ddp
+        if ddp.logger is not None:  # join_uneven_inputs in what DDP logs
+            ddp.logger._set_uneven_input_join()
+        self._told_before = {name: vars(ddp)[name] for name in self._told if name in vars(ddp)}
+        vars(ddp).update(self._told)
+        ddp._sync_buffers = self._sync_buffers  # type: ignore[method-assign]
+        self._handles = [ddp.register_forward_hook(self._after_forward)]
+        if not self._by_world:
+            self._handles += [p.register_hook(self._scale) for p in self.params]
+
+    def leave(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name in ("_sync_buffers", *self._told):
+            vars(self.ddp).pop(name, None)
+        vars(self.ddp).update(self._told_before)
+
+    # -- on a rank with input ------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Called where torch's module would notify its own Join."""
+        ddp = self.ddp
+        if not torch.is_grad_enabled():  # nobody else need take part in an evaluation
+            self._kept_flag, ddp.require_forward_param_sync = ddp.require_forward_param_sync, False
+            return
+        syncs = ddp.require_backward_grad_sync
+        if self._notifies:
+            self._join.notify(syncs)
+        if not syncs:
+            others = self._join.syncing()
+            if others:
+                raise JoinError(
+                    f"this rank is inside no_sync in an iteration in which rank {others[0]} synchronises gradients; all ranks "
+                    f"with input must accumulate in the same iterations",
+                    rank=others[0],
+                )
+            self._in_window = True
+
+    def _after_forward(self, module: Any, args: Any, out: Any) -> None:
+        if self._kept_flag is not None:
+            module.require_forward_param_sync, self._kept_flag = self._kept_flag, None
+        elif torch.is_grad_enabled() and module.require_backward_grad_sync and self._by_world:
+            self._in_window = False
+
+    def saw_step(self, optimizer: Any) -> None:
+        """An optimizer of these parameters has stepped, on a rank with input."""
+        if self.ddp.static_graph and self.ddp not in _UNUSED and any(p.grad is not None for p in self.params):
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(p) in stepped for p in self.params):
+                _UNUSED[self.ddp] = [i for i, p in enumerate(self.params) if p.grad is None]
+
+    def _sync_buffers(self) -> None:
+        """In the place of torch's, which takes them from rank 0, or sends a message to find a rank."""
+        ddp = self.ddp
+        with torch.no_grad():
+            ddp._assign_modules_buffers()
+            with torch.autograd._unsafe_preserve_version_counter(tuple(ddp.modules_buffers)):  # type: ignore[attr-defined]
+                ddp._sync_module_buffers(min(self._join.live()))
+
+    def _scale(self, grad: Tensor) -> Tensor | None:
+        """Undo the division by all ranks as far as it is not wanted, before any hook sees the gradient."""
+        if not self.ddp.require_backward_grad_sync:
+            return None
+        factor = self.ddp.process_group.size() / len(self._join.live())
+        if self._in_window:  # what the no_sync passes left is sent along
+            for p in self.params:
+                if p.grad is not None:
+                    p.grad.mul_(factor)
+            self._in_window = False
+        return grad * factor
+
+    # -- on a rank without -----------------------------------------------------------------------
+
+    def main_hook(self) -> None:
+        """Take part in one iteration: with zeros, or with what an open accumulation window holds."""
+        ddp, live, syncs = self.ddp, self._join.live(), bool(self._join.syncing())
+        if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            raise JoinError(
+                "with static_graph=True every rank must have at least one batch before it can be out of input: this rank has never "
+                "run the graph that it would have to shadow"
+            )
+        reducer = ddp.reducer
+        reducer._rebuild_buckets()
+        for due in (ddp._check_sync_bufs_pre_fwd(), ddp._check_sync_bufs_post_fwd()):
+            if due:
+                ddp._assign_modules_buffers()
+                ddp._sync_module_buffers(min(live))
+        ddp.require_forward_param_sync = syncs
+        if not syncs:
+            return
+        works = []
+        for bucket in reducer._get_zeros_like_grad_buckets():
+            if self._in_window:
+                self._fill(bucket, 1.0 if self._by_world else ddp.process_group.size() / len(live))
+            into = bucket.buffer(), bucket.parameters(), gradients(bucket)  # a hook may put another buffer there
+            works.append((*into, reducer._run_comm_hook(bucket)))
+        self._kept = [None if self._in_window else p.grad for p in self.params]
+        self._in_window = False
+        for buffer, params, grads, work in works:
+            value = work.wait()
+            buffer.copy_(value if isinstance(value, Tensor) else value[0])
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            self._leave_out_unused()
+        for i in _UNUSED.get(ddp, ()):
+            self.params[i].grad = None
+        reducer._push_all_rebuilt_params()
+
+    def _leave_out_unused(self) -> None:
+        """What no rank has used has no gradient on ranks with input either."""
+        used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass counts no more
+        self.ddp.process_group.allreduce([used]).wait()
+        for p, count in zip(self.params, used.tolist(), strict=True):
+            if not count:
+                p.grad = None
+        used.zero_()
+
+    def _fill(self, bucket: Any, factor: float) -> None:
+        ddp = self.ddp
+        # Without a hook the reducer divides while it fills a bucket; hooks divide by themselves.
+        hooked = ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook")
+        for p, g in zip(bucket.parameters(), gradients(bucket), strict=True):
+            if p.grad is not None:
+                g.copy_(p.grad).mul_(factor if hooked else factor / ddp.process_group.size())
+
+    def after_main(self) -> None:
+        """After all hooks of the iteration: give the parameters back what they had."""
+        for p, grad in zip(self.params, self._kept, strict=False):
+            p.grad = grad
+        self._kept = []
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        ddp = self.ddp
+        assert self._join.last_joiner is not None
+        _sync_module_states(
+            module=ddp.module, process_group=ddp.process_group, broadcast_bucket_size=ddp.broadcast_bucket_size,
+            src=self._join.last_joiner, params_and_buffers_to_ignore=ddp.parameters_to_ignore,
+            broadcast_buffers=ddp.forward_sync_buffers,
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Let go of the process group, so that its connections close; the module cannot be used after that."""
+        self.leave()
+        for name in ("reducer", "logger", "process_group"):
+            self.ddp.__dict__[name] = None
+
+
+def check_notifies(ddp: DistributedDataParallel) -> None:
+    """Raise TypeError for a module whose forward passes tell no Join of themselves, torch's included."""
+    if ddp._use_python_reducer or ddp._delay_all_reduce_all_params:
+        what = "with optimize_ddp='python_reducer'" if ddp._use_python_reducer else "that delays all its all-reduces"
+        raise TypeError(
+            f"a DistributedDataParallel {what} cannot be in a Join: its forward passes notify none; use fjoin.join(loader), which "
+            f"runs the loop's body on all ranks"
+        )
+
+
+def check_steps_alone(stepper: Any) -> None:
+    """Raise TypeError for what cannot step on a rank without input: its step needs arguments."""
+    _, *arguments = inspect.signature(type(stepper).step).parameters.values()
+    needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needs:
+        raise TypeError(
+            f"a {type(stepper).__name__} cannot be in a Join: its step needs {', '.join(needs)}, which a rank that is out of input "
+            f"does not have"
+        )
+
+
+def is_stepper(value: Any) -> bool:
+    """An optimizer or a learning-rate scheduler: it steps on all ranks alike."""
+    return isinstance(value, (torch.optim.Optimizer, LRScheduler))

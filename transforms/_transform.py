@@ -1,0 +1,229 @@
+"""Transforms: pairs of pure functions on gradients.
+
+    Transform   init(params) -> state
+                update(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)
+
+What one remembers is in the state that it returns.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from ._axis_env import AxisName, under_vmap
+from ._errors import NotVmappable
+from ._spec import Spec, Specified, spec_of_function
+from ._tree import State, Tree
+
+
+class Needs(enum.Flag):
+    """What a transform needs to be given. A chain needs what its stages do."""
+
+    NOTHING = 0  # any part of the elements: one flat buffer may stand for the tree, with zeros between the leaves
+    LEAVES = enum.auto()  # each leaf in its own shape; any subset of the leaves, the empty one included
+    PATHS = enum.auto()  # the leaves by their paths
+    LAYOUT = enum.auto()  # what lies together in a buffer, and in which order: the result depends on it
+    TREE = enum.auto()  # all leaves at once
+
+    def __str__(self) -> str:
+        return ", ".join(str(flag.name).lower() for flag in self) or "nothing"
+
+
+class Reduction(NamedTuple):
+    """What a transform sums over the ranks."""
+
+    sums: Callable[[State], Any]  # state -> `MeanState`, what the last message has brought besides the gradients
+    axis: AxisName | None = None  # of one that does nothing but a weighted mean or sum: over which axes
+    over: Literal["weight", "live", "world"] | None = None  # what that divides by; None: it sums
+    # Whether that is one psum of weight * gradient, weight and lane, then the division, and the state a `MeanState`: a step then
+    # sums buckets in place, and leaves the division to the optimizer's kernel.
+    fusable: bool = False
+
+
+class Compression(NamedTuple):
+    """What a transform leaves out of what it sends.
+
+    `paths` is `params -> paths` of the leaves of which a part is not sent: `update` keeps it in `extra["memory"]`, if that is given,
+    see `error_feedback`. None: the transform itself sends it later.
+    """
+
+    paths: Callable[[Tree], Collection[str]] | None
+    encoded: bool = True  # whether a codec encodes what is sent
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transform(Specified):
+    """A pair of pure functions on gradients (or, after the optimizer, on parameters).
+
+    Args:
+        init: `params -> state`.
+        update: `(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)`.
+            `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is
+            1), `lane` a dict of named scalars to be summed along with the gradients. It may
+            return None for the gradients: nothing to step with in this call (see `accumulate`);
+            then the stages that follow are not run. `carried`, in a call on one of several buckets,
+            has with `.get()` the same stage's new state in the first bucket's call of this step; a
+            transform that runs others hands them `carried.at(field)`. `step` is the number of the pipeline's steps before this one,
+            a host integer, the same on all ranks, which periods and warm-ups are read from; a transform that is given none counts
+            its own calls. `persistent` says that parameters or buffers are given, which stay from step to step: a reduction
+            gives them back where no rank has weight, since the mean of nothing is 0. `unit` is a power of two with which
+            sums of weight * gradient fit float16, which `mean` multiplies in before it sums. The state of parameters lies in
+            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts.
+        needs: What `update` must be given; by default the whole tree.
+        reduces: Of a transform that carries the lane: what its messages bring.
+        compression: Of a transform that does not send all of a gradient.
+        pauses: Whether `update` may return None for the gradients.
+        vmappable: Whether `update` runs under the simulator's vmap engine.
+        spec: The transform as data; `factory` fills it in.
+
+    >>> import torch
+    >>> double = Transform(lambda params: (), lambda g, s, params=None, **extra: (g * 2, s), needs=Needs.NOTHING)
+    >>> double.update(torch.tensor(1.5), ())
+    (tensor(3.), ())
+    """
+
+    init: Callable[[Tree], State]
+    update: Callable[..., tuple[Tree, State]]
+    needs: Needs = Needs.TREE
+    reduces: Reduction | None = None
+    compression: Compression | None = None
+    pauses: bool = False
+    vmappable: bool = True
+    spec: Spec = Spec("")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.needs, Needs):
+            raise TypeError(f"needs must be a Needs, such as Needs.LEAVES | Needs.PATHS, got {self.needs!r}")
+        children = [child for child in self.spec.children if isinstance(child, Transform)]
+        object.__setattr__(
+            self, "needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs)
+        )
+        object.__setattr__(self, "pauses", self.pauses or any(child.pauses for child in children))
+        if self.compression is None:
+            object.__setattr__(self, "compression", _compression_of(children))
+        if not self.vmappable or not all(getattr(child, "vmappable", True) for child in self.spec.children):
+            object.__setattr__(self, "vmappable", False)
+            object.__setattr__(self, "update", _refuse_vmap(self.update, self))
+
+    @property
+    def sums(self) -> Callable[[State], Any] | None:
+        """`Reduction.sums`; None where it does not carry the lane."""
+        return self.reduces.sums if self.reduces else None
+
+    @functools.cached_property
+    def keywords(self) -> Collection[str]:
+        """The names in the signature of `update`."""
+        return inspect.signature(self.update).parameters.keys()
+
+    def accepts(self, keyword: str) -> bool:
+        """Whether `update`, or that of a transform inside, has a keyword of this name in its signature."""
+        inside = (child for child in self.spec.children if isinstance(child, Transform))
+        return keyword in self.keywords or any(child.accepts(keyword) for child in inside)
+
+    def with_spec(self, spec: Spec) -> Transform:
+        return replace(self, spec=spec)
+
+    @property
+    def _spec(self) -> Spec:
+        return self.spec if self.spec.name else spec_of_function(self.update)
+
+
+class Inner:
+    """A transform inside another one, whose state has a field for that of this.
+
+    Args:
+        transform: It.
+        field: The field's name.
+    """
+
+    def __init__(self, transform: Transform, field: str = "inner") -> None:
+        self.transform, self.field = transform, field
+
+    def update(
+        self, grads: Tree, state: Any, params: Tree, *, carried: Any = None, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, State]:
+        """Call it, with the arguments of the other's call; its new state.
+
+        Args:
+            state: The other's.
+        """
+        own = carried.at(self.field) if carried is not None else None
+        lent = lend(self.transform, donated)
+        return self.transform.update(grads, getattr(state, self.field), params, carried=own, **lent, **extra)
+
+    def reduction(self, *own: str, same: bool = False) -> Reduction | None:
+        """What the other one reduces.
+
+        Args:
+            own: The names that the other one has put into the lane itself.
+            same: Whether the other one does nothing but what this does, in another form.
+        """
+        if self.transform.reduces is None:
+            return None
+        sums = self.transform.reduces.sums
+
+        def of_inner(state: State) -> Any:
+            found = sums(getattr(state, self.field))
+            return found._replace(lane={name: value for name, value in found.lane.items() if name not in own})
+
+        _, axis, over, _ = self.transform.reduces
+        return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
+
+
+def lend(to: Transform, donated: bool = True) -> dict[str, bool]:
+    """What to tell the `update` of a transform whose caller needs the gradients no more.
+
+    No two of these share memory, so that what it returns may be written there, if its signature has `donated`.
+    """
+    return {"donated": True} if donated and "donated" in to.keywords else {}
+
+
+def _compression_of(children: Sequence[Transform]) -> Compression | None:
+    """That of transforms run one after the other."""
+    found = [child.compression for child in children if child.compression]
+    functions = [one.paths for one in found if one.paths]
+    if not found:
+        return None
+
+    def paths(params: Tree) -> set[str]:
+        return set[str]().union(*(function(params) for function in functions))
+
+    return Compression(paths if functions else None, any(one.encoded for one in found))
+
+
+def _refuse_vmap(update: Callable[..., Any], owner: Transform) -> Callable[..., Any]:
+    update = getattr(update, "_allows_vmap", update)
+
+    @functools.wraps(update)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if under_vmap():
+            raise NotVmappable(f"{owner!r} does not run under the vmap engine; use simulate(..., engine='lockstep')")
+        return update(*args, **kwargs)
+
+    guarded._allows_vmap = update  # type: ignore[attr-defined]
+    return guarded
+
+
+def check_transform(value: Any, where: str) -> Transform:
+    """Raise TypeError unless `value` is a Transform."""
+    if isinstance(value, Transform):
+        return value
+    if hasattr(type(value), "instead_of_transform"):
+        hint = type(value).instead_of_transform
+    elif callable(value):
+        hint = "did you forget to call the factory, or do you want stateless(function)?"
+    else:
+        hint = "make one with Transform(init, update)"
+    raise TypeError(f"{where} must be a Transform, got {value!r}; {hint}")
+
+
+def init_empty(params: Tree) -> State:
+    """The init of a transform without state."""
+    del params
+    return ()

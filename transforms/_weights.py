@@ -1,0 +1,103 @@
+"""What a rank counts in a reduction: its weight, or that it has one."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ._check import is_finite
+from ._tree import Tree, on, where
+
+_LEAST, _MOST = 1e-30, 1e30
+
+Over: TypeAlias = Literal["weight", "live", "world"]
+
+
+def check_over(over: Any) -> None:
+    if over not in ("weight", "live", "world"):
+        raise ValueError(f"over must be 'weight', 'live' or 'world', got {over!r}")
+
+
+def check_weight(weight: Any) -> Tensor:
+    """The weight as a 0-d float64 tensor; None is 1.
+
+    Raises:
+        ValueError: a host number that is neither 0 nor from 1e-30 to 1e30, or a tensor that is not 0-d.
+        TypeError: no number.
+    """
+    if weight is None:
+        return torch.ones((), dtype=torch.float64)
+    if isinstance(weight, Tensor):
+        if weight.dim():
+            raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
+        return weight.to(torch.float64)
+    return torch.tensor(known_weight("weight", weight), dtype=torch.float64)
+
+
+def known_weight(name: str, weight: Any) -> float:
+    """The weight as a float.
+
+    Only ratios of weights count, and sums of them, and of their products with losses, travel in float32: so they have bounds.
+
+    Raises:
+        ValueError: neither 0 nor from 1e-30 to 1e30.
+        TypeError: no number.
+    """
+    if not isinstance(weight, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {weight!r}")
+    number: Any = weight  # numbers.Real has no order to a checker of types
+    if number == 0 or _LEAST <= number <= _MOST:
+        return float(weight)
+    if not is_finite(number) or number < 0:
+        raise ValueError(
+            f"{name} must be a finite number that is not negative, got {weight!r}; a rank without input has weight 0"
+        )
+    raise ValueError(
+        f"{name} must be 0, or from {_LEAST:g} to {_MOST:g}, got {weight!r}; only the ratios of the ranks' weights count, so "
+        f"multiply all of them by one number"
+    )
+
+
+class Share(NamedTuple):
+    """What a rank counts in a reduction."""
+
+    factor: Tensor  # of its gradients in the sum, 0-d float64
+    known: float | None  # the same where the host knows it, so that 1 and 0 cost nothing
+
+    def to(self, device: torch.device | None) -> Share:
+        return self._replace(factor=on(device, self.factor))
+
+    def silenced(self, x: Tensor) -> Tensor:
+        """`x`, or zeros where this rank counts nothing, whatever it holds: 0 * nan would be nan."""
+        if self.known is None:
+            return torch.where(on(x.device, self.factor) > 0, x, torch.zeros_like(x))
+        return x if self.known else torch.zeros_like(x)
+
+
+def share_of(weight: Any, over: Over) -> Share:
+    """A rank's weight, or 1 for any where only counts matter.
+
+    Raises:
+        ValueError: as `check_weight` does.
+    """
+    factor = check_weight(weight)
+    known = None if isinstance(weight, Tensor) else 1.0 if weight is None else float(weight)
+    if over == "weight":
+        return Share(factor, known)
+    return Share((factor > 0).to(factor.dtype), None if known is None else float(known > 0))
+
+
+def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
+    """A reduction's result; with `persistent` what it was given, where no rank has counted anything.
+
+    The mean of nothing is 0: right for gradients, which then change nothing, but not for parameters.
+    """
+    return where(total != 0, new, old) if persistent else new
+
+
+def not_zero(divisor: Tensor) -> Tensor:
+    """What to divide by: 1 in the place of 0, so that a sum of nothing stays 0."""
+    return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

@@ -1,0 +1,1 @@
+"""Codecs: the forms of floats on the wire."""

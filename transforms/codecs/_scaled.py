@@ -1,0 +1,162 @@
+"""Codes with a scale for every block of elements.
+
+A block is what has one scale: what is largest in it becomes the largest code. A value that is not finite makes the scale so, and
+with it the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .._check import flag, whole_number
+from ._bit_packing import pack, unpack, whole_bits, width
+from ._codec import Codec, as_bytes, read
+from ._random_bits import Noise
+
+
+def check_block(block: int | None, may_be_none: bool = False) -> None:
+    if block is not None or not may_be_none:
+        whole_number("block, if not None," if may_be_none else "block", block, 1)
+
+
+def in_blocks(x: Tensor, block: int | None) -> Iterator[Tensor]:
+    """(rows, n) as (rows, blocks, block), and what is left over as (rows, 1, rest); nothing of what is empty."""
+    n = x.shape[1]
+    size = block or max(n, 1)
+    whole = n // size * size
+    for piece, length in ((x[:, :whole], size), (x[:, whole:], n - whole)):
+        if piece.shape[1]:
+            yield piece.unflatten(1, (-1, length))
+
+
+def blocks(n: int, block: int | None) -> int:
+    return -(-n // (block or max(n, 1)))
+
+
+def times_scale(values: Tensor, scale: Tensor, block: int | None) -> Tensor:
+    """(rows, n) float32, which may be overwritten, times the (rows, blocks) scales."""
+    n, count = values.shape[1], scale.shape[1]
+    size = min(block or n, n)
+    if not n:
+        return values
+    if short := count * size - n:
+        values = torch.nn.functional.pad(values, (0, short))
+    return values.unflatten(1, (count, size)).mul_(scale.unsqueeze(2)).flatten(1)[:, :n]
+
+
+def largest_of(cut: Tensor) -> Tensor:
+    return torch.maximum(cut.amax(dim=2), -cut.amin(dim=2))
+
+
+def scaled(
+    block: int | None,
+    largest: float,
+    code: Callable[[Tensor, Tensor | None], Tensor],
+    value: Callable[[Tensor], Tensor],
+    *,
+    base: int = 256,
+    stochastic: bool = False,
+    measure: Callable[[Tensor], Tensor] = largest_of,
+    limit: Callable[[Tensor], Tensor] | None = None,
+) -> Codec:
+    """A codec of scales in float32, followed by codes.
+
+    Args:
+        block: Elements that share a scale; None: all of a row.
+        largest: The largest code's value.
+        code: (values up to `largest`, which it may overwrite; uniform noise, or None) to codes, uint8. Of a value that is
+            not finite it may make anything.
+        value: The other way round, to float32 in new memory.
+        base: How many codes there are.
+        measure: (rows, blocks, size) to (rows, blocks): what becomes `largest`.
+        limit: What is done to the blocks before.
+    """
+    check_block(block, may_be_none=True)
+    flag("stochastic", stochastic)
+
+    def encode(x: Tensor, noise: Noise | None = None) -> Tensor:
+        scales, codes = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]
+        places = None if noise is None else in_blocks(noise.places, block)
+        for cut in in_blocks(x, block):
+            cut = cut if limit is None else limit(cut)
+            scale = measure(cut) / largest
+            inverse = 1 / scale
+            inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(scale)).unsqueeze(2)
+            scales.append(scale)
+            if noise is None or places is None:
+                codes.append(code(cut * inverse, None).flatten(1))
+                continue
+            for values, factor, where in zip(*map(slices, (cut, inverse.expand_as(cut), next(places))), strict=True):
+                codes.append(code(values * factor, noise._replace(places=where).uniform()).flatten(1))
+        return torch.cat([as_bytes(torch.cat(scales, dim=1)), pack(torch.cat(codes, dim=1), base)], dim=1)
+
+    def decode(data: Tensor, n: int) -> Tensor:
+        head = 4 * blocks(n, block)
+        return times_scale(value(unpack(data[:, head:], n, base)), read(data[:, :head], torch.float32), block)
+
+    return Codec(encode, decode, lambda n: 4 * blocks(n, block) + width(n, base), noisy=stochastic)
+
+
+def slices(cut: Tensor) -> tuple[Tensor, ...]:
+    """Blocks, or one long block, in pieces that a CPU's cache holds beside their dice."""
+    rows, count, size = cut.shape
+    most = max(_SLICE, cut.numel() // 64) if cut.device.type == "cpu" else cut.numel()
+    if count == 1:
+        return cut.split(max(1, most // max(1, rows)), dim=2)
+    return cut.split(max(1, most // max(1, rows * size)), dim=1)
+
+
+_SLICE = 2**17  # elements; encoding with dice is twice as fast so
+
+
+def rounded(x: Tensor, dice: Tensor | None, largest: int) -> Tensor:
+    """In place to the nearest whole number, or by chance to one of the two beside it."""
+    # The largest value may come out a little above the largest code, and would be rounded up to none at all.
+    return x.round_() if dice is None else _cut(_cut(x, largest).add(dice).floor_(), largest)
+
+
+def _cut(x: Tensor, largest: int) -> Tensor:
+    mapped = torch._C._are_functorch_transforms_active()  # vmap has no clamp_
+    return x.clamp(-largest, largest) if mapped else x.clamp_(-largest, largest)
+
+
+def whole(
+    block: int | None,
+    largest: int,
+    stochastic: bool,
+    measure: Callable[[Tensor], Tensor] = largest_of,
+    limit: Callable[[Tensor], Tensor] | None = None,
+) -> Codec:
+    """Codes that are whole numbers from -largest to largest; see `scaled`."""
+    if largest == 127:  # as bytes with a sign they need no shift
+        return scaled(
+            block,
+            127.0,
+            lambda x, dice: rounded(x, dice, 127).to(torch.int8).view(torch.uint8),
+            lambda codes: codes.view(torch.int8).to(torch.float32),
+            stochastic=stochastic,
+            measure=measure,
+            limit=limit,
+        )
+    base = 2 * largest + 1
+
+    def code(x: Tensor, dice: Tensor | None) -> Tensor:
+        # The code of what is not finite may be anything, but must not spill into its neighbours.
+        codes = rounded(x, dice, largest).add_(largest)
+        if (bits := whole_bits(base)) & (bits - 1) == 0:
+            return codes.to(torch.uint8) & (bits - 1)
+        return codes.nan_to_num_().clamp(0, base - 1).to(torch.uint8)
+
+    return scaled(
+        block,
+        float(largest),
+        code,
+        lambda codes: codes.to(torch.float32).sub_(largest),
+        base=base,
+        stochastic=stochastic,
+        measure=measure,
+        limit=limit,
+    )

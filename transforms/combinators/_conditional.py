@@ -1,0 +1,208 @@
+"""Transforms that decide when others run.
+
+What decides whether a collective runs is a host integer in the state, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._check import whole_number
+from .._counter import counts_steps
+from .._spec import factory
+from .._transform import Inner, Needs, Reduction, Transform, check_transform
+from .._tree import State, Tree, choose_state, device_of, on, zeros_like
+from .._weights import check_weight
+
+
+class SwitchState(NamedTuple):
+    step: int  # calls so far, on the host
+    before: State
+    after: State
+
+
+@factory
+def switch_after(step: int, before: Transform, after: Transform) -> Transform:
+    """Run one transform for the first `step` calls, and another from then on.
+
+    Args:
+        step: Calls that `before` serves; at least 0.
+        before: For calls 0 to step - 1.
+        after: For the others; its state starts as `after.init(params)` made it.
+
+    Returns:
+        A `Transform` with state `SwitchState(step, before, after)`.
+
+    Raises:
+        ValueError: `step` is no whole number, or negative.
+        TypeError: `before` or `after` is no transform.
+
+    >>> from fjoin import transforms as tx
+    >>> late = tx.switch_after(1, tx.identity(), tx.stateless(torch.neg))
+    >>> state = late.init(torch.tensor(0.0))
+    >>> first, state = late.update(torch.tensor(1.0), state)
+    >>> first, late.update(torch.tensor(1.0), state)[0]
+    (tensor(1.), tensor(-1.))
+    """
+    whole_number("step", step, 0)
+    check_transform(before, "switch_after: before")
+    check_transform(after, "switch_after: after")
+
+    def init(params: Tree) -> State:
+        return SwitchState(0, before.init(params), after.init(params))
+
+    phases = {"before": Inner(before, "before"), "after": Inner(after, "after")}
+
+    @counts_steps
+    def update(
+        grads: Tree, state: SwitchState, params: Tree = None, *, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, State]:
+        name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
+        grads, new = phases[name].update(grads, state, params, donated=donated, **{**extra, "step": own})
+        return grads, state._replace(step=state.step + 1, **{name: new})
+
+    def sums(state: SwitchState) -> Any:
+        part, inner = (before, state.before) if state.step <= step else (after, state.after)
+        return part.sums(inner) if part.sums else None
+
+    both = before.reduces and after.reduces
+    return Transform(init, update, Needs.NOTHING, Reduction(sums) if both else None)
+
+
+class EveryState(NamedTuple):
+    step: int  # calls so far, on the host
+    inner: State
+    weight: Tensor  # of parameters: the sum of the weights of the calls since it has last run, 0-d float64
+
+
+@factory
+def every(steps: int, transform: Transform) -> Transform:
+    """Run a transform in every `steps`-th call; in the others the gradients pass unchanged.
+
+    Of parameters, behind an optimizer, it is given the weight of all calls since it has last run: those in which a rank has
+    trained on what it holds.
+
+    Args:
+        steps: The period; calls steps - 1, 2 steps - 1, ... (counted from 0) run it.
+        transform: What to run then.
+
+    Returns:
+        A `Transform` with state `EveryState(step, inner, weight)`. It does not carry the lane, which must
+        travel in every step.
+
+    Raises:
+        ValueError: `steps` is no whole number, or below 1.
+        TypeError: `transform` is not a Transform.
+
+    >>> from fjoin import transforms as tx
+    >>> second = tx.every(2, tx.stateless(torch.neg))
+    >>> state = second.init(torch.tensor(0.0))
+    >>> first, state = second.update(torch.tensor(1.0), state)
+    >>> first, second.update(torch.tensor(1.0), state)[0]
+    (tensor(1.), tensor(-1.))
+    """
+    whole_number("steps", steps, 1)
+    inner = Inner(check_transform(transform, "every: transform"))
+
+    def init(params: Tree) -> State:
+        return EveryState(0, transform.init(params), _no_weight())
+
+    @counts_steps
+    def update(
+        grads: Tree,
+        state: EveryState,
+        params: Tree = None,
+        *,
+        weight: Any = None,
+        persistent: bool = False,
+        **extra: Any,
+    ) -> tuple[Tree, State]:
+        count = state.step + 1
+        window = state.weight + check_weight(weight) if persistent else state.weight
+        if count % steps:
+            return grads, EveryState(count, state.inner, window)
+        grads, new = inner.update(
+            grads, state, params, weight=window if persistent else weight, persistent=persistent,
+            **{**extra, "step": count // steps - 1},
+        )  # fmt: skip
+        return grads, EveryState(count, new, torch.zeros_like(window))
+
+    return Transform(init, update, Needs.NOTHING)
+
+
+class AccumulateState(NamedTuple):
+    step: int  # calls so far, on the host
+    weight: Tensor  # of this window so far, 0-d float64
+    grads: Tree  # sum of weight * gradient in this window, like the parameters
+    lane: dict[str, Tensor]  # sums of the lane in this window
+    inner: State
+
+    def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:
+        """This state, or after a call without effect one that begins a window: what was gathered is lost with it."""
+        return self._replace(inner=choose_state(fine, self.inner, old.inner))
+
+
+@factory
+def accumulate(steps: int, transform: Transform) -> Transform:
+    """Gather the gradients of `steps` calls and hand their weighted mean to a transform once.
+
+    In the other calls the gradients are None: chain and fuse stop there, so that nothing is sent
+    and nothing is stepped. The window's weight is the sum of its calls' weights, so the mean over
+    all calls and ranks stays exact.
+
+    Args:
+        steps: Calls in a window.
+        transform: What runs at the end of each window, for example `mean("data")`.
+
+    Returns:
+        A `Transform` with state `AccumulateState(step, weight, grads, lane, inner)`.
+
+    Raises:
+        ValueError: `steps` is no whole number, or below 1.
+        TypeError: `transform` is not a Transform.
+
+    Same as: optax.MultiSteps.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = tx.accumulate(2, tx.identity())
+    >>> state = hook.init(torch.tensor(0.0))
+    >>> first, state = hook.update(torch.tensor(1.0), state, weight=1)
+    >>> first, hook.update(torch.tensor(4.0), state, weight=2)[0]
+    (None, tensor(3.))
+    """
+    whole_number("steps", steps, 1)
+    inner = Inner(check_transform(transform, "accumulate: transform"))
+
+    def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
+        return AccumulateState(step, _no_weight(), zeros_like(params), {}, inner)
+
+    def init(params: Tree) -> State:
+        return fresh(params, 0, transform.init(params))
+
+    def update(
+        grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None,
+        carried: Any = None, **extra: Any,
+    ) -> tuple[Tree, State]:  # fmt: skip
+        w = on(device_of(optree.tree_leaves(grads)), check_weight(weight))
+        gathered = optree.tree_map(lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads)
+        total = state.weight + w
+        summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}
+        count = state.step + 1
+        if count % steps:
+            if carried is not None:
+                summed = carried.get().lane
+            return None, AccumulateState(count, total, gathered, summed, state.inner)
+        divisor = torch.where(total > 0, total, torch.ones_like(total))
+        mean = optree.tree_map(lambda g: g / divisor.to(g.dtype), gathered)
+        out, new = inner.update(mean, state, params, weight=total, lane=summed or None, carried=carried, **extra)
+        return out, fresh(grads, count, new)
+
+    return Transform(init, update, Needs.NOTHING, inner.reduction(), pauses=True)
+
+
+def _no_weight() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)

@@ -1,0 +1,290 @@
+"""optax's transformations here, and these transforms in optax."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+import torch
+from torch import Tensor
+
+from .._spec import factory
+from .._transform import Needs, Transform, check_transform
+from .._tree import State, Tree, check_dense, named_leaves, plain
+
+
+class OptaxState(NamedTuple):
+    flats: tuple[Tensor, ...]  # the leaves of optax's state, the small ones of a dtype in one flat tensor
+
+
+@factory
+def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
+    """An optax transformation as a stage: any that needs no more than gradients and parameters.
+
+    It is compiled by jax for the tree at hand. Tensors cross to jax and back by DLPack, large ones without a copy where
+    their memory is aligned, all small ones of a dtype as one flat tensor; jax cuts them into leaves.
+
+    An optax optimizer gives what is to be added to parameters, which `sgd(1.0, maximize=True)` does:
+    `fuse(chain(mean("data"), from_optax(optax.adamw(1e-3))), sgd(1.0, maximize=True))`.
+
+    Args:
+        transformation: An `optax.GradientTransformation`; with `fuse`, it is given the parameters too.
+        per_leaf: Whether it treats each leaf by itself, so that it may be called on some of them.
+
+    Returns:
+        A `Transform`. State: `OptaxState(flats)`.
+
+    Raises:
+        ImportError: jax is not installed.
+        TypeError: what is no pair of `init` and `update`.
+        RuntimeError: at `update`: gradients or parameters that something differentiates through.
+
+    Same as: optax, with torch's tensors.
+
+    >>> import optax
+    >>> from fjoin import transforms as tx
+    >>> clip = tx.from_optax(optax.clip(1.0))
+    >>> grads = {"a": torch.tensor([3.0, 0.5]), "b": torch.tensor(-2.0)}
+    >>> clip.update(grads, clip.init(grads), grads)[0]
+    {'a': tensor([1.0000, 0.5000]), 'b': tensor(-1.)}
+    """
+    if not (isinstance(transformation, tuple) and len(transformation) == 2 and all(map(callable, transformation))):
+        raise TypeError(f"from_optax takes an optax.GradientTransformation, got {transformation!r}")
+    _jax()
+
+    @functools.lru_cache(maxsize=16)
+    def compiled(shapes: _Shapes) -> _Compiled:
+        return _Compiled(*transformation, shapes)
+
+    def init(params: Tree) -> OptaxState:
+        run = compiled(_Shapes.of(params))
+        with run.precision():
+            return OptaxState(run.leave(run.init(*run.enter(params))))
+
+    def update(grads: Tree, state: OptaxState, params: Tree = None, **extra: Any) -> tuple[Tree, OptaxState]:
+        del extra
+        if not plain(grads, params):
+            raise RuntimeError(
+                "torch cannot differentiate through optax; use a stage of fjoin.transforms, or torch.no_grad()"
+            )
+        form = _Shapes.of(grads)
+        if params is not None and (other := _Shapes.of(params)) != form:
+            raise ValueError(
+                f"grads and params differ: {form.shapes} of {form.dtypes}, but {other.shapes} of {other.dtypes}"
+            )
+        run = compiled(form)
+        with run.precision():
+            given = () if params is None else run.enter(params)
+            out, new = run.update(run.enter(grads), [_to_jax(flat) for flat in state.flats], given)
+            flats = run.leave(out)
+            return run.tree(flats), OptaxState(run.leave(new))
+
+    return Transform(init, update, Needs.LEAVES if per_leaf else Needs.TREE, vmappable=False)
+
+
+class _Shapes(NamedTuple):
+    """The form of a tree of tensors, hashable."""
+
+    structure: Any
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @staticmethod
+    def of(tree: Tree) -> _Shapes:
+        for path, leaf in named_leaves(tree).items():
+            check_dense(f"grads[{path!r}]", leaf)
+        leaves, structure = optree.tree_flatten(tree)
+        return _Shapes(structure, tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
+
+
+class _Compiled:
+    """A transformation for trees of one form, between flat arrays."""
+
+    def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:
+        jax = _jax()
+        self._shapes = shapes
+        self._layout = layout = _Layout(zip(shapes.shapes, shapes.dtypes, strict=True))
+        concatenate = jax.numpy.concatenate
+
+        def tree_of(flats: Any) -> Any:
+            return optree.tree_unflatten(shapes.structure, layout.cut(flats))
+
+        def leaves_of(state: Any) -> list[Any]:
+            """The leaves of a state, of typed random keys the bits, since those are no tensors."""
+            leaves = jax.tree.leaves(state)
+            return [jax.random.key_data(x) if kind else x for x, kind in zip(leaves, kinds, strict=True)]
+
+        def state_of(leaves: list[Any]) -> Any:
+            wrap = jax.random.wrap_key_data
+            keys = [wrap(x, impl=kind) if kind else x for x, kind in zip(leaves, kinds, strict=True)]
+            return jax.tree.unflatten(structure, keys)
+
+        with self.precision():
+            given = [jax.ShapeDtypeStruct((numel,), _name(dtype)) for (dtype, _), numel in layout.sizes.items()]
+            kinds: list[Any] = []
+
+            def look(flats: Any) -> Any:
+                state = begin(tree_of(flats))
+                typed = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(state)]
+                leaves = zip(jax.tree.leaves(state), typed, strict=True)
+                kinds[:] = [jax.random.key_impl(x) if is_key else None for x, is_key in leaves]
+                return state
+
+            structure = jax.tree.structure(jax.eval_shape(look, given))
+            plain_form = jax.eval_shape(lambda flats: leaves_of(begin(tree_of(flats))), given)
+            held = _Layout([(x.shape, str(x.dtype)) for x in plain_form])
+
+        def init(*flats: Any) -> Any:
+            return held.join(leaves_of(begin(tree_of(flats))), concatenate)
+
+        def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            new, state = step(tree_of(grads), state_of(held.cut(state)), tree_of(params) if params else None)
+            return layout.join(optree.tree_leaves(new), concatenate), held.join(leaves_of(state), concatenate)
+
+        self.init, self.update = jax.jit(init), jax.jit(update)
+
+    def precision(self) -> contextlib.AbstractContextManager[Any]:
+        """jax computes in 64 bits only where it is told to."""
+        return _jax().enable_x64(torch.float64 in self._shapes.dtypes)
+
+    def enter(self, tree: Tree) -> list[Any]:
+        leaves = [leaf.detach() for leaf in optree.tree_leaves(tree)]
+        return [_to_jax(flat) for flat in self._layout.join(leaves, torch.cat)]
+
+    def leave(self, flats: Any) -> tuple[Tensor, ...]:
+        _jax().block_until_ready(flats)
+        return tuple(_to_torch(flat) for flat in flats)
+
+    def tree(self, flats: tuple[Tensor, ...]) -> Tree:
+        return optree.tree_unflatten(self._shapes.structure, self._layout.cut(flats))
+
+
+# A leaf of as many elements crosses alone: that takes about 60 us, and putting it beside others a copy each way.
+_ALONE = 2**16
+
+
+class _Layout:
+    """Where each leaf lies in the flat arrays: one for all small leaves of a dtype, and one for each large leaf.
+
+    Attributes:
+        sizes: The arrays: (dtype, the large leaf's index or -1) -> elements.
+    """
+
+    def __init__(self, leaves: Iterable[tuple[Any, Any]]) -> None:
+        self.sizes: dict[tuple[Any, int], int] = {}
+        self._places = []
+        for i, (shape, dtype) in enumerate(leaves):
+            numel = int(np.prod(shape))
+            key = (dtype, i if numel >= _ALONE else -1)
+            at = self.sizes.setdefault(key, 0)
+            self._places.append((key, at, numel, tuple(shape)))
+            self.sizes[key] = at + numel
+
+    def cut(self, flats: Any) -> list[Any]:
+        of = dict(zip(self.sizes, flats, strict=True))
+        return [of[key][at : at + numel].reshape(shape) for key, at, numel, shape in self._places]
+
+    def join(self, leaves: list[Any], concatenate: Callable[[list[Any]], Any]) -> tuple[Any, ...]:
+        parts: dict[Any, list[Any]] = {key: [] for key in self.sizes}
+        for (key, *_), leaf in zip(self._places, leaves, strict=True):
+            parts[key].append(leaf.reshape(-1))
+        return tuple(some[0] if len(some) == 1 else concatenate(some) for some in parts.values())
+
+
+def to_optax(transform: Transform) -> Any:
+    """A transform without collectives as an optax transformation, eagerly or under jax.jit.
+
+    Args:
+        transform: A `Transform`. jax calls it back from a thread of its own, where no axis is bound, so it must not
+            communicate.
+
+    Returns:
+        An `optax.GradientTransformation`, whose state is a list of arrays.
+
+    Raises:
+        ImportError: jax or optax is not installed.
+        TypeError: what is no Transform.
+
+    >>> import jax.numpy as jnp
+    >>> from fjoin import transforms as tx
+    >>> clip = to_optax(tx.clip_by_value(1.0))
+    >>> grads = {"a": jnp.array([3.0, 0.5])}
+    >>> clip.update(grads, clip.init(grads))[0]["a"].tolist()
+    [1.0, 0.5]
+    """
+    check_transform(transform, "to_optax")
+    jax = _jax()
+    import optax  # type: ignore[import-untyped]
+
+    def arrays(state: State) -> list[Any]:
+        """The leaves of a state as numpy arrays, of dtypes that jax has at the time."""
+        arrays = [np.asarray(leaf) for leaf in optree.tree_leaves(state)]
+        return [array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
+
+    def begin(params: Any) -> State:
+        return transform.init(jax.tree.map(_from_numpy, params))
+
+    def init(params: Any) -> Any:
+        form = jax.tree.map(_like, arrays(begin(jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params))))
+        return jax.pure_callback(lambda given: arrays(begin(jax.tree.map(np.asarray, given))), form, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def call(grads: Any, leaves: Any, given: Any) -> tuple[Any, Any]:
+            grads, given = (jax.tree.map(lambda x: _from_numpy(np.asarray(x)), tree) for tree in (grads, given))
+            first = transform.init(grads)
+            kinds = optree.tree_leaves(first)
+            # Host integers and flags decide what runs, so they come back as what they were.
+            held = [
+                _from_numpy(np.asarray(leaf)).to(kind.dtype)
+                if isinstance(kind, Tensor)
+                else type(kind)(np.asarray(leaf))
+                for leaf, kind in zip(leaves, kinds, strict=True)
+            ]
+            old = optree.tree_unflatten(optree.tree_structure(first), held)
+            new, after = transform.update(grads, old, given)
+            return jax.tree.map(lambda t: t.numpy(), new), arrays(after)
+
+        form = jax.tree.map(_like, (updates, state))
+        return jax.pure_callback(call, form, updates, state, params)  # type: ignore[no-any-return]
+
+    return optax.GradientTransformation(init, update)
+
+
+def _from_numpy(array: Any) -> Tensor:
+    if array.dtype.kind == "V":
+        raise TypeError(f"to_optax cannot hand a jax array of {array.dtype.name} to torch; cast it to float32")
+    return torch.from_numpy(np.array(array))  # a copy: jax's arrays are read-only
+
+
+def _like(array: Any) -> Any:
+    return _jax().ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _to_jax(flat: Tensor) -> Any:
+    jax = _jax()
+    if not flat.numel():
+        return jax.numpy.zeros((0,), _name(flat.dtype))
+    return jax.dlpack.from_dlpack(flat.contiguous())
+
+
+def _to_torch(array: Any) -> Tensor:
+    if not array.size:
+        return torch.zeros(0, dtype=getattr(torch, str(array.dtype)))
+    return torch.from_dlpack(array)  # type: ignore[attr-defined]
+
+
+def _jax() -> Any:
+    try:
+        import jax
+        import jax.dlpack
+    except ImportError:
+        raise ImportError("this needs jax and optax: pip install 'fjoin[optax]'") from None
+    return jax

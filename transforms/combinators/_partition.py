@@ -1,0 +1,259 @@
+"""Transforms and optimizers for some of the parameters, chosen by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias, overload
+
+import optree
+
+from .._bucketwise import Carried, part_of
+from .._spec import factory
+from .._transform import Compression, Needs, Reduction, Transform, check_transform, lend
+from .._tree import State, Tree, beside, named_leaves, path_string
+from ..optimizers._optimizer import Optimizer
+
+Patterns: TypeAlias = str | tuple[str, ...]
+Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]
+
+
+def check_which(name: str, which: Any, functions: bool = True) -> None:
+    """Raise unless `which` is a pattern, several of them, or, with `functions`, a function of a path.
+
+    Raises:
+        TypeError: none of these.
+        ValueError: no pattern at all.
+    """
+    if isinstance(which, str) or (functions and callable(which)):
+        return
+    if not isinstance(which, (tuple, list)) or not all(isinstance(pattern, str) for pattern in which):
+        other = ", or a function of a path" if functions else ""
+        raise TypeError(f"{name} must be a glob pattern such as '*.bias', a tuple of them{other}, got {which!r}")
+    if not which:
+        raise ValueError(f"{name} is empty, so that it matches nothing, got {which!r}")
+
+
+def matcher(which: Which) -> Callable[[str], bool]:
+    """Whether a path is meant: by a glob pattern, by several, or by a function."""
+    if isinstance(which, str):
+        return lambda path: fnmatchcase(path, which)
+    if callable(which):
+        return which
+    patterns = tuple(which)
+    return lambda path: any(fnmatchcase(path, p) for p in patterns)
+
+
+def _chosen(which: Which, tree: Tree) -> dict[str, Any]:
+    matches = matcher(which)
+    return {path: leaf for path, leaf in named_leaves(tree).items() if matches(path)}
+
+
+def replace_leaves(tree: Tree, new: Mapping[str, Any]) -> Tree:
+    return optree.tree_map_with_path(lambda p, leaf: new.get(path_string(p), leaf), tree)
+
+
+@factory
+def masked(transform: Transform, which: Which) -> Transform:
+    """Run a transform on some of the leaves; the others pass unchanged.
+
+    Args:
+        transform: What to run; it sees a flat dict path -> leaf of the chosen leaves.
+        which: A glob pattern on the path ("*.weight"), several of them, or a function of the path.
+
+    Returns:
+        A `Transform`; its state is that of `transform` on the chosen leaves.
+
+    Raises:
+        ValueError: at `init`: nothing is chosen; the message lists the paths. At `update`: `accumulate` inside.
+        TypeError: `transform` is not a Transform; `which` is no pattern.
+
+    Same as: optax.masked.
+
+    >>> from fjoin import transforms as tx
+    >>> clip = tx.masked(tx.clip_by_value(1.0), "*.weight")
+    >>> g = {"a.weight": torch.tensor(3.0), "a.bias": torch.tensor(3.0)}
+    >>> clip.update(g, clip.init(g))[0]
+    {'a.weight': tensor(1.), 'a.bias': tensor(3.)}
+    """
+    check_transform(transform, "masked: transform")
+    check_which("masked: which", which)
+
+    def init(params: Tree) -> State:
+        chosen = _chosen(which, params)
+        if not chosen and (paths := list(named_leaves(params))):
+            raise ValueError(f"{which!r} matches no path; the paths are {paths}")
+        return transform.init(chosen)
+
+    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+        some = None if params is None else _chosen(which, params)
+        chosen = _chosen(which, grads)
+        with beside(grads):
+            new, state = transform.update(chosen, state, some, **extra)
+        return replace_leaves(grads, _not_none(new, "masked")), state
+
+    # It reduces nothing: the leaves that it passes by are not the same on all ranks.
+    lossy = transform.compression
+    if lossy and (paths := lossy.paths):
+        lossy = lossy._replace(paths=lambda params: paths(_chosen(which, params)))
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS, compression=lossy)
+
+
+def _not_none(tree: Tree, where: str) -> Tree:
+    if tree is None:
+        raise ValueError(
+            f"accumulate cannot be inside {where}: all parameters must be stepped in the same calls; put accumulate around it"
+        )
+    return tree
+
+
+@overload
+def partition(parts: Mapping[Patterns, Transform]) -> Transform: ...
+@overload
+def partition(parts: Mapping[Patterns, Optimizer]) -> Optimizer: ...
+@factory
+def partition(parts: Mapping[Patterns, Any]) -> Any:
+    """Another transform, or another optimizer, for different parameters, by path.
+
+    Weight decay off for biases and norms is one line:
+
+        partition({("*bias", "*norm*"): adamw(lr, weight_decay=0.0), "*": adamw(lr)})
+
+    Args:
+        parts: Glob pattern on the path, or a tuple of several -> transforms, or optimizers. The first
+            that matches a path wins.
+
+    Returns:
+        A `Transform` whose state is the tuple of the parts' states, or an `Optimizer`.
+
+    Raises:
+        ValueError: `parts` is empty; at `init`: a path that nothing matches, or a pattern that is
+            left without a path. The message lists them. At `update`: `accumulate` inside.
+        TypeError: transforms and optimizers mixed, or something else.
+
+    Same as: optax.partition (multi_transform); torch.optim's param_groups.
+
+    >>> from fjoin import transforms as tx
+    >>> opt = tx.partition({"*.bias": tx.sgd(1.0), "*": tx.sgd(0.1)})
+    >>> p = {"a.weight": torch.tensor(0.0), "a.bias": torch.tensor(0.0)}
+    >>> g = {"a.weight": torch.tensor(1.0), "a.bias": torch.tensor(1.0)}
+    >>> opt.step(p, g, opt.init(p))[0]
+    {'a.weight': tensor(-0.1000), 'a.bias': tensor(-1.)}
+    """
+    if not isinstance(parts, Mapping):
+        raise TypeError(f"partition takes a mapping from patterns to transforms or optimizers, got {parts!r}")
+    for pattern in parts:
+        if not isinstance(pattern, str):
+            check_which("partition: a pattern", pattern, functions=False)
+    if not parts:
+        raise ValueError("partition needs at least one pattern, for example {'*': transform}")
+    if all(isinstance(part, Optimizer) for part in parts.values()):
+        return _partition_optimizers(dict(parts))
+    for pattern, part in parts.items():
+        check_transform(part, f"partition: the part for {pattern!r}")
+    return _partition_transforms(dict(parts))
+
+
+def label_of(parts: Mapping[Patterns, Any], path: str) -> Patterns:
+    for pattern in parts:
+        if matcher(pattern)(path):
+            return pattern
+    raise ValueError(
+        f"no pattern of partition matches {path!r}; the patterns are {list(parts)}; add '*' for all the rest"
+    )
+
+
+def _labelled(parts: Mapping[Patterns, Any], tree: Tree) -> dict[Patterns, dict[str, Any]]:
+    out: dict[Patterns, dict[str, Any]] = {pattern: {} for pattern in parts}
+    for path, leaf in named_leaves(tree).items():
+        out[label_of(parts, path)][path] = leaf
+    return out
+
+
+def _all_used(parts: Mapping[Patterns, Any], params: Tree) -> dict[Patterns, dict[str, Any]]:
+    labelled = _labelled(parts, params)
+    unused = [pattern for pattern, chosen in labelled.items() if not chosen]
+    if unused and (paths := list(named_leaves(params))):
+        raise ValueError(f"these patterns of partition match no path: {unused}; the paths are {paths}")
+    return labelled
+
+
+def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
+    def init(params: Tree) -> State:
+        return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
+
+    def update(
+        grads: Tree,
+        state: State,
+        params: Tree = None,
+        *,
+        lane: Any = None,
+        carried: Carried | None = None,
+        donated: bool = False,
+        **extra: Any,
+    ) -> tuple[Tree, State]:
+        of = None if params is None else _labelled(parts, params)
+        new_state, new = list(state), {}
+        for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
+            part = parts[pattern]
+            with beside(grads):
+                out, new_state[i] = part.update(
+                    chosen, state[i], of and of[pattern], lane=lane if i == carrier else None,
+                    carried=part_of(carried, i), **lend(part, donated), **extra,
+                )  # fmt: skip
+            new.update(_not_none(out, "partition"))
+        return replace_leaves(grads, new), tuple(new_state)
+
+    # The lane needs to travel once only: with the first part that reduces.
+    reducing = [i for i, part in enumerate(parts.values()) if part.reduces]
+    carrier = reducing[0] if reducing else None
+    first = next(iter(parts.values()))
+    reduces = Reduction(lambda state: first.sums(state[0])) if len(reducing) == len(parts) else None  # type: ignore[misc]
+    lossy = {pattern: part.compression for pattern, part in parts.items() if part.compression}
+    functions = {pattern: one.paths for pattern, one in lossy.items() if one.paths}
+
+    def paths(params: Tree) -> set[str]:
+        chosen = _labelled(parts, params)
+        return {path for pattern, function in functions.items() for path in function(chosen[pattern])}
+
+    encoded = any(one.encoded for one in lossy.values())
+    compression = Compression(paths if functions else None, encoded) if lossy else None
+    return Transform(init, update, Needs.LEAVES | Needs.PATHS, reduces, compression)
+
+
+def alone(partitioned: Transform) -> list[Transform]:
+    """The parts of a `partition`, each a transform that leaves the leaves of the others unchanged."""
+    parts: dict[Patterns, Transform] = dict(partitioned.spec["parts"])
+    first = next((pattern for pattern, part in parts.items() if part.reduces), None)
+    found = []
+    for pattern, part in parts.items():
+
+        def which(path: str, pattern: Patterns = pattern) -> bool:
+            return label_of(parts, path) == pattern
+
+        which.__qualname__ = repr(pattern)
+        # The lane travels with the first part that reduces.
+        found.append(replace(masked(part, which), reduces=part.reduces if pattern == first else None))
+    return found
+
+
+def _partition_optimizers(parts: dict[Patterns, Optimizer]) -> Optimizer:
+    def by_path(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a partition needs the path of the parameter: use .at(path).step_param, or .init and .step on trees"
+        )
+
+    def check(params: Tree) -> None:
+        for pattern, chosen in _all_used(parts, params).items():
+            if parts[pattern].check:
+                parts[pattern].check(chosen)  # type: ignore[misc]
+
+    return Optimizer(
+        by_path,
+        by_path,
+        by_path,
+        elementwise=all(part.elementwise for part in parts.values()),
+        select=lambda path: parts[label_of(parts, path)].at(path),
+        check=check,
+    )

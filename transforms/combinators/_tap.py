@@ -1,0 +1,112 @@
+"""Looking at what passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._check import whole_number
+from .._counter import counts_steps
+from .._spec import factory
+from .._transform import Inner, Needs, Transform, check_transform, init_empty
+from .._tree import State, Tree, global_norm, named_leaves
+
+
+@factory
+def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
+    """Let a function see the gradients that pass, which stay as they are.
+
+    Args:
+        function: Called with a dict path -> gradient, of a bucket at a time in `fjoin.train_step` and after `fjoin.ddp.register`;
+            what it returns is dropped. It must not write into them: pass `lambda g: seen.append(g["w"].clone())`. `explain`
+            does not call it.
+
+    Returns:
+        A `Transform` without state.
+
+    Raises:
+        TypeError: `function` is not callable.
+        NotVmappable: under the vmap engine, where values cannot be seen.
+
+    Same as: jax.debug.callback; torch's Tensor.register_hook.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = tx.chain(tx.tap(lambda g: print(g["w"])), tx.clip_by_value(1.0))
+    >>> hook.update({"w": torch.tensor(3.0)}, hook.init({"w": torch.tensor(0.0)}))[0]
+    tensor(3.)
+    {'w': tensor(1.)}
+    """
+    if not callable(function):
+        raise TypeError(f"tap takes a function of a dict path -> gradient, got {function!r}")
+
+    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+        del params, extra
+        leaves = named_leaves(grads)
+        if not any(isinstance(leaf, FakeTensor) for leaf in leaves.values()):
+            function(leaves)
+        return grads, state
+
+    return Transform(init_empty, update, Needs.LEAVES | Needs.PATHS, vmappable=False)
+
+
+class LoggedState(NamedTuple):
+    inner: State
+    step: int  # calls so far, on the host
+
+
+@factory
+def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
+    """Run a hook, and log what goes in and what comes out.
+
+    In every `every`-th call one line at level INFO: the step, the parameters meant, the weight, the norms of the gradients before
+    and after, and how many elements are not finite.
+
+    Args:
+        hook: What to run.
+        every: The period, at least 1.
+        logger: The name of the logger.
+
+    Returns:
+        A `Transform` with state `LoggedState(inner, step)`.
+
+    Raises:
+        TypeError: `hook` is not a Transform.
+        ValueError: `every` is no whole number above 0.
+        NotVmappable: under the vmap engine.
+
+    >>> import logging
+    >>> from fjoin import transforms as tx
+    >>> hook = tx.logged(tx.clip_by_value(1.0))
+    >>> hook.update({"w": torch.tensor(3.0)}, hook.init({"w": torch.tensor(0.0)}))[0]
+    {'w': tensor(1.)}
+    """
+    inner = Inner(check_transform(hook, "logged: hook"))
+    whole_number("logged: every", every, 1)
+
+    def init(params: Tree) -> LoggedState:
+        return LoggedState(hook.init(params), 0)
+
+    @counts_steps
+    def update(grads: Tree, state: LoggedState, params: Tree = None, **extra: Any) -> tuple[Tree, LoggedState]:
+        out, new = inner.update(grads, state, params, **extra)
+        leaves, count = named_leaves(grads), state.step + 1
+        if count % every == 0 and not any(isinstance(leaf, FakeTensor) for leaf in leaves.values()):
+            bad = sum(int((~torch.isfinite(leaf)).sum()) for leaf in leaves.values())
+            after = "no step" if out is None else f"{float(global_norm(out)):.6g}"
+            logging.getLogger(logger).info(
+                "step %d, %s: weight %s, norm %.6g -> %s, %d not finite",
+                count, _which(leaves), extra.get("weight"), float(global_norm(grads)), after, bad,
+            )  # fmt: skip
+        return out, LoggedState(new, count)
+
+    return Transform(init, update, Needs.PATHS, inner.reduction(), vmappable=False)
+
+
+def _which(leaves: dict[str, Tensor]) -> str:
+    paths = list(leaves)
+    return ", ".join(paths) if len(paths) < 3 else f"{paths[0]} to {paths[-1]}, {len(paths)} parameters"

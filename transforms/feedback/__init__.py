@@ -1,0 +1,1 @@
+"""Error feedback, and the methods built on it."""

@@ -1,0 +1,155 @@
+"""Deep gradient compression: momentum and error feedback of what is sent now and then."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._bucketwise import Carried, part_of
+from .._check import decay, flag, one_axis, positive, whole_number
+from .._counter import counts_steps
+from .._lane import Lane
+from .._spec import factory
+from .._transform import Compression, Needs, Reduction, Transform
+from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, wide_zeros
+from .._weights import Over, share_of
+from ..codecs._codec import Codec, check_codec
+from ..codecs._sparse import top_k
+from ..combinators._partition import replace_leaves
+from ..reductions._mean import MeanState, init_mean, mean
+from ..reductions._residuals import Memory, init_last
+from ._error_feedback import WithoutInput, check_without_input
+
+_FIRST = 0.25  # the share that is sent at the beginning of the warm-up
+_STAGES = 5
+
+
+class DGCState(NamedTuple):
+    reduced: MeanState
+    step: int  # calls so far, on the host
+    momentum: dict[str, Tensor]  # by path, of this rank's gradients, at least float32
+    error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * momentum
+    last: dict[str, Tensor]  # as in `ErrorState`
+
+
+@factory
+def dgc(
+    axis: AxisName,
+    k: float = 0.001,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    clip: float | None = None,
+    warmup: int = 0,
+    values: Codec | None = None,
+    over: Over = "weight",
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """The mean of the largest elements of what momentum has gathered; what is not sent is gathered on.
+
+        u <- m u + g,  v <- v + w u,  the largest k of v are sent; v <- v - sent,  u <- 0 where v was sent
+
+    The momentum is inside, so the optimizer behind it has none: `fuse(dgc(axis), sgd(lr))`. What is sent in each call, as all is at
+    k = 1.0, so has no momentum; v is scaled and sent as e in `error_feedback`. On an axis of one rank nothing is sent, and all of it
+    has momentum. Where a sum is not finite the state stays as it was.
+
+    Args:
+        axis: One axis.
+        k: The share of each message's elements that is sent, in (0, 1]. Sums are cut to their largest k again; see `top_k`.
+        momentum: m, in [0, 1).
+        nesterov: Send g + m u in the place of u.
+        clip: The norm to which a rank clips its gradients of each bucket first; None: it does not. The paper takes that of the whole
+            over the root of the ranks.
+        warmup: Calls in which the share falls from a quarter to k, in five stages.
+        values: The codec of the values; None: `float32`.
+        over: What to divide by; see `mean`.
+        without_input: What a rank of weight 0 does: "freeze" keeps its momentum and its error, "flush" sends the error.
+
+    Returns:
+        A `Transform` with state `DGCState(reduced, step, momentum, error, last)`; the last three differ between ranks.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Source: Lin et al., Deep Gradient Compression, arXiv:1712.01887, sections 3.1 to 3.3.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = dgc("data", k=0.5)
+    >>> def one_rank(g):
+    ...     state, outs = hook.init(g), []
+    ...     for _ in range(2):
+    ...         out, state = hook.update(g, state)
+    ...         outs.append(out.tolist())
+    ...     return outs
+    >>> tx.simulate(one_rank, {"data": 2}, 2 * [torch.tensor([1.0, 0.75])])[0]
+    [[1.0, 0.0], [0.0, 2.174999952316284]]
+    """
+    if not isinstance(k, float) or not 0 < k <= 1:
+        raise ValueError(f"dgc: k must be a share in (0.0, 1.0], got {k!r}")
+    decay("dgc: momentum", momentum)
+    if clip is not None:
+        positive("dgc: clip, if not None,", clip)
+    axis = one_axis("dgc", axis)
+    flag("dgc: nesterov", nesterov)
+    check_without_input(without_input)
+    if values is not None:
+        check_codec("dgc: values", values, dice=False)
+    inner, codecs = mean(axis, over), _codecs(k, values, whole_number("dgc: warmup", warmup, 0))
+
+    def init(params: Tree) -> DGCState:
+        return DGCState(init_mean(params), 0, wide_zeros(params), wide_zeros(params), init_last(params))
+
+    def gather(of: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The momenta with these gradients, and what is sent of them."""
+        u = {path: momentum * old[path] + g.to(old[path]) for path, g in of.items()}
+        return u, {path: of[path].to(x) + momentum * x for path, x in u.items()} if nesterov else u
+
+    @counts_steps
+    def update(
+        grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, **extra: Any,
+    ) -> tuple[Tree, DGCState]:  # fmt: skip
+        share = share_of(weight, "live")
+        of = {path: share.silenced(torch.as_tensor(g)) for path, g in named_leaves(grads).items()}
+        u, sends = gather(of if clip is None else _clipped(of, clip), state.momentum)
+        memory = Memory(state.error, without_input == "flush", state.last, per_rank=True)
+        codec = [codec for start, codec in codecs if start <= state.step][-1]
+        out, reduced = inner.update(
+            replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
+            carried=part_of(carried, "reduced"), **{**extra, "wire": codec, "memory": memory},
+        )  # fmt: skip
+        effect = all_finite(out) & (share.to(device_of(of.values())).factor > 0)
+        new = {
+            path: torch.where(effect, _without(x, memory.coded.get(path)), state.momentum[path])
+            for path, x in u.items()
+        }  # fmt: skip
+        back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
+        return replace_leaves(grads, back), DGCState(
+            reduced, state.step + 1, {**state.momentum, **new}, {**state.error, **memory.new}, memory.last
+        )  # fmt: skip
+
+    return Transform(
+        init,
+        update,
+        Needs.LAYOUT,
+        Reduction(lambda state: state.reduced),
+        Compression(None),
+    )
+
+
+def _codecs(k: float, values: Codec | None, warmup: int) -> list[tuple[int, Codec]]:
+    """The step in which each codec begins: in the warm-up the share that is sent falls by the same factor from one to the next."""
+    shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
+    return [(-(-i * warmup // _STAGES), top_k(share, values)) for i, share in enumerate([*shares, k])]
+
+
+def _clipped(of: dict[str, Tensor], most: float) -> dict[str, Tensor]:
+    factor = most / global_norm(of).clamp(min=most)
+    return {path: g * factor.to(g) for path, g in of.items()}
+
+
+def _without(momentum: Tensor, sent: Tensor | None) -> Tensor:
+    """0 where something was sent."""
+    return momentum if sent is None else torch.where(sent != 0, torch.zeros_like(momentum), momentum)

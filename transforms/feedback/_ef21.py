@@ -1,0 +1,140 @@
+"""Error feedback by differences: each rank sends how its gradient has changed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._bucketwise import Carried
+from .._lane import Lane
+from .._spec import factory
+from .._transform import Compression, Inner, Needs, Transform
+from .._tree import State, Tree, all_finite, device_of, named_leaves, on
+from .._weights import not_zero, share_of, unless_idle
+from ..axes._collectives import axis_index, axis_size
+from ..axes._primitive import names
+from ..combinators._partition import replace_leaves
+from ..reductions._residuals import Memory
+from ._error_feedback import WithoutInput, check_lossy, zero_errors
+
+_HELD = "weight that is held"
+_MOVED = "ranks with the state of another"
+
+
+class EF21State(NamedTuple):
+    inner: State
+    own: dict[str, Tensor]  # by path what the others believe of this rank's weight * gradient, at least float32
+    whole: dict[str, Tensor]  # by path the sum of all ranks' beliefs, equal on all ranks
+    counts: Tensor  # what this rank counted when it last had input, 0-d float64
+    place: Tensor  # (2,) int64, the rank and the number of ranks that `own` is of; -1 at first
+
+
+@factory
+def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
+    """Send only how far a rank's gradient is from what the others believe it to be.
+
+        c <- what the others decode of w g - h,  h <- h + c,  H <- H + sum of all c,  the result: H / sum of w
+
+    With H the sum of all ranks' h. So gradients that settle are sent ever more exactly. Weights that change are changes to be sent too,
+    and what a small batch does not send of them is divided by little: where batches differ much take means `over="live"`, or
+    `error_feedback`.
+
+    As for that, a code must lose less than it is given. Where the sum is not finite, so is the result, and beliefs stay as they
+    were. Where a rank has the state of another one, or of another number of ranks, as after loading, all beliefs begin anew in that
+    call, with what is sent in it.
+
+    Args:
+        hook: A mean over one axis in which something is encoded, and nothing else: `quantized_mean`, or `compress` or `cast` of a
+            `mean` or a `sum_over`, or `power_sgd`.
+        without_input: What a rank of weight 0 does: "freeze" lets its last gradient, with the weight it had, count on;
+            "flush" takes it back, encoded, so that the result nears the mean over those that have input.
+
+    Returns:
+        A `Transform` with state `EF21State(inner, own, whole, counts, place)`; `own`, `counts` and `place` differ between ranks.
+
+    Raises:
+        TypeError: nothing is encoded in `hook`, or it is more than a mean: other stages, `switch_after`, `partition` and so on hold
+            `ef21`, not the other way round; and so for `hierarchical_mean`, in which a rank keeps what its node has lost.
+        ValueError: `without_input` is none of the two.
+
+    Source: Richtarik, Sokolov and Fatkhullin, EF21, arXiv:2106.05203, algorithm 2.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = ef21(tx.quantized_mean("data", tx.top_k(1)))
+    >>> def one_rank(g):
+    ...     state, outs = hook.init(g), []
+    ...     for _ in range(3):
+    ...         out, state = hook.update(g, state)
+    ...         outs.append(out.tolist())
+    ...     return outs
+    >>> tx.simulate(one_rank, {"data": 2}, 2 * [torch.tensor([3.0, 1.0, 2.0])])[0]
+    [[3.0, 0.0, 0.0], [3.0, 0.0, 2.0], [3.0, 1.0, 2.0]]
+    """
+    encoded, inside = check_lossy(hook, without_input, "ef21").encoded, Inner(hook)
+    if hook.reduces is None or hook.reduces.axis is None or len(names(hook.reduces.axis)) > 1:
+        raise TypeError(
+            f"ef21 takes one mean, got {hook!r}; write chain(..., ef21(quantized_mean(axis, codec)), ...) and let partition, "
+            f"switch_after and the like hold ef21, not the other way round"
+        )
+    sums_of, over, axis = hook.reduces.sums, hook.reduces.over, hook.reduces.axis
+
+    def init(params: Tree) -> EF21State:
+        return EF21State(
+            hook.init(params),
+            zero_errors(hook, params),
+            zero_errors(hook, params),
+            torch.zeros((), dtype=torch.float64),
+            torch.full((2,), -1),
+        )
+
+    def update(
+        grads: Tree, state: EF21State, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, persistent: bool = False, **extra: Any,
+    ) -> tuple[Tree, EF21State]:  # fmt: skip
+        of = {path: torch.as_tensor(g) for path, g in named_leaves(grads).items()}
+        device = device_of(of.values())
+        share = share_of(weight, over or "weight").to(device)
+        factor, nothing = share.factor, torch.zeros_like(share.factor)
+        # The weight of a gradient that is held is carried on, and counts on.
+        counted_last = nothing if without_input == "flush" else on(device, state.counts)
+        counts = torch.where(factor > 0, factor, counted_last)
+        held = nothing if over == "world" else torch.where(factor > 0, nothing, counts)
+        here = on(device, torch.stack([axis_index(axis), torch.tensor(axis_size(axis))]))
+        before = on(device, state.place)
+        moved = (here != before).any()
+        believed = {path: torch.where(moved, torch.zeros_like(h), h) for path, h in state.own.items()}
+        # As wide as beliefs, or what is rounded of a result would stay in them.
+        wide = {path: of[path].to(h.dtype) for path, h in state.own.items() if path in of}
+        # What is owed is w g - h; what is left of it when c has been sent makes h + c = w g - left.
+        memory = Memory({path: -h for path, h in believed.items()}, without_input == "flush", per_rank=True)
+        told = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if carried is None else None
+        out, inner = inside.update(
+            replace_leaves(grads, wide), state, params, weight=weight, lane=told, carried=carried,
+            **{**extra, "memory": memory},
+        )  # fmt: skip
+        sums, results = sums_of(inner), named_leaves(out)
+        fine = all_finite(results)
+        own, whole, new = dict(state.own), dict(state.whole), {}
+        anew = sums.lane.get(_MOVED, torch.zeros(())) > 0
+        counted = sums.total + torch.where(anew, 0.0, sums.lane.get(_HELD, torch.zeros(())))
+        counts = torch.where(anew & (factor == 0), nothing, counts)
+        for path, came in results.items():
+            if path not in memory.new:
+                new[path] = came.to(of[path].dtype)
+                continue
+            left, given = memory.new[path], share.silenced(wide[path])
+            told_now = came if over is None else came * sums.total.to(came)
+            belief = torch.where(anew, told_now, whole[path] + told_now)
+            mean = torch.where(counted == 0, torch.zeros_like(belief), belief / not_zero(counted).to(belief))
+            new[path] = (belief if over is None else mean).to(of[path].dtype)
+            mine = given * factor.to(given) - left
+            mine = torch.where(anew, mine - believed[path], mine)  # only what has been sent now
+            own[path] = torch.where(fine, mine, own[path])
+            whole[path] = torch.where(fine, belief, whole[path])
+        new = unless_idle(counted, new, {path: of[path] for path in new}, persistent)
+        return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
+
+    reduces = inside.reduction(_HELD, _MOVED, same=True)
+    return Transform(init, update, Needs.LAYOUT, reduces, Compression(None, encoded))

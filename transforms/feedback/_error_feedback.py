@@ -1,0 +1,184 @@
+"""Error feedback: what an encoding loses in one step is sent in the next."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._check import whole_number
+from .._counter import counts_steps
+from .._spec import factory
+from .._transform import Compression, Inner, Needs, Transform, check_transform
+from .._tree import State, Tree, named_leaves, wide_zeros
+from ..codecs._blocks import int8
+from ..codecs._codec import Codec, check_codec
+from ..reductions._residuals import Memory, init_last
+
+WithoutInput: TypeAlias = Literal["freeze", "flush"]
+
+
+class ErrorState(NamedTuple):
+    inner: State
+    error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * gradient, at least float32
+    last: dict[
+        str, Tensor
+    ]  # by path the weight that errors are worth, and what they are divided by: (1, 2), float64; 0 at first
+
+
+@factory
+def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
+    """Add to what this rank sends what earlier messages have lost of it.
+
+        u <- w g + e,  u' is what the others decode of u,  e <- u - u'
+
+    On three ranks and more the mean is encoded on its way back too; what is lost there is kept by the rank that summed.
+    So nothing is lost for ever: over all steps, the sum of what the hook gave, plus the ranks' errors divided as the last sum was,
+    is the sum of all means, rounded to float32 where something is encoded.
+
+    Errors are sums of weight * gradient, and scaled as what those are divided by changes. Of what it owes a rank sends no more than
+    its weight bears, min(1, w / the weight that the errors are worth): a small batch does not pay, divided by little, what large
+    ones owe. What is paid too little, or too much where other ranks have ended, is owed on. A step in which no rank has input, or
+    that is not finite, pays nothing (`power_sgd` judges each matrix by itself, `hierarchical_mean` each rank's part). The
+    errors stay bounded only where a code loses less than it is given, as casts, `int8`, `sign`, `top_k`, `random_k` and
+    `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on average and do not.
+
+    Args:
+        hook: One in which something is encoded over one axis, or projected: `quantized_mean`, `compress`, `cast`,
+            `power_sgd`, alone or in `partition`, or in a `chain` with stages that send nothing.
+        without_input: What a rank of weight 0 does with its error: "freeze" keeps it until it has input again, "flush"
+            sends it, so that the others learn with it what it has learned before: all of it, however little they have.
+
+    Returns:
+        A `Transform` with state `ErrorState(inner, error, last)`; `error` and `last` differ between ranks.
+
+    Raises:
+        TypeError: nothing is encoded in `hook`.
+        ValueError: `without_input` is none of the two; at `update`: encoded over several axes at once, or twice.
+
+    Source: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD,
+        arXiv:1901.09847; the second error: Tang et al., DoubleSqueeze, arXiv:1905.05957.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = error_feedback(tx.quantized_mean("data", tx.int8()))
+    >>> def one_rank(g):
+    ...     state, sums = hook.init(g), 0.0
+    ...     for _ in range(100):
+    ...         mean, state = hook.update(g, state)
+    ...         sums = sums + mean
+    ...     return sums
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 0.3]), torch.tensor([127.0, 0.1])])[0]
+    tensor([12700.,    20.])
+    """
+    encoded, inner = check_lossy(hook, without_input, "error_feedback").encoded, Inner(hook)
+
+    def init(params: Tree) -> ErrorState:
+        errors = zero_errors(hook, params)
+        return ErrorState(hook.init(params), errors, init_last(errors))
+
+    def update(
+        grads: Tree, state: ErrorState, params: Tree = None, *, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, ErrorState]:
+        memory = Memory(state.error, without_input == "flush", state.last)
+        out, new = inner.update(grads, state, params, donated=donated, **{**extra, "memory": memory})
+        return out, ErrorState(new, {**state.error, **memory.new}, memory.last)
+
+    # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
+    needs = Needs.LAYOUT if encoded else Needs.NOTHING
+    return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
+
+
+class LocoState(NamedTuple):
+    inner: State
+    step: int  # calls so far, on the host
+    error: dict[str, Tensor]  # by path, as encoded, uint8
+    last: dict[str, Tensor]  # as in `ErrorState`
+
+
+@factory
+def loco(
+    hook: Transform,
+    beta: float = 0.95,
+    reset: int = 1024,
+    memory: Codec | None = None,
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """Error feedback with a moving average of the errors that takes a byte for each element.
+
+        e <- (1 - beta) e + beta (u - u'),  kept encoded; 0 in every `reset`-th call
+
+    with u = w g + e and u' what the others decode of it, e scaled and sent as in `error_feedback`. What the average leaves out and
+    what encoding e loses is lost.
+
+    Args:
+        hook: As for `error_feedback`.
+        beta: The share of the newest error, in (0, 1].
+        reset: Calls after which the errors begin anew, at least 1.
+        memory: What errors are encoded with, a leaf at a time; None: `int8()`. One without dice.
+        without_input: As for `error_feedback`.
+
+    Returns:
+        A `Transform` with state `LocoState(inner, step, error, last)`; `error` and `last` differ between ranks.
+
+    Raises:
+        TypeError: nothing is encoded in `hook`; `memory` is no codec.
+        ValueError: `beta` or `reset` out of range, `without_input` none of the two, or `memory` throws dice.
+
+    Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training, arXiv:2407.04480, algorithm 1.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = loco(tx.quantized_mean("data", tx.int4()))
+    >>> hook.init({"w": torch.zeros(100)}).error["w"].shape
+    torch.Size([104])
+    """
+    encoded, inner = check_lossy(hook, without_input, "loco").encoded, Inner(hook)
+    if not (isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 < beta <= 1):
+        raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
+    whole_number("loco: reset", reset, 1)
+    codec = check_codec("loco: memory", int8() if memory is None else memory, dice=False)
+
+    def stored(error: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {path: codec.encode(e.reshape(1, -1).to(torch.float32))[0] for path, e in error.items()}
+
+    def init(params: Tree) -> LocoState:
+        errors = zero_errors(hook, params)
+        return LocoState(hook.init(params), 0, stored(errors), init_last(errors))
+
+    @counts_steps
+    def update(grads: Tree, state: LocoState, params: Tree = None, **extra: Any) -> tuple[Tree, LocoState]:
+        of = {path: g for path, g in named_leaves(grads).items() if path in state.error}
+        old = {path: codec.decode(state.error[path].unsqueeze(0), g.numel()).view(g.shape) for path, g in of.items()}
+        errors = Memory(old, without_input == "flush", {path: state.last[path] for path in old})
+        out, kept = inner.update(grads, state, params, **{**extra, "memory": errors})
+        last = (state.step + 1) % reset == 0
+        new = {
+            path: torch.zeros_like(e) if last else torch.lerp(errors.before(path), e, beta)
+            for path, e in errors.new.items()
+        }
+        return out, LocoState(kept, state.step + 1, {**state.error, **stored(new)}, {**state.last, **errors.last})
+
+    # Errors are encoded leaf by leaf.
+    needs = Needs.LAYOUT | Needs.PATHS
+    return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
+
+
+def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:
+    lost = set(hook.compression.paths(params)) if hook.compression and hook.compression.paths else set()
+    return {path: zero for path, zero in wide_zeros(params).items() if path in lost}
+
+
+def check_lossy(hook: Transform, without_input: Any, name: str) -> Compression:
+    check_transform(hook, f"{name}: hook")
+    if hook.compression is None or hook.compression.paths is None:
+        raise TypeError(
+            f"nothing in {hook!r} is {'lost' if hook.compression else 'encoded'}, so there is no error to feed back; write "
+            f"{name}(quantized_mean(axis, codec))"
+        )
+    check_without_input(without_input)
+    return hook.compression
+
+
+def check_without_input(given: Any) -> None:
+    if given not in ("freeze", "flush"):
+        raise ValueError(f"without_input must be 'freeze' or 'flush', got {given!r}")

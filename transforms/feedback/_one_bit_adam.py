@@ -1,0 +1,94 @@
+"""Adam whose momentum, not gradient, travels encoded, once its variance has settled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._bucketwise import Carried
+from .._check import positive
+from .._counter import counts_steps
+from .._spec import factory
+from .._transform import Compression, Inner, Needs, Transform
+from .._tree import State, Tree, named_leaves, wide_zeros
+from .._weights import Over
+from ..codecs._codec import Codec
+from ..combinators._partition import replace_leaves
+from ._error_feedback import WithoutInput
+from ._momenta import LIVE, each, momenta, moments
+
+
+class OneBitAdamState(NamedTuple):
+    inner: State  # of switch_after(warmup, mean, error_feedback(quantized_mean))
+    step: int  # calls so far, on the host
+    momentum: dict[str, Tensor]  # by path, equal on all ranks, at least float32
+    variance: dict[str, Tensor]  # the same; stays after the warm-up
+    taken: dict[str, Tensor]  # by path how many calls the momentum remembers, 0-d
+    settled: dict[str, Tensor]  # and how many the variance does
+
+
+@factory
+def one_bit_adam(
+    axis: AxisName,
+    warmup: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    codec: Codec | None = None,
+    over: Over = "weight",
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """Adam's direction; after `warmup` calls the variance stays and the ranks' momenta are averaged, encoded.
+
+        at first  g <- mean of g,  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
+        then      m <- mean of b1 m + (1 - b1) g, by error_feedback(quantized_mean(axis, codec))
+        result    m / (1 - b1^t) / (sqrt(v / (1 - b2^s)) + eps),  0 where v = 0
+
+    with t and s the calls that m and v remember. An element that had no gradient in the warm-up stands still from then on. The
+    optimizer behind it only takes the step: `fuse(one_bit_adam(axis, warmup), sgd(lr))`.
+
+    Args:
+        axis: One axis.
+        warmup: Calls in which gradients are averaged as they are, at least 1; the paper takes 15 to 20 % of all.
+        betas: (b1, b2), of momentum and variance, at least 0 and below 1.
+        eps: Added to the root of the variance.
+        codec: What momenta travel as; None: `sign()`.
+        over: What to divide by; see `mean`.
+        without_input: What a rank of weight 0 does with its error; see `error_feedback`.
+
+    Returns:
+        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance, taken, settled)`. Where what came is not
+        finite, or from nobody, momentum and variance stay as they were.
+
+    Raises:
+        ValueError: an argument out of range.
+
+    Source: Tang et al., 1-bit Adam, arXiv:2102.02888, algorithm 1, with Adam's bias corrections.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = one_bit_adam("data", warmup=1)
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -3.0]), torch.tensor([2.0, -1.0])])[0]
+    tensor([ 1., -1.])
+    """
+    inner = momenta("one_bit_adam", axis, warmup, betas, codec, over, without_input)
+    b1, b2 = betas
+    positive("eps", eps, zero=True)
+
+    def init(params: Tree) -> OneBitAdamState:
+        begun = inner.init(params)
+        counts = (each(params, 0.0) for _ in range(2))
+        return OneBitAdamState(begun, 0, wide_zeros(params), wide_zeros(params), *counts)
+
+    @counts_steps
+    def update(
+        grads: Tree, state: OneBitAdamState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, OneBitAdamState]:
+        got = moments(inner, grads, state, carried, warmup, b1, b2, over, extra)
+        back = {path: got.direction(path, b1, b2, eps).to(g.dtype) for path, g in named_leaves(grads).items()}
+        return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.remembered(state))
+
+    reduces = Inner(inner).reduction(LIVE)
+    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None))

@@ -1,0 +1,138 @@
+"""LAMB whose momentum, not gradient, travels encoded, once its variance has settled."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._bucketwise import Carried
+from .._check import decay, positive
+from .._counter import counts_steps
+from .._spec import factory
+from .._transform import Compression, Inner, Needs, Transform
+from .._tree import State, Tree, named_leaves, wide_zeros
+from .._weights import Over, not_zero
+from ..codecs._codec import Codec
+from ..combinators._partition import replace_leaves
+from ._error_feedback import WithoutInput
+from ._momenta import LIVE, each, momenta, moments, so_far
+
+
+class OneBitLambState(NamedTuple):
+    inner: State
+    step: int  # calls so far, on the host
+    momentum: dict[str, Tensor]  # as in OneBitAdamState
+    variance: dict[str, Tensor]
+    taken: dict[str, Tensor]
+    settled: dict[str, Tensor]
+    fresh: dict[str, Tensor]  # the variance that would be, from how the momentum changes
+    ratio: dict[str, Tensor]  # 0-d by path, the moving average of LAMB's ratios, which stays after the warm-up
+    change: dict[str, Tensor]  # 0-d by path, what the ratio was last multiplied with
+
+
+@factory
+def one_bit_lamb(
+    axis: AxisName,
+    warmup: int,
+    betas: tuple[float, float] = (0.9, 0.999),
+    b3: float = 0.9,
+    eps: float = 1e-6,
+    ratios: tuple[float, float] = (0.01, 10.0),
+    changes: tuple[float, float] = (0.5, 4.0),
+    threshold: float = 0.1,
+    codec: Codec | None = None,
+    over: Over = "weight",
+    without_input: WithoutInput = "freeze",
+) -> Transform:
+    """LAMB's direction; after `warmup` calls as `one_bit_adam`, with each leaf's ratio from what has become of its variance.
+
+        at first  c = clip(|x| / |u|, ratios),  a <- b3 a + (1 - b3) c,            the result: c u
+        then      r = clip(max of (sqrt v + eps) / (sqrt f + eps), changes, last r (1 +- threshold)),  the result: r a u
+
+    with u the direction of `one_bit_adam` and f the variance of (m - b1 m_before) / (1 - b1), which goes on; v and f each over
+    their share of what they average, 1 - b2**calls.
+
+    Args:
+        axis: One axis.
+        warmup: Calls in which gradients are averaged as they are, at least 1.
+        betas: (b1, b2), of momentum and variance, at least 0 and below 1.
+        b3: Decay of the ratio, likewise.
+        eps: Added to the roots of variances.
+        ratios: The smallest and the largest |x| / |u|. Where either norm is 0 it is 1.
+        changes: The smallest and the largest r.
+        threshold: How far r may move in a call, as a share of itself.
+        codec: What momenta travel as; None: `sign()`.
+        over: What to divide by; see `mean`.
+        without_input: What a rank of weight 0 does with its error; see `error_feedback`.
+
+    Returns:
+        A `Transform` with state `OneBitLambState`; its `update` needs the parameters.
+
+    Raises:
+        ValueError: an argument out of range; at `update`: no parameters are given.
+
+    Source: Li et al., 1-bit LAMB, arXiv:2104.06069, algorithm 1, with LAMB's bias corrections, of f too.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = one_bit_lamb("data", warmup=1)
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g), 3.0 * g)[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -2.0]), torch.tensor([2.0, -2.0])])[0]
+    tensor([ 6.0000, -6.0000])
+    """
+    inner = momenta("one_bit_lamb", axis, warmup, betas, codec, over, without_input)
+    b1, b2 = betas
+    decay("b3", b3)
+    positive("eps", eps, zero=True)
+    for name, pair in (("ratios", ratios), ("changes", changes)):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and 0 < positive(name, pair[0]) <= positive(name, pair[1])):
+            raise ValueError(f"{name} must be (smallest, largest), both above 0, got {pair!r}")
+    positive("threshold", threshold)
+
+    def init(params: Tree) -> OneBitLambState:
+        begun, (m, v, fresh) = inner.init(params), [wide_zeros(params) for _ in range(3)]
+        taken, settled, ratio, change = (each(params, value) for value in (0.0, 0.0, 0.0, 1.0))
+        return OneBitLambState(begun, 0, m, v, taken, settled, fresh, ratio, change)
+
+    @counts_steps
+    def update(
+        grads: Tree, state: OneBitLambState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+    ) -> tuple[Tree, OneBitLambState]:
+        if params is None:
+            raise ValueError("one_bit_lamb needs the parameters: call update(grads, state, params)")
+        got, of = moments(inner, grads, state, carried, warmup, b1, b2, over, extra), named_leaves(params)
+        fresh, ratio, change, out = dict(state.fresh), dict(state.ratio), dict(state.change), {}
+        for path, m in got.momentum.items():
+            u = got.direction(path, b1, b2, eps)
+            if state.step < warmup:
+                fresh[path] = got.variance[path]
+                c = _ratio(of[path], u).clamp(*ratios)
+                ratio[path] = b3 * ratio[path] + (1 - b3) * c
+            else:
+                g = (m - b1 * state.momentum[path]) / (1 - b1)
+                fresh[path] = b2 * fresh[path] + (1 - b2) * g * g
+                v = got.variance[path] / not_zero(so_far(b2, got.settled[path])).to(m)
+                f = fresh[path] / not_zero(so_far(b2, got.taken[path])).to(m)  # each as if it had begun settled
+                gone = (v.sqrt() + eps) / (f.sqrt() + eps)
+                r = gone.amax() if gone.numel() else torch.ones_like(change[path])
+                r = torch.maximum(torch.minimum(r, change[path] * (1 + threshold)), change[path] * (1 - threshold))
+                change[path] = r.clamp(*changes)
+                c = change[path] * ratio[path] / not_zero(so_far(b3, got.settled[path])).to(change[path])
+            out[path] = c * u
+        back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
+        return replace_leaves(grads, back), OneBitLambState(
+            got.inner, state.step + 1, *got.remembered(state),
+            got.kept(state.fresh, fresh), got.kept(state.ratio, ratio), got.kept(state.change, change),
+        )  # fmt: skip
+
+    reduces = Inner(inner).reduction(LIVE)
+    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None))
+
+
+def _ratio(param: Tensor, direction: Tensor) -> Tensor:
+    size, step = (torch.linalg.vector_norm(x.to(direction.dtype)) for x in (param, direction))
+    one = torch.ones_like(size)
+    return torch.where((size > 0) & (step > 0), size / torch.where(step > 0, step, one), one)

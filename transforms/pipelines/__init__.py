@@ -1,0 +1,1 @@
+"""Pipelines: a hook, an optimizer and a parameter transform."""

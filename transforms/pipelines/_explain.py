@@ -1,0 +1,351 @@
+"""What a pipeline will send, before it runs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from .._axis_env import Axis, bind_axes
+from .._bucketwise import Carried, restrict
+from .._check import axis_sizes, whole_number
+from .._lane import encode_lane, lane_dtype, mask_words, step_lane
+from .._transform import Needs, Transform
+from .._tree import Tree, check_dense, named_leaves, registered
+from ..axes._collectives import axis_size, psum
+from ..axes._order import to_order
+from ..combinators._chain import stages
+from ..combinators._partition import alone
+from ..optimizers._optimizer import Optimizer
+from ..plan._buckets import BUCKET_BYTES, Bucket, lane_bucket, make_layout
+from ..plan._phases import Phase, changes_with_steps, phases, shown
+from ..plan._plan import make_plan, takes_flat
+from ..reductions._mean import MeanState
+from ._explanation import Explanation as Explanation
+from ._explanation import Message, Row
+from ._pipeline import Pipeline
+
+MOST_RANKS = 2**20
+
+# What one rank sends, in units of its payload, on an axis of n ranks.
+_SENT: dict[str, Callable[[int], float]] = {
+    "psum": lambda n: 2 * (n - 1) / n,
+    "pmax": lambda n: 2 * (n - 1) / n,
+    "pmin": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: n - 1,
+    "psum_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "pbroadcast": lambda n: (n - 1) / n,
+    "ppermute": lambda n: 1,
+}
+
+
+class Recorder(Axis):
+    """An axis that notes what is sent and returns values of the right shape."""
+
+    def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
+        self.name, self.size, self._notes, self._whole = name, size, notes, whole
+
+    def index(self) -> Tensor:
+        return torch.tensor(0)
+
+    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
+        sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
+        payload = sent.numel() * sent.element_size()
+        if op == "all_to_all_single":
+            give, take = arg
+            share = 1 - give[0] / max(sum(give), 1)  # what this rank keeps does not travel
+            self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * share)))
+            return x.new_zeros(sum(take), *x.shape[1:])
+        self._notes.append(Message(op, self.name, sent.dtype, payload, round(payload * _SENT[op](self.size))))
+        if op == "all_gather":
+            return x.new_zeros(self.size, *x.shape)
+        return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
+
+    def joint(self, axes: tuple[str, ...]) -> Recorder | None:
+        if axes != tuple(self._whole):
+            return None
+        return type(self)(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
+
+
+def explain(
+    pipeline: Pipeline | Transform,
+    params: Tree,
+    axes: Mapping[str, int],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    at_step: int | None = None,
+) -> Explanation:
+    """What each stage of a pipeline sends and keeps, per rank and step, before anything runs.
+
+    The stages are run once on tensors without data, over axes that only note what is asked of them:
+    nothing is declared by hand. Gradients are cut into the buckets of `fjoin.train_step`, and each stage
+    runs on a bucket or on the whole tree as it does there.
+
+    Args:
+        pipeline: A `Pipeline`, or a `Transform` alone.
+        params: The parameters; only paths, shapes and dtypes are used.
+        axes: Axis name -> number of ranks.
+        bucket_bytes: As in `fjoin.train_step`.
+        at_step: Only this step, counted from 0. By default a stage has a row for each phase in which it sends something else, such
+            as a warm-up.
+
+    Returns:
+        An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
+
+    Raises:
+        TypeError: neither pipeline nor transform; a stage that reads a tensor's value; a leaf that is no dense tensor.
+        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks; a negative step.
+
+    >>> from fjoin import transforms as tx
+    >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
+    >>> what = explain(pipeline, {"w": torch.zeros(1000)}, {"data": 8})
+    >>> what.messages, what.payload_bytes, what.state_bytes
+    (1, 4080, 4012)
+    """
+    whole_number("bucket_bytes", bucket_bytes, 1)
+    if at_step is not None:
+        whole_number("at_step", at_step, 0)
+    return explain_cut(
+        pipeline, params, axes, lambda leaves: make_layout(leaves, lambda path: 0, bucket_bytes), at_step=at_step
+    )
+
+
+def explain_cut(
+    pipeline: Pipeline | Transform,
+    params: Tree,
+    axes: Mapping[str, int],
+    cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
+    module_words: int | None = None,
+    at_step: int | None = None,
+) -> Explanation:
+    """`explain` for buckets that are cut in some way.
+
+    Args:
+        cut: Path -> leaf, to buckets.
+        module_words: Where the buckets are those of a DistributedDataParallel, so that nothing rides behind their gradients:
+            the words in which it says which parameters are used, 0 if it does not. None where they are not.
+    """
+    hook, optimizer, after = _parts(pipeline)
+    notes: list[Message] = []
+    sizes = axis_sizes(axes, MOST_RANKS)
+    for path, leaf in named_leaves(params).items():
+        check_dense(f"params[{path!r}]", leaf)
+    recorders = {name: Recorder(name, n, notes, sizes) for name, n in sizes.items()}
+    with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
+        run = _Run(pipeline, params, cut, sizes, module_words is not None, notes, at_step)
+        rows = run.hook_rows(hook)
+        if optimizer is not None:
+            rows += run.lane_rows(pipeline.skips is not None)  # type: ignore[union-attr]
+        if module_words:
+            rows.append(run.message("(parameters that are used)", torch.zeros(module_words), tuple(sizes)))
+        if optimizer is not None:
+            rows += _optimizer_rows(optimizer, run.params)
+        for part in [] if after is None else stages(after):
+            rows += run.rows(part)
+        if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
+            own = pipeline.skips.begin(())
+            rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), _state_bytes(own)))
+    return Explanation(tuple(rows), sizes)
+
+
+class _Run:
+    """A step on parameters without data, in which all messages are noted.
+
+    Args:
+        in_module: Whether the buckets are those of a DistributedDataParallel.
+        notes: Where the axes write what they are asked for.
+        at_step: The step, or None for all.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline | Transform, params: Tree, cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
+        sizes: dict[str, int], in_module: bool, notes: list[Message], at_step: int | None,
+    ) -> None:  # fmt: skip
+        paths, leaves, _ = registered(params)
+        self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
+        hook, _, after = _parts(pipeline)
+        self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, tuple(sizes), after), notes
+        self._sizes, self._in_module, self._at_step = sizes, in_module, at_step
+        own = ("weight",) * (after is not None) if in_module else step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
+        self.lane = dict.fromkeys(own, 0.0) or None
+        self.dtype = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in self.layout)
+
+    def hook_rows(self, hook: Transform) -> list[Row]:
+        early = self.plan.early
+        count = len(stages(early)) if early is not None and self.layout else 0
+        return [row for i, part in enumerate(stages(hook)) for row in self.rows(part, True, i < count)]
+
+    def rows(self, part: Transform, in_hook: bool = False, per_bucket: bool = False) -> list[Row]:
+        """Those of a stage, one for each phase.
+
+        Args:
+            in_hook: Whether it stands in the hook, whose messages may bring the lane.
+            per_bucket: Whether it runs on each bucket.
+        """
+        if part.spec.name == "partition" and self._at_step is None and changes_with_steps(part):
+            return [row for one in alone(part) for row in self.rows(one, in_hook, per_bucket)]
+
+        def sends(inside: Transform, step: int) -> tuple[Message, ...]:
+            return self._messages(inside, step, False, False)
+
+        found = phases(part, sends) if self._at_step is None else [Phase(f"step {self._at_step}", self._at_step)]
+        state_bytes = _state_bytes(part.init(self.params))
+        rows: list[Row] = []
+        for when, step, ends in found:
+            carries = in_hook and part.reduces is not None and self.plan.reduced(step).equal
+            messages = self._messages(part, step, carries, per_bucket)
+            rows.append(Row(shown(part, step), part.needs, when, messages, 0 if rows else state_bytes, ends))
+        return rows
+
+    def _ranks(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._sizes.get(name, 1) for name in axes)
+
+    def lane_rows(self, skips: bool) -> list[Row]:
+        """The messages in which the lane travels alone.
+
+        Args:
+            skips: Whether steps that are not finite are left out without an error.
+        """
+
+        def sends(hook: Transform, step: int) -> tuple[tuple[str, ...], ...]:
+            return self._lane_messages(step, skips)
+
+        hook = self.plan.hook
+        rows: list[Row] = []
+        found = phases(hook, sends) if self._at_step is None else [Phase(f"step {self._at_step}", self._at_step)]
+        sent = {step: self._lane_messages(step, skips) for _, step, _ in found}
+        if len(set(sent.values())) == 1:
+            found = [found[0]._replace(when="each step" if self._at_step is None else found[0].when, ends=False)]
+        for when, step, ends in found:
+            for axes in sent[step]:
+                rows.append(self.message("(the step's own counts)", self.counts(axes), axes, when, ends))
+        return rows
+
+    def _lane_messages(self, step: int, skips: bool) -> tuple[tuple[str, ...], ...]:
+        """Of a module's step those of which it has a use: no loop ends there."""
+        found = self.plan.lane_messages(step)
+        if self._in_module and self.plan.reduced(step).axes != self.plan.agree and skips:
+            found = found[1:]
+        return tuple(axes for axes in found if self._ranks(axes) > 1)
+
+    def message(
+        self, name: str, words: Tensor, axes: tuple[str, ...], when: str = "each step", ends: bool = False
+    ) -> Row:
+        """One of the step's own."""
+        del self._notes[:]
+        psum(words, axes)
+        return Row(name, Needs.LAYOUT, when, tuple(self._notes), 0, ends)
+
+    def counts(self, axes: tuple[str, ...]) -> Tensor:
+        """The lane, where it travels alone; in a module the weight, and a bit for each rank."""
+        ranks = self._ranks(axes)
+        if self._in_module:
+            return torch.zeros(1 + mask_words(ranks), dtype=torch.float64)
+        return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self.dtype, ranks)
+
+    def _messages(self, part: Transform, step: int, carries: bool, per_bucket: bool) -> tuple[Message, ...]:
+        del self._notes[:]
+        lane = self.lane if carries else None
+        if part is self.plan.reduce:
+            self._reduce(part)
+        elif per_bucket:
+            self._update_buckets(part, step, lane)
+        else:
+            _update(part, self.params, part.init(self.params), step, lane=lane, lane_dtype=self.dtype)
+        return tuple(self._notes)
+
+    def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
+        """Bucket by bucket: what is common goes with the first."""
+        assert self.plan.early is not None
+        flat, full, carried = takes_flat(self.plan.early), part.init(self.params), None
+        for bucket in self.layout:
+            if flat:
+                some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+                state = part.init(some)
+            else:
+                some = {path: self.params[path] for path in bucket.paths}
+                state = restrict(full, self.params, some)
+            told = None if carried else lane
+            _, new = _update(part, some, state, step, lane=told, carried=carried, lane_dtype=self.dtype)
+            carried = carried or Carried(functools.partial(lambda first: first, new))
+
+    def _reduce(self, part: Transform) -> None:
+        """A plain reduction: the lane rides in one of its messages, if there is a lane and one can."""
+        assert part.reduces is not None and part.reduces.axis is not None
+        axis, total = part.reduces.axis, torch.ones((), dtype=torch.float64)
+        carrier = None if self._in_module else lane_bucket(self.layout)
+        if self._in_module:
+            psum(total.new_ones(1 if self.lane is None else 2), axis)
+        elif carrier is None:
+            psum(encode_lane({"total": total, **(self.lane or {})}, self.dtype, axis_size(axis)), axis)
+        for i, bucket in enumerate(self.layout):
+            flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+            extra = {"lane": self.lane} if i == carrier else {"carried": Carried(lambda: MeanState(total, {}))}
+            part.update(flat, part.init(flat), flat, weight=None, **extra)
+
+
+def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None]:
+    if isinstance(pipeline, Pipeline):
+        return pipeline.hook, pipeline.optimizer, pipeline.after
+    if isinstance(pipeline, Transform):
+        return pipeline, None, None
+    raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
+
+
+def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
+    """One row for each different optimizer, with what it serves."""
+    states = optimizer.init(params)
+    served: dict[int, tuple[Optimizer, list[str]]] = {}
+    for path in params:
+        part = optimizer.at(path)
+        served.setdefault(id(part), (part, []))[1].append(path)
+    return [
+        Row(
+            repr(part),
+            Needs.NOTHING if part.elementwise else Needs.LEAVES,
+            _how_many(paths, params),
+            (),
+            _state_bytes([states[path] for path in paths]),
+        )
+        for part, paths in served.values()
+    ]
+
+
+def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
+    return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
+
+
+def _update(part: Transform, params: dict[str, Tensor], state: Any, step: int, **extra: Any) -> Any:
+    try:
+        return part.update(dict(params), _at(state, step), params, weight=None, step=step, **extra)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TypeError(
+            f"{part!r} reads a tensor's value ({error}), so that what it sends cannot be told before it runs; decide on "
+            f"host integers in the state, or with torch.where"
+        ) from None
+
+
+def _at(state: Any, step: int) -> Any:
+    """A state whose host counters `step` are at some step."""
+    if hasattr(state, "_fields"):
+        parts = zip(state._fields, state, strict=True)
+        return type(state)(*(step if name == "step" and type(v) is int else _at(v, step) for name, v in parts))
+    return type(state)(_at(part, step) for part in state) if type(state) in (tuple, list) else state
+
+
+def _state_bytes(state: Any) -> int:
+    return sum(
+        t.numel() * t.element_size()
+        for t in {id(t): t for t in optree.tree_leaves(state) if isinstance(t, Tensor)}.values()
+    )

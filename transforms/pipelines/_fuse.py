@@ -1,0 +1,161 @@
+"""A gradient transform, an optimizer and a parameter transform as one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._axis_env import bound
+from .._lane import Lane, check_lane
+from .._spec import factory
+from .._transform import Transform, check_transform
+from .._tree import State, Tree, all_finite, check_same, on
+from .._weights import check_weight
+from ..axes._collectives import axis_size, psum
+from ..optimizers._mixed_precision import masters_of, with_masters
+from ..optimizers._optimizer import Optimizer
+from ..plan._plan import Plan, make_plan
+from ._pipeline import Pipeline, Skips
+from ._verdict import Effect, flag
+
+
+class PipelineState(NamedTuple):
+    hook: State
+    optimizer: State  # the tree of the parameters with an optimizer state at every leaf
+    after: State
+    step: int  # steps so far, those without effect included, on the host: what periods are counted by
+    window: Tensor  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+
+
+@factory
+def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) -> Pipeline:
+    """One training step as a pure function: gradient transform, optimizer, parameter transform.
+
+    The shell runs the same pipeline bucket by bucket while the backward pass goes on, with the same
+    result.
+
+    Args:
+        hook: What happens to the gradients; `chain(...)` for several things, `identity()` for nothing.
+        optimizer: What turns gradients into new parameters.
+        after: What happens to the new parameters; it gets them in the place of gradients. A reduction in it gives back
+            what it is given where no rank has weight.
+
+    Returns:
+        A `Pipeline`: `init(params) -> state` and
+        `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`.
+        State: `PipelineState(hook, optimizer, after, step, window)`.
+
+    Raises:
+        TypeError: an argument of the wrong kind; at `step`: a leaf of another dtype.
+        ValueError: at `step`: gradients or state that do not fit the parameters.
+
+    Same as: torch's _hook_then_optimizer, for any hook and optimizer.
+
+    >>> from fjoin import transforms as tx
+    >>> pipeline = tx.fuse(tx.clip_by_value(1.0), tx.sgd(0.5))
+    >>> params = {"w": torch.tensor([1.0])}
+    >>> pipeline.step(params, {"w": torch.tensor([9.0])}, pipeline.init(params))[0]
+    {'w': tensor([0.5000])}
+    """
+    check_transform(hook, "fuse: hook")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"fuse: optimizer must be an Optimizer, got {optimizer!r}; write fuse(hook, optimizer), for example "
+            f"fuse(mean('data'), sgd(0.1))"
+        )
+    if after is not None:
+        check_transform(after, "fuse: after")
+
+    return pipeline_of(hook, optimizer, after)
+
+
+def pipeline_of(
+    hook: Transform, optimizer: Optimizer, after: Transform | None, skips: Skips | None = None,
+    prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads,
+) -> Pipeline:  # fmt: skip
+    """The pipeline of these parts.
+
+    Args:
+        skips: Where steps whose gradients are not finite behind the hook are left out: how it keeps count of them.
+        prepare: `(grads, state) -> grads`, what comes before the hook; the state is that of `skips`.
+    """
+    plans: dict[tuple[str, ...], Plan] = {}
+
+    def init(params: Tree) -> State:
+        state = PipelineState(
+            hook.init(params), optimizer.init(params), after.init(params) if after else (), 0, _nothing()
+        )
+        return skips.begin(state) if skips else state
+
+    def step(
+        params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, **extra: Any
+    ) -> tuple[Tree, State]:
+        outer, old = state, state.inner if skips else state
+        if not isinstance(old, PipelineState):
+            raise ValueError(
+                f"state is a {type(old).__name__}, expected the PipelineState that this pipeline's init or step returned"
+            )
+        check_same("grads", grads, "params", params)
+        check_lane(lane)
+        if lane and "weight" in lane:
+            raise ValueError("'weight' in the lane is taken by the ranks' weights; choose another name")
+        own = check_weight(weight)
+        grads, hook_state = hook.update(
+            prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,
+            **extra,
+        )  # fmt: skip
+        own = old.window + own
+        if grads is None:  # accumulating: nothing to step with in this call
+            inner = old._replace(hook=hook_state, window=own)
+            return params, outer._replace(inner=inner) if skips else inner
+        axes = tuple(bound())
+        if axes not in plans:
+            plans[axes] = make_plan(hook, axes)
+        effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, weight is None, bool(skips))
+        new = params, old.optimizer
+        if effect.steps is not False:
+            new = effect.where(optimizer.step(params, grads, old.optimizer), new)
+        after_state = old.after
+        if after:
+            masters, after_state = effect.after(after, masters_of(*new), old.after, agreed, old.step, **extra)
+            new = with_masters(masters, *new)
+        params, optimizer_state = new
+        inner = PipelineState(
+            effect.keep(hook_state, old.hook), optimizer_state, after_state, old.step + 1, torch.zeros_like(own)
+        )
+        return params, effect.settle(skips, outer._replace(inner=inner)) if skips else inner
+
+    return Pipeline(init, step, hook, optimizer, after, skips=skips)
+
+
+def _judge(
+    plan: Plan, hook_state: State, grads: Tree, step: int, own: Tensor, alike: bool, skips: bool
+) -> tuple[Effect, Tensor]:
+    """The effect of a step on this rank, and the weight of all ranks that share its gradients.
+
+    Args:
+        hook_state: After this step.
+        grads: Behind the hook.
+        step: The number of steps before this one.
+        own: The weight of this rank.
+        alike: Whether all ranks have this weight.
+        skips: Whether the gradients must be finite.
+    """
+    axes, equal = plan.reduced(step)
+    agreed, fine = own, all_finite(grads) if skips else torch.ones((), dtype=torch.bool)
+    if equal:
+        assert plan.hook.sums is not None
+        agreed = plan.hook.sums(hook_state).lane["weight"]
+    elif axes and not (alike and not skips):
+        agreed, bad = psum(torch.stack([on(fine.device, own), (~fine).to(own.dtype)]), axes)
+        fine = bad == 0
+    elif axes:
+        agreed = own * axis_size(axes)
+    return Effect(flag(agreed > 0), flag(fine)), agreed
+
+
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)

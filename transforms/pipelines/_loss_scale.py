@@ -1,0 +1,125 @@
+"""Losses scaled up, so that gradients in float16 do not vanish, as far as they do not overflow."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import replace
+from typing import NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._check import whole_number
+from .._spec import factory
+from .._tree import State, Tree, named_leaves, on
+from ._pipeline import Pipeline, Skips
+from ._skip_nonfinite import guarded, no_calls
+
+
+class LossScaleState(NamedTuple):
+    inner: State
+    scale: Tensor  # what the next loss is to be multiplied with, 0-d float32
+    streak: Tensor  # steps with effect since it has last changed, 0-d int64
+    skipped: Tensor  # steps without effect so far, 0-d int64
+
+
+@factory
+def dynamic_loss_scale(
+    pipeline: Pipeline,
+    init_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+) -> Pipeline:
+    """Take gradients of a scaled loss, and find the largest scale that does not overflow.
+
+        g <- g / scale, which the pipeline steps with, unless a NaN or an infinity comes of it
+        scale <- scale * growth_factor   after growth_interval steps with effect in a row
+        scale <- scale * backoff_factor  after a step without effect
+
+    `fjoin.train_step` scales the loss by itself, and tells losses unscaled; after `fjoin.ddp.register` write
+    `handle.scale(loss).backward()`. In a loop of your own multiply the loss by `state.scale`. Put the reduction inside:
+    what one rank finds then reaches all, and all leave out the same steps and have the same scale.
+
+    Gradients that overflow in one leaf are handed on as NaN, so that no stage, such as a clipping one, makes them finite
+    again.
+
+    Args:
+        pipeline: What steps with the gradients; parameters of float32, bfloat16 or float64. The loss may cast them
+            to float16, by itself or under torch.autocast.
+        init_scale: The first scale, above 0.
+        growth_factor: Above 1. A scale that would become infinite stays.
+        backoff_factor: Between 0 and 1.
+        growth_interval: Steps in a row, at least 1.
+
+    Returns:
+        A `Pipeline` with state `LossScaleState(inner, scale, streak, skipped)`.
+
+    Raises:
+        TypeError: what is no pipeline; at `init`: float16 parameters, whose gradients would vanish when they are unscaled.
+        ValueError: a number out of its range; a pipeline that leaves out steps by itself.
+
+    Same as: torch.amp.GradScaler.
+    Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2.
+
+    >>> from fjoin import transforms as tx
+    >>> scaled = dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(1.0)), init_scale=4.0, growth_interval=1)
+    >>> def one_rank(grad):
+    ...     state = scaled.init({"p": torch.tensor(1.0)})
+    ...     params, state = scaled.step({"p": torch.tensor(1.0)}, {"p": grad}, state)
+    ...     return params["p"].item(), state.scale.item()
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor(4.0), torch.tensor(0.0)])
+    [(0.5, 8.0), (0.5, 8.0)]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor(float("inf")), torch.tensor(0.0)])
+    [(1.0, 2.0), (1.0, 2.0)]
+    """
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"dynamic_loss_scale takes a Pipeline, got {pipeline!r}; write fuse(hook, optimizer)")
+    if not (isinstance(init_scale, numbers.Real) and 2.0**-126 <= init_scale <= 2.0**127):
+        raise ValueError(f"init_scale must be a number above 0 that float32 holds, got {init_scale!r}")
+    if not (isinstance(growth_factor, numbers.Real) and growth_factor > 1 and math.isfinite(growth_factor)):
+        raise ValueError(f"growth_factor must be a finite number above 1, got {growth_factor!r}")
+    if not (isinstance(backoff_factor, numbers.Real) and 0 < backoff_factor < 1):
+        raise ValueError(f"backoff_factor must be a number between 0 and 1, got {backoff_factor!r}")
+    whole_number("growth_interval", growth_interval, 1)
+
+    def begin(inner: State) -> LossScaleState:
+        return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), no_calls(), no_calls())
+
+    def settle(state: LossScaleState, fine: Tensor) -> LossScaleState:
+        scale, streak, skipped = (on(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped))
+        due = streak == growth_interval
+        grown, shrunk = ((scale.double() * factor).float() for factor in (growth_factor, backoff_factor))
+        kept = torch.where(due & torch.isfinite(grown), grown, scale)
+        streak = torch.where(fine & ~due, streak, torch.zeros_like(streak))
+        return LossScaleState(state.inner, torch.where(fine, kept, shrunk), streak, skipped + ~fine)
+
+    made = guarded(pipeline, Skips(begin, settle, scaled=True), _unscaled)
+
+    def init(params: Tree) -> State:
+        refuse_float16(params)
+        return made.init(params)
+
+    return replace(made, init=init)
+
+
+def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
+    factor = 1 / state.scale.to(torch.float64)
+    return optree.tree_map(lambda g: overflow_as_nan((g * on(g.device, factor)).to(g.dtype)), grads)
+
+
+def overflow_as_nan(grad: Tensor) -> Tensor:
+    """NaN in the place of infinities, which no stage makes finite again."""
+    return torch.nan_to_num(grad, nan=math.nan, posinf=math.nan, neginf=math.nan)
+
+
+def refuse_float16(params: Tree) -> None:
+    """Raise TypeError where unscaled gradients would vanish."""
+    for path, leaf in named_leaves(params).items():
+        if leaf.dtype is torch.float16:
+            raise TypeError(
+                f"params[{path!r}] is float16, in which gradients vanish once they are unscaled; keep parameters in float32 and "
+                f"let the loss cast them, by .half() or under torch.autocast"
+            )

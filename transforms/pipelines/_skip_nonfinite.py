@@ -1,0 +1,111 @@
+"""Calls without effect: steps that are not finite, left out by all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._spec import factory
+from .._transform import Inner, Reduction, Transform, check_transform
+from .._tree import State, Tree, all_finite, choose_state, where, zeros_like
+from ..optimizers._optimizer import Optimizer
+from ._fuse import pipeline_of
+from ._pipeline import Pipeline, Skips
+
+
+class SkipState(NamedTuple):
+    inner: State
+    skipped: Tensor  # calls without effect so far, 0-d int64
+    sums: Any = ()  # what a reduction inside has summed in the last call, with effect or not
+
+
+Skippable = TypeVar("Skippable", Transform, Pipeline)
+
+
+@factory
+def skip_if_nonfinite(part: Skippable) -> Skippable:
+    """Let a call that gives gradients with a NaN or an infinity have no effect.
+
+    Around a pipeline, what its hook gives is looked at, and parameters and state stay as they were: this is what training
+    wants. Its `after` runs all the same, with weight 0: periods go on, and an average that is due is taken. Around a
+    transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that its momentum moves the
+    parameters. What `accumulate` inside has gathered is lost with the call.
+
+    All ranks decide alike only if what they test is equal on all of them: put the reduction inside.
+
+    Args:
+        part: A `Pipeline` or a `Transform`.
+
+    Returns:
+        The same kind of thing, with state `SkipState(inner, skipped, sums)`.
+
+    Raises:
+        TypeError: `part` is neither.
+        ValueError: `part` is a pipeline that leaves such steps out already.
+
+    Same as: optax.apply_if_finite; the skipped step of torch.amp.GradScaler.
+
+    >>> from fjoin import transforms as tx
+    >>> safe = tx.skip_if_nonfinite(tx.fuse(tx.identity(), tx.sgd(1.0)))
+    >>> p = torch.tensor(1.0)
+    >>> safe.step(p, torch.tensor(float("nan")), safe.init(p))[0]
+    tensor(1.)
+    """
+    if isinstance(part, Pipeline):
+        return guarded(part, Skips(lambda inner: SkipState(inner, no_calls()), _count))
+    if isinstance(part, Optimizer):
+        raise TypeError(
+            "skip_if_nonfinite takes a pipeline or a transform; write skip_if_nonfinite(fuse(hook, optimizer))"
+        )
+    return _skip_transform(check_transform(part, "skip_if_nonfinite: part"))
+
+
+def no_calls() -> Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+def _count(state: SkipState, fine: Tensor) -> SkipState:
+    return state._replace(skipped=state.skipped + ~fine)
+
+
+def _skip_transform(part: Transform) -> Transform:
+    inside = Inner(part)
+
+    def sums_of(inner: State) -> Any:
+        return part.sums(inner) if part.sums else ()
+
+    def init(params: Tree) -> State:
+        inner = part.init(params)
+        return SkipState(inner, no_calls(), sums_of(inner))
+
+    def update(
+        grads: Tree, state: SkipState, params: Tree = None, *, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, State]:
+        out, inner = inside.update(grads, state, params, donated=donated, **extra)
+        if out is None:
+            return None, state._replace(inner=inner, sums=sums_of(inner))
+        fine = all_finite(out)
+        kept = choose_state(fine, inner, state.inner)
+        return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine, sums_of(inner))
+
+    return Transform(init, update, reduces=Reduction(lambda state: state.sums) if part.reduces else None)
+
+
+def guarded(
+    part: Pipeline, skips: Skips, prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads
+) -> Pipeline:
+    """A pipeline around another one whose steps have no effect where what its hook gives is not finite.
+
+    Args:
+        prepare: `(grads, state) -> grads`, what comes before the other pipeline.
+    """
+    if part.skips is not None:
+        raise ValueError(
+            f"{part!r} leaves out steps that are not finite already; wrap a pipeline in one of skip_if_nonfinite and "
+            f"dynamic_loss_scale"
+        )
+
+    return pipeline_of(part.hook, part.optimizer, part.after, skips, prepare)

@@ -1,0 +1,88 @@
+"""Whether a step has an effect, and what becomes of state and parameters then: the same in the pure pipeline and in the shell."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .._transform import Transform
+from .._tree import State, Tree, choose_state, on, on_host, where
+from .._weights import check_weight
+from ._pipeline import Skips
+
+# A bool where the host knows it, else a 0-d bool tensor.
+Flag: TypeAlias = "bool | Tensor"
+
+
+class Effect(NamedTuple):
+    """What a step does on this rank.
+
+    live: some rank of those that share the gradients has weight.
+    fine: the gradients may be used.
+    raises: an error will be raised for this step, so that nothing may change; the host does not know it yet.
+    """
+
+    live: Flag
+    fine: Flag = True
+    raises: Flag = False
+
+    @property
+    def steps(self) -> Flag:
+        """Whether the optimizer takes a step."""
+        return both(self.live, self.fine)
+
+    def keep(self, new: Any, old: Any) -> Any:
+        """The state after a step, or that before it; each may be a function that makes it. Host counters go on."""
+        if self.steps is True:
+            return new
+        new, old = (state() if callable(state) else state for state in (new, old))
+        return choose_state(torch.as_tensor(self.steps), new, old)
+
+    def where(self, new: Tree, old: Tree) -> Tree:
+        """Leaf by leaf the tensors after a step, or those before it."""
+        if isinstance(self.steps, Tensor):
+            return where(self.steps, new, old)
+        return new if self.steps else old
+
+    def settle(self, skips: Skips, outer: Any) -> Any:
+        """The counts of a pipeline that leaves steps out. A step without input is none of them."""
+        if self.live is False:
+            return outer
+        counted = skips.settle(outer, torch.as_tensor(self.fine))
+        return counted if self.live is True else choose_state(self.live, counted, outer)
+
+    def weight(self, weight: Any) -> Any:
+        """The weight of this step among others: 0 for one without effect."""
+        if isinstance(self.steps, Tensor):
+            weight = on(self.steps.device, check_weight(weight))
+            return torch.where(self.steps, weight, torch.zeros_like(weight))
+        return weight if self.steps else 0.0
+
+    def after(
+        self, transform: Transform, values: Tree, state: State, weight: Any, step: int, **extra: Any
+    ) -> tuple[Tree, State]:
+        """Transform the parameters, or the buffers, at the end of a step. It is done in each step, those without effect included.
+
+        Args:
+            weight: Of this step.
+            step: The number of steps before this one.
+        """
+        new = transform.update(values, state, values, weight=self.weight(weight), step=step, persistent=True, **extra)
+        if self.raises is False:
+            return new
+        return choose_state(~torch.as_tensor(self.raises), new, (values, state))
+
+
+def both(a: Flag, b: Flag) -> Flag:
+    if a is False or b is False:
+        return False
+    if a is True or b is True:
+        return b if a is True else a
+    return a & b
+
+
+def flag(condition: Tensor) -> Flag:
+    """A bool, where Python may look at it without a wait for a device."""
+    return bool(condition) if on_host(condition) else condition

@@ -1,0 +1,106 @@
+"""Which parameters travel together: buckets, and where each leaf lies in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._lane import lane_dtype
+
+# Measured on gloo: larger messages pay up to about 25 MB on loopback, but at 1 to 3 Gbit/s 5 MiB is
+# best, since the last bucket's message hides behind nothing. A tensor of 4 MB is worth its own
+# message, because it then needs no copy.
+BUCKET_BYTES = 5 * 2**20
+# The first of several is smaller, so that sending starts early: a slow link is busy from then on to the end.
+FIRST_BYTES = 2**20
+DIRECT_BYTES = 4 * 10**6
+# Where each leaf begins: matrix kernels are slower on tensors that do not lie on a cache line.
+ALIGN_BYTES = 64
+
+
+class Span(NamedTuple):
+    """Leaves that lie next to each other in a bucket and are stepped by one kernel, padding included."""
+
+    start: int
+    stop: int
+    paths: tuple[str, ...]
+
+
+class Bucket(NamedTuple):
+    """Leaves whose gradients travel in one message."""
+
+    paths: tuple[str, ...]  # in the order of storage
+    offsets: tuple[int, ...]  # of each leaf, in elements
+    numel: int  # padding included
+    dtype: torch.dtype
+    device: torch.device
+    direct: bool  # one large tensor, sent from where autograd left it
+    spans: tuple[Span, ...]
+
+
+def make_layout(
+    params: Mapping[str, Tensor],
+    label: Callable[[str], Hashable],
+    bucket_bytes: int = BUCKET_BYTES,
+    direct_bytes: int = DIRECT_BYTES,
+) -> tuple[Bucket, ...]:
+    """Cut parameters into buckets, in the reverse of their order, which is about that of backward.
+
+    Args:
+        params: Path -> tensor, in the order in which the model registered them.
+        label: Leaves of one bucket with equal labels lie next to each other, in one span.
+        bucket_bytes: A bucket is closed once it holds this much; the first of several sooner.
+        direct_bytes: A tensor of this size is a bucket of its own.
+    """
+    done: list[tuple[int, Bucket]] = []  # (when its last gradient is expected, bucket)
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}  # paths, bytes
+
+    def size(path: str) -> int:
+        return params[path].numel() * params[path].element_size()
+
+    first_bytes = min(FIRST_BYTES, bucket_bytes) if sum(map(size, params)) > bucket_bytes else bucket_bytes
+    for when, path in enumerate(reversed(list(params))):
+        key = (params[path].dtype, params[path].device)
+        if size(path) >= direct_bytes:
+            done.append((when, _bucket(params, [path], label, direct=True)))
+            continue
+        paths, filled = filling.get(key, ([], 0))
+        paths.append(path)
+        filling[key] = paths, filled + size(path)
+        if filled + size(path) >= (bucket_bytes if done else first_bytes):
+            done.append((when, _bucket(params, paths, label)))
+            del filling[key]
+    for paths, _ in filling.values():
+        done.append((len(params), _bucket(params, paths, label)))
+    return tuple(bucket for _, bucket in sorted(done, key=lambda pair: pair[0]))
+
+
+def _bucket(
+    params: Mapping[str, Tensor], paths: list[str], label: Callable[[str], Hashable], direct: bool = False
+) -> Bucket:
+    by_label: dict[Hashable, list[str]] = {}
+    for path in paths:
+        by_label.setdefault(label(path), []).append(path)
+    first = params[paths[0]]
+    step = 1 if direct else ALIGN_BYTES // first.element_size()
+    ordered, offsets, spans, at = [], [], [], 0
+    for members in by_label.values():
+        start = at
+        for path in members:
+            ordered.append(path)
+            offsets.append(at)
+            at += -(-params[path].numel() // step) * step
+        spans.append(Span(start, at, tuple(members)))
+    return Bucket(tuple(ordered), tuple(offsets), at, first.dtype, first.device, direct, tuple(spans))
+
+
+def lane_bucket(layout: tuple[Bucket, ...]) -> int | None:
+    """The bucket that carries the lane: the first flat one of the lane's dtype, if there is any."""
+    dtype = lane_dtype(bucket.dtype for bucket in layout)
+    for i, bucket in enumerate(layout):
+        if not bucket.direct and bucket.dtype is dtype:
+            return i
+    return None

@@ -1,0 +1,124 @@
+"""What a transform does in which steps, read off its spec."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .._spec import Spec
+from .._transform import Transform
+
+_STARTS = ("warmup", "start")  # arguments that name the step in which a transform begins to do something else
+
+
+class Phase(NamedTuple):
+    """Steps in which a transform sends the same."""
+
+    when: str  # in words, such as "from step 3"
+    step: int  # the first one, counted from 0
+    ends: bool = False  # whether there is a last one, as of a warm-up
+
+
+def running(part: Transform, step: int | None) -> list[tuple[Transform, int | None]]:
+    """The transforms that run inside one in a step, each with its own number of that step; of any step all of them."""
+    if step is not None and part.spec.name == "switch_after":
+        start = part.spec["step"]
+        return [(part.spec["before"], step)] if step < start else [(part.spec["after"], step - start)]
+    if step is not None and part.spec.name == "every":
+        steps = part.spec["steps"]
+        return [] if (step + 1) % steps else [(part.spec["transform"], step // steps)]
+    return [(child, step) for child in part.spec.children if isinstance(child, Transform)]
+
+
+def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phase]:
+    """The phases of a transform, in their order; those without messages, such as the steps between two of `every`, are left out.
+
+    Args:
+        sends: `(transform, step) -> messages`, of a transform without others inside.
+    """
+    if part.spec.name == "switch_after":
+        start = part.spec["step"]
+        first = [phase for phase in phases(part.spec["before"], sends) if phase.step < start]
+        found = [Phase(_both(f"before step {start}", when), step, True) for when, step, _ in first]
+        since = f"from step {start}" if start else "each step"
+        after = phases(part.spec["after"], sends)
+        return [*found, *(Phase(_both(since, when), start + step, ends) for when, step, ends in after)]
+    if part.spec.name in ("every", "accumulate"):
+        steps = part.spec["steps"]
+        when, times = (f"every {steps} steps", steps) if part.spec.name == "every" else (f"once in {steps} calls", 1)
+        inside = phases(part.spec["transform"], sends)
+        return [Phase(_both(when, inner), (step + 1) * times - 1, ends) for inner, step, ends in inside]
+    ends = [value for name, value in part.spec.args if name in _STARTS and type(value) is int and value > 0]
+    if ends:
+        starts = _changes(0, ends[0], lambda step: sends(part, step))
+        return [Phase(*one) for one in _between(starts)]
+    several = [own for child, _ in running(part, None) if (own := phases(child, sends)) != [Phase("each step", 0)]]
+    return [phase for own in several for phase in own] or [Phase("each step", 0)]
+
+
+def changes_with_steps(part: Transform) -> bool:
+    """Whether a transform does other things in some steps than in others, by what its spec says."""
+    own = part.spec.name in ("switch_after", "every", "accumulate") or any(
+        name in _STARTS for name, _ in part.spec.args
+    )
+    return own or any(changes_with_steps(child) for child, _ in running(part, None))
+
+
+def shown(part: Transform, step: int) -> str:
+    """The repr of what runs in a step."""
+    return repr(_in_step(part, step))
+
+
+def _in_step(part: Any, step: int) -> Any:
+    if not isinstance(part, Transform):
+        return part
+    if part.spec.name in ("switch_after", "every", "accumulate"):
+        inside = running(part, step)
+        return _in_step(*inside[0]) if inside else part  # type: ignore[arg-type]
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(replaced(item) for item in value)
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        return _in_step(value, step)
+
+    spec = Spec(part.spec.name, tuple((name, replaced(value)) for name, value in part.spec.args))
+    return dataclasses.replace(part, spec=spec) if spec.name else part
+
+
+def _changes(low: int, high: int, sends: Callable[[int], Any]) -> list[int]:
+    """The steps from `low` to `high` in which what is sent changes; what is equal at both ends is taken to be so in between."""
+    found, todo, known = {low}, [(low, high)], {low: sends(low), high: sends(high)}
+    while todo:
+        low, high = todo.pop()
+        if known[low] == known[high]:
+            continue
+        if high - low == 1:
+            found.add(high)
+            continue
+        middle = (low + high) // 2
+        known[middle] = sends(middle)
+        todo += [(low, middle), (middle, high)]
+    return sorted(found)
+
+
+def _between(starts: list[int]) -> list[tuple[str, int, bool]]:
+    """For each start the steps up to the next one, in words, and whether there is a next one.
+
+    >>> _between([0, 3])
+    [('before step 3', 0, True), ('from step 3', 3, False)]
+    """
+    found = []
+    for start, end in zip(starts, [*starts[1:], None], strict=True):
+        limits = [f"from step {start}"] * (start > 0) + ([] if end is None else [f"before step {end}"])
+        found.append((", ".join(limits) or "each step", start, end is not None))
+    return found
+
+
+def _both(when: str, inner: str) -> str:
+    """The second one counts calls, from the first one on."""
+    if "each step" in (when, inner):
+        return inner if when == "each step" else when
+    return f"{when}, {inner.replace('step', 'call')}"

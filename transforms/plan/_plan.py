@@ -1,0 +1,166 @@
+"""How a pipeline runs, read off its spec."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from .._spec import _FACTORIES
+from .._transform import Needs, Transform
+from ..axes._primitive import names
+from ..combinators._chain import chain, stages
+from ._phases import changes_with_steps, running
+
+AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
+_OURS = "fjoin.transforms."
+
+
+class Reduced(NamedTuple):
+    """What a hook reduces in one step.
+
+    axes: the axes over which it does: their ranks take one step, or leave it out, together. None where it sends nothing.
+    equal: whether its own messages make the gradients and the lane equal on all of these ranks.
+    """
+
+    axes: tuple[str, ...]
+    equal: bool
+
+
+class Plan(NamedTuple):
+    """How a whole pipeline runs. Of the first two at most one is given.
+
+    reduce: a fusable stage, `mean` or `sum_over`, where that comes first and no later stage reduces: buckets are summed in
+        place while backward goes on, and its division is left to the optimizer's kernel.
+    early: the stages before the first that needs the whole tree, as one transform: run on each bucket
+        while backward goes on.
+    clip: a `clip_by_global_norm` that stands alone between `reduce` and the optimizer: it too becomes
+        part of the kernel's scale.
+    rest: the stages that run on the whole tree after that.
+    agree: the axes whose ranks loop together, in all steps: those of the hook, of the parameter transform and of the buffers'.
+    """
+
+    hook: Transform
+    mesh_axes: tuple[str, ...]
+    agree: tuple[str, ...]
+    always: Reduced | None  # what the hook reduces, where that is the same in all steps
+    reduce: Transform | None = None
+    early: Transform | None = None
+    clip: Transform | None = None
+    rest: tuple[Transform, ...] = ()
+
+    @property
+    def over(self) -> str | None:
+        """What `reduce` divides by; None for a sum."""
+        assert self.reduce is not None and self.reduce.reduces is not None
+        return self.reduce.reduces.over
+
+    @property
+    def by_weight(self) -> bool:
+        """Whether ranks count in it by their weights, else by having a batch."""
+        return self.over in (None, "weight")
+
+    def reduced(self, step: int) -> Reduced:
+        """What the hook reduces in a step, counted from 0."""
+        return self.always or _reduced(self.hook, self.mesh_axes, step)
+
+    def lane_messages(self, step: int) -> tuple[tuple[str, ...], ...]:
+        """The axes of the messages in which the lane travels alone in a step.
+
+        One over all that loop together, at the start of backward, unless the hook's own messages bring the lane there; and one
+        behind the hook where it leaves different gradients on the ranks that take one step.
+        """
+        axes, equal = self.reduced(step)
+        if axes == self.agree:
+            return () if equal else (axes,)
+        return (self.agree,) if equal or not axes else (self.agree, axes)
+
+    def carries(self, step: int) -> bool:
+        """Whether the hook's own messages bring the lane to all ranks that loop together."""
+        axes, equal = self.reduced(step)
+        return equal and axes == self.agree
+
+
+def make_plan(
+    hook: Transform, mesh_axes: Collection[str], after: Transform | None = None, on_buffers: Transform | None = None
+) -> Plan:
+    """The plan of a pipeline, or of a hook alone.
+
+    Args:
+        hook: What happens to the gradients.
+        mesh_axes: The names of the axes that are bound where it runs.
+        after, on_buffers: What happens to the parameters and to the buffers, if anything does.
+    """
+    mesh_axes = tuple(mesh_axes)
+    reach = axes_of(hook, mesh_axes)
+    union = reach.union(*(axes_of(part, mesh_axes) for part in (after, on_buffers) if part is not None))
+    agree = (*(name for name in mesh_axes if name in union), *sorted(union - set(mesh_axes))) or mesh_axes
+    parts = stages(hook)
+    first = parts[0] if parts else None
+    # Where a later stage communicates too, only the last one knows the sums over all ranks.
+    always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
+    plan = Plan(hook, mesh_axes, agree, always)
+    own = first.reduces if first is not None else None
+    alone = own is not None and own.fusable and reach <= set(names(own.axis or ()))
+    if alone and not any(part.reduces for part in parts[1:]):
+        if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":
+            return plan._replace(reduce=first, clip=parts[1])
+        return plan._replace(reduce=first, rest=tuple(parts[1:]))
+    whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
+    return plan._replace(early=chain(*parts[:whole]) if whole else None, rest=tuple(parts[whole:]))
+
+
+def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
+    reach = axes_of(hook, mesh_axes, step)
+    axes = tuple(name for name in mesh_axes if name in reach)
+    return Reduced(axes, bool(axes) and hook.sums is not None and _summed_over(hook, mesh_axes, step) >= set(axes))
+
+
+def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None) -> set[str]:
+    """The axes that a transform may communicate over: those in its arguments; all, where a function may do anything.
+
+    Args:
+        step: Only in this step, counted from 0; None: in any.
+    """
+    if not part.spec.name or "function" in dict(part.spec.args):
+        return set(mesh_axes)
+    found = set[str]()
+    ours = str(getattr(_FACTORIES.get(part.spec.name), "__module__", "")).startswith(_OURS)
+    for argument, value in part.spec.args:
+        for name in value if isinstance(value, tuple) else (value,):
+            # Of others' factories any argument may name one.
+            if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
+                found.add(name)
+    return found.union(*(axes_of(child, mesh_axes, at) for child, at in running(part, step)))
+
+
+def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) -> set[str]:
+    """The axes over which a transform makes all gradients equal, and its sums are sums."""
+    if part.sums is None or part.spec.name == "masked":
+        return set()
+    inside = [_summed_over(child, mesh_axes, at) for child, at in running(part, step)]
+    if part.spec.name == "chain":
+        return set[str]().union(*inside)
+    return set.intersection(*inside) if inside else axes_of(part, mesh_axes, step)
+
+
+def warn_if_silent(
+    what: Any, parts: Collection[Transform | None], mesh_axes: tuple[str, ...], ranks: int, stacklevel: int
+) -> None:
+    """Warn if nothing in the parts of a pipeline communicates, and no `noop` in them says that this is meant."""
+    given = [part for part in parts if part is not None]
+    if not any(axes_of(part, mesh_axes) or _holds(part, "noop") for part in given):
+        warnings.warn(
+            f"nothing in {what!r} reduces over the {ranks} ranks, so that each trains on its own batches alone; put "
+            f"tx.mean({mesh_axes[0]!r}) into it, or tx.noop() where that is meant",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _holds(part: Any, name: str) -> bool:
+    return part.spec.name == name or any(_holds(child, name) for child in part.spec.children)
+
+
+def takes_flat(part: Transform) -> bool:
+    """Whether a transform may be given a bucket as one flat tensor: not where something in it looks at paths."""
+    return not part.needs & (Needs.LEAVES | Needs.PATHS | Needs.TREE)

@@ -1,0 +1,206 @@
+"""A weighted mean in which some leaves travel as two thin factors: what the PowerSGD transforms have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._bucketwise import Carried, part_of
+from .._check import flag, positive, real, some_axes, whole_number
+from .._counter import counts_steps
+from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
+from .._transform import Compression, Needs, Reduction, Transform
+from .._tree import Tree, device_of, named_leaves, plain
+from .._weights import Over, check_over, share_of, unless_idle
+from ..axes._collectives import axis_size
+from ..codecs._codec import Codec, refuse_derivative
+from ..reductions._mean import MeanState, carried_state, init_mean, mean
+from ..reductions._residuals import Memory
+from ._factors import Exchange, Owing, as_dtype, blocks_of, cut, look, next_start, orthonormal, products, right, shaped
+from ._residuals import owing, owing_of_loose
+
+
+class PowerSGDState(NamedTuple):
+    reduced: MeanState
+    counted: Tensor  # the sum of what the ranks counted in the last call, 0-d float64
+    q: dict[str, Tensor]  # by path of a compressed leaf what the next call starts from, (rank, columns)
+    step: int  # calls so far, on the host
+
+
+class Settings(NamedTuple):
+    axis: AxisName
+    rank: int
+    min_compression_rate: float
+    warm_start: bool
+    epsilon: float
+    seed: int
+    over: Over
+
+    def rank_of(self, rows: int, columns: int) -> int:
+        """The rank in which a matrix of this shape travels; 0 where it travels whole."""
+        rank = min(rows, columns, self.rank)
+        return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
+
+
+def check_settings(given: Settings) -> None:
+    some_axes("power_sgd", given.axis)
+    check_over(given.over)
+    whole_number("rank", given.rank, 1)
+    whole_number("seed", given.seed)
+    positive("min_compression_rate", given.min_compression_rate)
+    positive("epsilon", given.epsilon, zero=True)
+    flag("warm_start", given.warm_start)
+
+
+class Given(NamedTuple):
+    """What a call has been given besides gradients."""
+
+    weight: Any
+    lane: Lane | None
+    carried: Carried | None
+    wire: Codec | None
+    errors: dict[str, Tensor]  # by path
+    flush: bool
+    donated: bool  # whether the means may take the gradients' memory
+
+
+class Made(NamedTuple):
+    """What has come of a call."""
+
+    means: dict[str, Tensor]  # by path, in the leaves' shapes and dtypes
+    errors: dict[str, Tensor]  # by path, of those given
+    q: dict[str, Tensor]
+    reduced: MeanState
+    counted: Tensor
+
+
+Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, Given], Made]
+
+
+def reducing(
+    settings: Settings, needs: Needs, start: Callable[[Tree], dict[str, Tensor]], reduce: Reduce,
+    loses: Callable[[Tree], list[str]],
+) -> Transform:  # fmt: skip
+    """A transform around what it does on several ranks; `start`: parameters -> the first Q."""
+    axis, over = settings.axis, settings.over
+    alone = mean(axis, over)
+
+    def init(params: Tree) -> PowerSGDState:
+        reduced = init_mean(params)
+        return PowerSGDState(reduced, reduced.total.clone(), start(params) if settings.warm_start else {}, 0)
+
+    @counts_steps
+    def update(
+        grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
+        persistent: bool = False, **extra: Any,
+    ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
+        grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
+        if axis_size(axis) == 1:
+            out, reduced = alone.update(
+                grads, state.reduced, weight=weight, lane=lane, carried=part_of(carried, "reduced"),
+                persistent=persistent, **extra,
+            )  # fmt: skip
+            counted = share_of(weight, over).factor if carried is None else carried.get().counted
+            return out, state._replace(reduced=reduced, counted=counted, step=step)
+        leaves = named_leaves(grads)
+        real(leaves, "power_sgd")
+        if wire is not None:
+            refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
+        share, known = share_of(weight, over), dict[str, Tensor]()
+        if memory is not None:
+            mine = {path: leaf for path, leaf in leaves.items() if path in memory}
+            known = dict(zip(mine, memory.owed(mine, share), strict=True))
+        given = Given(weight, lane, carried, wire, known, memory is not None and memory.flush, donated)
+        made = reduce(leaves, state, given)
+        if memory is not None:
+            memory.keep(made.errors, made.errors.values(), share, made.reduced.total)
+        out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
+        out = unless_idle(made.counted, out, grads, persistent)
+        q = {path: made.q.get(path, old) for path, old in state.q.items()}
+        return out, PowerSGDState(made.reduced, made.counted, q, step)
+
+    return Transform(
+        init,
+        update,
+        needs | Needs.PATHS,
+        Reduction(lambda state: state.reduced, axis, over),
+        Compression(loses, encoded=False),
+    )
+
+
+def low_rank_mean(
+    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], fresh: Callable[[str, Tensor], Tensor], settings: Settings, given: Given
+) -> Made:  # fmt: skip
+    """The mean of leaves, of which those in `q` travel as two factors."""
+    axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
+    device = device_of(leaves.values())
+    mine = Owing(*share_of(given.weight, over).to(device), given.flush)
+    named = {} if given.carried is not None else {"total": mine.factor, **(given.lane or {})}
+    check_lane(given.lane)
+    coded = given.wire is not None
+    dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())
+    words = encode_lane(named, torch.float64, 1, device) if coded else encode_lane(named, dtype, ranks, device)
+    exchange = Exchange(axis, given.wire, coded and bool(given.errors), next(iter(leaves), ""))
+    # What is summed as it is owes nothing.
+    errors = {path: e for path, e in given.errors.items() if coded or path in q}
+
+    def owed(path: str) -> Tensor | None:
+        return mine.owed(leaves[path], errors.get(path), dtype)
+
+    blocks = blocks_of(leaves, q, owed, dtype)
+    loose = [path for path, leaf in leaves.items() if path not in q and leaf.numel()]
+    parts = [s if (s := owed(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in loose]
+    flat, told, lost = exchange("P", [*(part for block in blocks for part in block.parts), *parts], words)
+    left_sizes, right_sizes = [block.sizes[0] for block in blocks], [block.sizes[1] for block in blocks]
+    size = sum(shape.numel() for shape in left_sizes)
+    thin = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], left_sizes)]
+
+    own: list[Tensor] = []
+    owes: dict[str, Tensor] = {}
+    for block, p in zip(blocks, thin, strict=True):
+        some, errors_of_some = right(block, p, mine, errors)
+        own += some
+        owes.update(errors_of_some)
+    second, _, gone = exchange("Q", own, words[:0])
+    totals = cut(second, right_sizes)
+
+    if given.carried is None:
+        lane = decode_lane(told, named, 1 if coded else ranks)
+        counted = lane.pop("total")
+        reduced = MeanState(torch.full_like(counted, ranks) if over == "world" else counted, lane)
+    else:
+        reduced, counted = carried_state(given.carried.at("reduced")), given.carried.get().counted
+    outcome = look(totals, counted)
+    divisor = reduced.total if outcome.whole else torch.where(outcome.live, reduced.total, torch.ones_like(counted))
+
+    def divided(x: Tensor) -> Tensor:
+        return x / divisor if outcome.whole else torch.where(outcome.live, x / divisor.to(x.dtype), torch.zeros_like(x))
+
+    places: dict[str, Tensor] = {}
+    if given.donated and plain(list(leaves.values())):
+        matrices = {path: leaves[path] for path in q}
+        places = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
+    means = products(blocks, thin, cut(divided(second), right_sizes), places)
+    shapes = {path: leaves[path].shape for path in loose}
+    means.update(zip(loose, cut(divided(flat[size:]), list(shapes.values())), strict=True))
+    new_q: dict[str, Tensor] = {}
+    if settings.warm_start:
+        for i, (block, total) in enumerate(zip(blocks, totals, strict=True)):
+            new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
+    missed = None if gone is None else cut(gone, right_sizes)
+    new_errors = owing(blocks, thin, owes, missed, errors, outcome)
+    if lost is not None:
+        new_errors.update(owing_of_loose(shapes, lost[size:], flat[size:], errors, mine, outcome))
+    return Made(
+        {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
+        {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},
+        {path: as_dtype(new, q[path].dtype) for path, new in new_q.items()},
+        reduced,
+        counted,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Reductions of gradients over named axes."""

@@ -1,0 +1,112 @@
+"""A sum that takes from two gradients what they agree in only once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._bucketwise import Carried
+from .._check import one_axis
+from .._lane import Lane, check_lane, decode_lane, encode_lane
+from .._spec import factory
+from .._transform import Needs, Reduction, Transform
+from .._tree import Tree, device_of, on
+from .._weights import not_zero, share_of, unless_idle
+from ..axes._collectives import axis_index, axis_size, ppermute, psum
+from ._mean import MeanState, carried_state, init_mean
+
+
+@factory
+def adasum(axis: AxisName) -> Transform:
+    """Add gradients pairwise, each less half of its part along the other: orthogonal ones are summed, parallel ones averaged.
+
+        a + b  becomes  (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b,    for each leaf
+
+    In log2(ranks) rounds, in each of which a rank sends all its gradients to one other; where the ranks are no power of two, those
+    above the last one give theirs away before and get the result after. A rank without input adds nothing; other weights do
+    not count. `explain` announces a message in every round, which the ranks that have none to send leave out.
+
+    Args:
+        axis: One axis.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit. Sums are taken in at least float32.
+        State: `MeanState(total, lane)`, total being the ranks with input.
+
+    Raises:
+        ValueError: several axes.
+
+    Source: Maleki et al., Scaling Distributed Training with Adaptive Summation, arXiv:2006.02924, section 3.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = adasum("data")
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, 0.0]), torch.tensor([0.0, 4.0])])[0]
+    tensor([2., 4.])
+    >>> tx.simulate(one_rank, {"data": 3}, [torch.tensor([v, v]) for v in (1.0, 2.0, 3.0)])[2]
+    tensor([2., 2.])
+    """
+    axis = one_axis("adasum", axis)
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, persistent: bool = False, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        check_lane(lane)
+        share = share_of(weight, "live")
+        grads = optree.tree_map(torch.as_tensor, grads)
+        # Contiguous, as what comes from others: sums over other strides round in another order.
+        wide = optree.tree_map(
+            lambda g: share.silenced(g).to(torch.promote_types(g.dtype, torch.float32)).contiguous(), grads
+        )
+        summed = _over_ranks(wide, axis)
+        out = optree.tree_map(lambda s, g: s.to(g.dtype), summed, grads)
+        if carried is not None:
+            return out, carried_state(carried)
+        named = {"total": share.factor, **(lane or {})}
+        leaves = optree.tree_leaves(grads)
+        words = encode_lane(named, torch.float64, 1, device_of(leaves))
+        sums = decode_lane(psum(words, axis), named, 1)
+        total = sums.pop("total")
+        return unless_idle(total, out, grads, persistent), MeanState(total, sums)
+
+    return Transform(init_mean, update, Needs.LEAVES, Reduction(lambda state: state))
+
+
+def _over_ranks(own: Tree, axis: str) -> Tree:
+    ranks, me = axis_size(axis), axis_index(axis)
+    power = 1 << (ranks.bit_length() - 1)
+    if rest := ranks - power:
+        own = _both(own, ppermute(own, axis, [(power + r, r) for r in range(rest)]), me < rest)
+    step = 1
+    while step < power:
+        other = ppermute(own, axis, [(r, r ^ step) for r in range(power)])
+        own = _both(own, other, me < power)
+        step *= 2
+    if rest:
+        back = ppermute(own, axis, [(r, power + r) for r in range(rest)])
+        own = optree.tree_map(lambda a, b: torch.where(on(a.device, me >= power), b, a), own, back)
+    return own
+
+
+def _both(own: Tree, other: Tree, here: Tensor) -> Tree:
+    """The adaptive sum where `here`; both of a pair compute the same bits, for it is symmetric."""
+
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        # Of values near 1, whose squares neither overflow nor vanish.
+        size = not_zero(torch.maximum(_largest(a), _largest(b)))
+        dot, aa, bb = (torch.sum(p / size * (q / size)) for p, q in ((a, b), (a, a), (b, b)))
+        summed = (1 - dot / (2 * not_zero(aa))) * a + (1 - dot / (2 * not_zero(bb))) * b
+        return torch.where(on(a.device, here), summed, a)
+
+    return optree.tree_map(add, own, other)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax() if x.numel() else x.new_zeros(())

@@ -1,0 +1,160 @@
+"""A weighted mean of rows of bytes: at most twice the codes for each rank, however many ranks there are.
+
+On three ranks and more every rank takes one chunk of the gradients: it gets all ranks' bytes of that chunk
+(all_to_all), decodes them, takes their weighted mean in float32, and sends that to all, encoded again
+(all_gather). On two ranks each sends all its bytes to the other, as many as in the two messages above, and
+both take the same mean: one exchange, encoded once. The weight stands behind the codes of every row, in float64; the words of the
+lane are summed as the gradients are, each rank taking some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._tree import on, plain
+from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
+from ..axes._primitive import names, note
+from ..codecs._codec import Codec, as_bytes, read
+from ..codecs._stochastic import Dice
+
+
+class Reduced(NamedTuple):
+    mean: Tensor  # (n,) float32
+    total: Tensor  # the sum of the factors, 0-d float64
+    words: Tensor  # sums over the ranks of the lane's words, (words,) float64
+    lost: Tensor | None = None  # of times * flat, and of total * mean where this rank summed it, (n,) float32
+    coded: Tensor | None = None  # where `lost` is asked for, what the others decode of flat, (n,) float32
+
+
+def coded_mean(
+    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
+    places: Tensor | None = None, settle: Callable[[Tensor], Tensor] = lambda mean: mean, out: Tensor | None = None,
+) -> Reduced:  # fmt: skip
+    """sum_r factor_r flat_r / sum_r factor_r, with the floats encoded while they travel; 0 where all factors are.
+
+    Args:
+        flat: (n,) float32, this rank's; finite where `factor` is 0.
+        factor: What this rank counts, 0-d float64, at least 0.
+        words: Of the lane, (words,) float64.
+        axis: The axis; of several, the last is reduced first, and the others what it gave.
+        times: What this rank's floats are multiplied with, where that is not `factor`; asks for what is lost.
+        places: Where each float stands, for a codec that throws dice; see `places_of`.
+        settle: What becomes of the mean where it is taken, before it is sent.
+        out: Where the mean may be written, (n,) float32: it may be `flat`, which is read no more then. On two ranks it is.
+
+    Raises:
+        ValueError: what is lost is asked for over several axes.
+    """
+    if times is not None and len(names(axis)) > 1:
+        raise ValueError(
+            f"error feedback is over one axis, got {axis!r}; write chain(error_feedback(a), error_feedback(b)), one mean for each"
+        )
+    for i, name in reversed(list(enumerate(names(axis)))):
+        note(name, f"{flat.numel()} floats")
+        # Ranks that hold the same throw the same.
+        rank, group = (axis_index(names(axis)[:n]) if codec.noisy and n else 0 for n in (i + 1, i))
+        dice = Dice(codec, flat, places, rank, i, group)
+        reduced = _over_one(codec, dice, flat, factor, words, name, times, settle, out)
+        flat, factor, words = reduced.mean, reduced.total, reduced.words
+    return reduced
+
+
+def _over_one(
+    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
+    settle: Callable[[Tensor], Tensor], out: Tensor | None,
+) -> Reduced:  # fmt: skip
+    ranks, n = axis_size(axis), flat.numel()
+    if ranks == 1:
+        return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
+    if ranks == 2:
+        reduced = _gathered(codec, dice, flat, factor, words, axis, times, out)
+        return reduced._replace(mean=settle(reduced.mean))
+    own = factor.reshape(1) if times is None else torch.stack([factor, times])
+    head, here = len(own), on(flat.device, axis_index(axis))
+    size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
+    chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
+    places = cut(dice.places, ranks, size) if codec.noisy else dice.places
+    codes = dice.encode(chunks, places)
+    rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
+    mean, total = _mean(iter(rows.unbind(0)), said[:, :head])
+    mean = settle(mean)
+    coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=True)
+    back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
+    lost = decoded = None
+    if times is not None:
+        is_here = torch.arange(ranks, device=flat.device).unsqueeze(1) == here
+        again = torch.where(is_here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
+        decoded = codec.decode(codes, size)
+        lost = (_lost(chunks, decoded, times) + again).flatten()[:n]
+        decoded = decoded.flatten()[:n]
+    return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost, decoded)
+
+
+def gathered_mean(
+    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
+    places: Tensor | None = None, out: Tensor | None = None,
+) -> Reduced:  # fmt: skip
+    """`coded_mean` in which every rank gets all ranks' codes and takes the mean itself: encoded once, ranks / 2 times the bytes."""
+    note(axis, f"{flat.numel()} floats")
+    dice = Dice(codec, flat, places, axis_index(axis) if codec.noisy else 0)
+    return _gathered(codec, dice, flat, factor, words, axis, times, out)
+
+
+def _gathered(
+    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None,
+    out: Tensor | None,
+) -> Reduced:  # fmt: skip
+    own = factor.reshape(1) if times is None else torch.stack([factor, times])
+    codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
+    data = all_gather(_row(codes, mine.unsqueeze(0))[0], axis)
+    said, n = _words(data, len(mine)), flat.numel()
+    each = data[:, : codec.width(n)].split(1)
+    rows = (codec.decode(row, n)[0] for row in each)  # one at a time: a cache does not hold all
+    mean, total = _mean(rows, said[:, : len(own)], out)
+    summed = said[:, len(own) :].sum(0)
+    if times is None:
+        return Reduced(mean, total, summed)
+    coded = codec.decode(codes, n)[0]
+    return Reduced(mean, total, summed, _lost(flat, coded, times), coded)
+
+
+def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
+    return (x - decoded).mul_(times.to(torch.float32))
+
+
+def cut(x: Tensor, rows: int, size: int) -> Tensor:
+    """(n,) as (rows, size), zeros at the end."""
+    return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
+
+
+def _mean(rows: Iterator[Tensor], said: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
+    total = said[:, 0].sum()
+    one = total / total  # but NaN where it is infinite: x / inf would be 0
+    # Where nobody counts, what is flushed is not taken.
+    first, *others = torch.where(total == 0, 0.0, said[:, -1] / total * one).to(torch.float32).unbind(0)
+    mean = torch.mul(next(rows), first, out=out)
+    for row, factor in zip(rows, others, strict=True):
+        mean = mean.addcmul_(row, factor) if plain(row) else mean.addcmul(row, factor)
+    return mean, total
+
+
+def _row(codes: Tensor, words: Tensor) -> Tensor:
+    """(rows, bytes): codes, padded to whole float64 words, then words of this rank."""
+    if gap := -codes.shape[1] % 8:
+        codes = torch.nn.functional.pad(codes, (0, gap))
+    return torch.cat([codes, as_bytes(words)], dim=1) if words.shape[1] else codes
+
+
+def _read(codec: Codec, data: Tensor, n: int, words: int) -> tuple[Tensor, Tensor]:
+    """Of rows of bytes the floats, (rows, n), and the words, (rows, words)."""
+    return codec.decode(data[:, : codec.width(n)], n), _words(data, words)
+
+
+def _words(data: Tensor, words: int) -> Tensor:
+    return read(data[:, data.shape[1] - 8 * words :], torch.float64)

@@ -1,0 +1,171 @@
+"""Hooks whose messages are encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .._axis_env import AxisName
+from .._check import whole_number
+from .._counter import counts_steps
+from .._spec import factory
+from .._transform import Compression, Inner, Needs, Transform, check_transform, lend
+from .._tree import State, Tree, named_leaves
+from .._weights import Over
+from ..codecs._blocks import fp8
+from ..codecs._codec import Codec, bfloat16, check_codec, float16, float32
+from ._mean import mean
+
+_CASTS: dict[torch.dtype, Callable[[], Codec]] = {
+    torch.bfloat16: bfloat16,
+    torch.float16: float16,
+    torch.float32: float32,
+    torch.float8_e4m3fn: fp8,
+    torch.float8_e5m2: lambda: fp8(dtype=torch.float8_e5m2),
+}
+
+
+class CompressState(NamedTuple):
+    inner: State
+    step: int  # calls so far, on the host: what dice are keyed by, besides the seed
+
+
+@factory
+def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
+    """Let what a hook sends of gradients be encoded while it travels.
+
+    All leaves go in one message, or one to and one from the rank that sums them; see `quantized_mean`. Weights and
+    lane travel beside the codes, in float64, and are exact. Gradients come back in their own dtype. On an axis of one rank
+    nothing travels, and nothing is encoded.
+
+    Args:
+        codec: For example `int8()`.
+        hook: `mean`, `sum_over`, or what holds them: `chain`, `partition`, `every` and so on.
+        seed: For codecs that throw dice, such as `int8(stochastic=True)`: the same on all ranks. Dice depend on it, the step,
+            the rank, and a float's path and place in its leaf.
+
+    Returns:
+        A `Transform` with the state of `hook`; for codecs that throw dice, `CompressState(inner, step)`.
+
+    Raises:
+        TypeError: `codec` is no codec; nothing in `hook` sends what can be encoded, or something is encoded already; at `update`: a
+            complex gradient.
+        ValueError: `seed` is no whole number.
+        RuntimeError: at `update`: something differentiates through the gradients.
+
+    Same as: torch's fp16_compress_wrapper, bf16_compress_wrapper, for any codec.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = compress(tx.int8(block=2), tx.mean("data"))
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([127.0, 3.2]), torch.tensor([1.0, 0.0])])[0]
+    tensor([64.0000,  1.5000])
+    """
+    whole_number("seed", seed)
+    return _encoded(check_codec("compress: codec", codec), check_transform(hook, "compress: hook"), seed)
+
+
+@factory
+def cast(dtype: torch.dtype, hook: Transform) -> Transform:
+    """Let what a hook sends of gradients travel in fewer bits.
+
+    Sums are taken in float32. Nothing overflows that float32 holds: float16 and the 8-bit floats travel beside a scale; of
+    bfloat16 the largest number is 3.39e38, a little less than float32's.
+
+    Args:
+        dtype: torch.bfloat16, float16, float8_e4m3fn or float8_e5m2; float32 for float64 gradients.
+        hook: As for `compress`.
+
+    Returns:
+        A `Transform` with the state of `hook`.
+
+    Raises:
+        ValueError: another dtype.
+        TypeError, RuntimeError: as `compress`.
+
+    Same as: torch's fp16_compress_wrapper and bf16_compress_wrapper.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = cast(torch.float16, tx.mean("data"))
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([1e5]), torch.tensor([0.0])])[0]
+    tensor([49984.])
+    """
+    if dtype not in _CASTS:
+        raise ValueError(f"cast: dtype must be one of {sorted(map(str, _CASTS))}, got {dtype!r}")
+    return _encoded(_CASTS[dtype](), check_transform(hook, "cast: hook"))
+
+
+@factory
+def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight", seed: int = 0) -> Transform:
+    """The mean of all ranks' gradients, weighted, with every message encoded.
+
+    Each rank takes one chunk of the gradients: it gets all ranks' codes of it, takes the mean in float32, and sends
+    that to all, encoded again. So what a rank sends is twice the codes of its gradients, less 1 / ranks of it, however many
+    ranks there are. Two ranks send all their codes to each other, which are as many, and encode once.
+
+    Args:
+        axis: The axis, or several, of which the last is reduced first.
+        codec: What gradients are while they travel.
+        over: What to divide by; see `mean`.
+        seed: For codecs that throw dice; see `compress`.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit.
+        State: `MeanState(total, lane)`; for codecs that throw dice, `CompressState(inner, step)` around it.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `compress` and `mean`.
+
+    Same as: torch's quantization_pertensor_hook and quantization_perchannel_hook, which send ranks / 8 times the bytes of
+        float32.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = quantized_mean("data", tx.int8())
+    >>> def one_rank(g, n):
+    ...     return hook.update(g, hook.init(g), weight=n)[0]
+    >>> mean = tx.simulate(one_rank, {"data": 3}, [torch.tensor(v) for v in (127.0, 1.0, 9.0)], [1, 2, 0])[0]
+    >>> round(mean.item(), 3)
+    43.0
+    """
+    return compress(codec, mean(axis, over), seed)
+
+
+def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
+    if not hook.accepts("wire"):
+        raise TypeError(
+            f"{hook!r} sends nothing that can be encoded; wrap a mean or a sum_over, or make a Transform whose update has the "
+            f"keyword wire"
+        )
+    if hook.compression and hook.compression.encoded:
+        raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
+    needs = Needs.NOTHING if codec.elementwise else Needs.LAYOUT
+    inner, lossy = Inner(hook), Compression(named_leaves)
+    if not codec.noisy:
+
+        def update(
+            grads: Tree, state: State, params: Tree = None, *, donated: bool = False, **extra: Any
+        ) -> tuple[Tree, State]:
+            return hook.update(grads, state, params, **lend(hook, donated), **{**extra, "wire": codec})
+
+        reduces = hook.reduces and hook.reduces._replace(fusable=False)
+        return Transform(hook.init, update, needs, reduces, lossy)
+
+    def init(params: Tree) -> CompressState:
+        return CompressState(hook.init(params), 0)
+
+    @counts_steps
+    def noisy(
+        grads: Tree, state: CompressState, params: Tree = None, *, donated: bool = False, **extra: Any
+    ) -> tuple[Tree, CompressState]:
+        wire = replace(codec, key=(seed, state.step))
+        out, new = inner.update(grads, state, params, donated=donated, **{**extra, "wire": wire})
+        return out, CompressState(new, state.step + 1)
+
+    # Random bits are keyed by path.
+    return Transform(init, noisy, needs | Needs.PATHS, inner.reduction(same=True), lossy)

@@ -1,0 +1,131 @@
+"""A weighted mean or sum of trees of gradients, all leaves in one message, encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._check import real
+from .._lane import Lane, check_lane, decode_lane, encode_lane
+from .._tree import Tree, device_of, named_leaves, on_host, plain
+from .._weights import Over, Share, share_of, unless_idle
+from ..axes._collectives import axis_size
+from ..codecs._codec import Codec, refuse_derivative
+from ..codecs._random_bits import places_of
+from ._coded_mean import Reduced, coded_mean
+from ._residuals import Memory
+
+
+class Encoded(NamedTuple):
+    out: Tree  # like the gradients
+    total: Tensor  # what was divided by, 0-d float64
+    lane: dict[str, Tensor]  # its sums, 0-d float64
+
+
+def encoded_mean(
+    wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None, memory: Memory | None,
+    reduce: Callable[..., Reduced] = coded_mean, donated: bool = False, persistent: bool = False,
+) -> Encoded:  # fmt: skip
+    """The weighted mean, or the weighted sum where `over` is None.
+
+    Args:
+        memory: Where the errors of this call lie; see `error_feedback`.
+        reduce: What a `coded_mean` does.
+        donated: Whether the mean may be written over the gradients.
+        persistent: Whether the gradients are given back where no rank counts anything, in the place of zeros.
+
+    Raises:
+        RuntimeError: something differentiates through the gradients.
+    """
+    share = share_of(weight, over or "weight")
+    check_lane(lane)
+    of = named_leaves(grads)
+    real(of, "what is encoded")
+    refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
+    device = device_of(of.values())
+    share = share.to(device)
+    flat, words = ravel(of.values(), device), encode_lane(lane or {}, torch.float64, 1, device)
+    room = flat if donated and plain(flat) and flat.is_contiguous() else None
+    flat = share.silenced(flat)
+    places = places_of(of, device) if wire.noisy else None
+    if memory is None:
+        reduced = reduce(wire, flat, share.factor, words, axis, places=places, out=room)
+    else:
+        errors = memory.owed(of, share)
+        owed = Owed(flat, ravel(errors, device), share, memory.flush)
+        reduced = reduce(wire, owed.given, share.factor, words, axis, times=owed.times, places=places, out=room)
+        divisor = reduced.total
+        if over in (None, "world"):
+            divisor = torch.full_like(divisor, 1 if over is None else axis_size(axis))
+        memory.keep(of, split(owed.left(reduced), errors), share, divisor)
+        if memory.per_rank and reduced.coded is not None:
+            memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
+    total, full = reduced.total, reduced.mean
+    counted = total
+    if over is None:
+        full = full * total.to(torch.float32)
+    elif over == "world":
+        ranks = axis_size(axis)
+        full, total = full * (total / ranks).to(torch.float32), torch.full_like(total, ranks)
+    out = unless_idle(counted, unravel(full, grads), grads, persistent)
+    return Encoded(out, total, decode_lane(reduced.words, lane or {}, 1))
+
+
+class Owed:
+    """What a rank sends that still owes something, and what it owes then, in sums of weight * gradient.
+
+    given: (n,) float32, what is sent.
+    times: What it counts, 0-d float64: the rank's factor, or 1 where that is 0 and the error is flushed.
+    """
+
+    def __init__(self, flat: Tensor, error: Tensor, share: Share, flush: bool) -> None:
+        self._error = error
+        factor, known = share
+        if known is None:
+            self._owed = flat * factor.to(torch.float32) + error
+            self.times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))
+            self._sends: Tensor | bool = self.times > 0
+            divisor = torch.where(self._sends, self.times, torch.ones_like(self.times)).to(torch.float32)
+            self.given = torch.where(self._sends, self._owed / divisor, 0.0)
+        else:
+            self._owed, scale = torch.add(error, flat, alpha=known) if known else error, known or float(flush)
+            self.times = torch.full_like(factor, scale)
+            self._sends = scale > 0
+            self.given = self._owed if scale == 1.0 else self._owed / scale if scale else torch.zeros_like(self._owed)
+
+    def left(self, reduced: Reduced) -> Tensor:
+        """Where the mean is not finite, or of nothing, no step is taken with it, so that nothing has been paid."""
+        lost = reduced.lost
+        assert lost is not None
+        if isinstance(self._sends, Tensor):
+            left = torch.where(self._sends, lost, self._owed + lost)
+        else:
+            left = lost if self._sends else self._owed + lost
+        counted = reduced.total != 0
+        if on_host(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
+            return left
+        return torch.where(torch.isfinite(reduced.mean).all() & counted, left, self._error)
+
+
+def ravel(leaves: Any, device: torch.device | None) -> Tensor:
+    """All leaves in a row, float32."""
+    flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves]
+    return (
+        flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device=device)
+    )
+
+
+def unravel(flat: Tensor, tree: Tree) -> Tree:
+    """Flat values in the form, the shapes and the dtypes of a tree."""
+    leaves, structure = optree.tree_flatten(tree)
+    return optree.tree_unflatten(structure, split(flat, [torch.as_tensor(leaf) for leaf in leaves]))
+
+
+def split(flat: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    pieces = flat.split([leaf.numel() for leaf in leaves]) if leaves else ()
+    return [piece.view(leaf.shape).to(leaf.dtype) for piece, leaf in zip(pieces, leaves, strict=True)]

@@ -1,0 +1,165 @@
+"""Reductions that are not a sum: all values to all ranks, and a vote."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._bucketwise import Carried
+from .._check import some_axes
+from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
+from .._spec import factory
+from .._transform import Needs, Reduction, Transform
+from .._tree import Tree, device_of
+from .._weights import Over, check_over, not_zero, share_of, unless_idle
+from ..axes._collectives import all_gather, axis_size
+from ..codecs._bit_packing import pack, unpack, width
+from ..codecs._codec import Codec, as_bytes, poison, read
+from ._coded_mean import coded_mean, gathered_mean
+from ._encoded_mean import encoded_mean
+from ._mean import MeanState, init_mean, mean_state
+from ._residuals import Memory
+
+
+@factory
+def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
+    """The weighted mean, taken by every rank from all ranks' gradients, in the order of the ranks.
+
+    So it is the same to the bit whatever the transport, and what `compress(codec, ...)` around it encodes is encoded once, at the
+    price of bytes that grow with the ranks: ranks - 1 times the gradients, or their codes.
+
+    Args:
+        axis: The axis, or a tuple of axes.
+        over: What to divide by; see `mean`.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
+        State: `MeanState(total, lane)`.
+
+    Raises:
+        ValueError: `over` is none of the three.
+
+    Same as: how torch's quantization hooks reduce; the usual form of top-k compression.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = tx.compress(tx.top_k(1), all_gather_mean("data"))
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([3.0, 2.0]), torch.tensor([0.0, 8.0])])[0]
+    tensor([1.5000, 4.0000])
+    """
+    some_axes("all_gather_mean", axis)
+    check_over(over)
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
+        persistent: bool = False, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        grads = optree.tree_map(torch.as_tensor, grads)
+        told = lane if carried is None else None
+        if wire is not None and axis_size(axis) > 1:
+            out, total, sums = encoded_mean(
+                wire, grads, axis, weight, over, told, memory, gathered_mean, donated, persistent
+            )
+            return out, mean_state(total, sums, carried)
+        check_lane(told)
+        ranks, share = axis_size(axis), share_of(weight, over)
+        leaves = optree.tree_leaves(grads)
+        dtype, device = lane_dtype(leaf.dtype for leaf in leaves), device_of(leaves)
+        named = {"total": share.factor, **(told or {})}
+        all_grads, words = all_gather(
+            (optree.tree_map(share.silenced, grads), encode_lane(named, dtype, 1, device)), axis
+        )
+        each = [decode_lane(row, named, 1) for row in words.unbind(0)]
+        sums = {name: torch.stack([one[name] for one in each]).sum(0) for name in named}
+        total = torch.full_like(sums["total"], ranks) if over == "world" else sums["total"]
+        parts = [one["total"] / not_zero(total) for one in each]
+
+        def mean(rows: Tensor) -> Tensor:
+            wide = torch.promote_types(rows.dtype, torch.float32)
+            out = rows[0].to(wide) * parts[0].to(rows.device, wide)
+            for row, part in zip(rows[1:], parts[1:], strict=True):
+                out = out + row.to(wide) * part.to(rows.device, wide)
+            return out.to(rows.dtype)
+
+        out = unless_idle(sums.pop("total"), optree.tree_map(mean, all_grads), grads, persistent)
+        return out, mean_state(total, sums, carried)
+
+    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over))
+
+
+@factory
+def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
+    """The sign of the weighted sum of all ranks' signs: each element -1, 0 or 1.
+
+    Five votes to a byte, on their way to the rank that counts them and back. An element that is 0 on a rank, such as the
+    row of a word that it has not seen, is no vote, as a rank without input has none; a tie, to 2**-21 of all weights for each rank, is 0.
+
+    Args:
+        axis: The axis, or several, of which the last votes first.
+        over: "weight": votes count by weight; "live" and "world": each rank with input has one.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks. Not finite anywhere in a message: NaN.
+        State: `MeanState(total, lane)`.
+
+    Raises:
+        ValueError: `over` is none of the three.
+        TypeError, RuntimeError: at `update`: as `compress`.
+
+    Source: Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, arXiv:1810.05291,
+        whose votes have no 0.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = majority_vote("data")
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 3}, [torch.tensor([v, v - 1, 0.0]) for v in (5.0, 0.5, -1.0)])[0]
+    tensor([ 1., -1.,  0.])
+    """
+    some_axes("majority_vote", axis)
+    check_over(over)
+    votes = _votes()
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        grads = optree.tree_map(torch.as_tensor, grads)
+        told: Over = "weight" if over == "weight" else "live"
+        lane = lane if carried is None else None
+        reduce = functools.partial(coded_mean, settle=functools.partial(_outcome, axis_size(axis)))
+        out, total, sums = encoded_mean(votes, grads, axis, weight, told, lane, None, reduce)
+        if axis_size(axis) == 1:
+            out = optree.tree_map(lambda g: torch.sign(g) + 0 * g, out)
+        if over == "world":
+            total = torch.full_like(total, axis_size(axis))
+        return out, mean_state(total, sums, carried)
+
+    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state))
+
+
+def _outcome(ranks: int, mean: Tensor) -> Tensor:
+    """The sign, 0 where weights that cancel have left a rounding error; not finite stays so."""
+    return torch.where(mean.abs() < ranks * 2.0**-21, torch.zeros_like(mean), torch.sign(mean)) + 0 * mean
+
+
+def _votes() -> Codec:
+    """-1, 0, 1, and for each row whether all of it is finite."""
+
+    def encode(x: Tensor) -> Tensor:
+        digits = torch.sign(x).add(1.0).nan_to_num(0.0).to(torch.uint8)
+        return torch.cat([as_bytes(poison(x)), pack(digits, 3)], dim=1)
+
+    def decode(data: Tensor, n: int) -> Tensor:
+        return unpack(data[:, 4:], n, 3).to(torch.float32) - 1.0 + read(data[:, :4], torch.float32)
+
+    return Codec(encode, decode, lambda n: 4 + width(n, 3))

@@ -1,0 +1,149 @@
+"""A mean in two levels: most bytes stay inside a node, and what leaves it may be encoded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._bucketwise import Carried
+from .._check import one_axis, real
+from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
+from .._spec import factory
+from .._transform import Compression, Needs, Reduction, Transform
+from .._tree import Tree, device_of, named_leaves, on
+from .._weights import Over, Share, check_over, not_zero, share_of, unless_idle
+from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
+from ..codecs._codec import Codec, check_codec, refuse_derivative
+from ..codecs._random_bits import places_of
+from ._coded_mean import Reduced, coded_mean, cut
+from ._encoded_mean import Owed, ravel, split, unravel
+from ._mean import MeanState, init_mean, mean_state
+from ._residuals import Memory
+
+
+@factory
+def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Over = "weight") -> Transform:
+    """The mean over two axes, of which the first is fast: the ranks inside a node, and the nodes.
+
+    The ranks of a node sum their gradients so that each keeps a part (psum_scatter over `local`), ranks of equal place sum
+    their parts over `node`, and those of a node give each other the results (all_gather over `local`). So what leaves a
+    node is 1 / ranks of the node of what a mean over all ranks would send from each rank.
+
+    Args:
+        local: The axis inside a node.
+        node: The axis across nodes.
+        wire: What travels across nodes; `compress(codec, hierarchical_mean(...))` says the same, and is what codecs that throw
+            dice need. None: floats.
+        over: What to divide by; see `mean`.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
+        State: `MeanState(total, lane)`.
+
+    Raises:
+        ValueError: `over` is none of the three; `local` and `node` are the same axis; `wire` throws dice.
+
+    Same as: torch's hierarchical sharding of HYBRID_SHARD.
+
+    >>> from fjoin import transforms as tx
+    >>> hook = hierarchical_mean("local", "node")
+    >>> def one_rank(g):
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"node": 2, "local": 2}, [torch.tensor(v) for v in (1.0, 2.0, 3.0, 6.0)])[3]
+    tensor(3.)
+    """
+    check_over(over)
+    local, node = one_axis("hierarchical_mean: local", local), one_axis("hierarchical_mean: node", node)
+    if local == node:
+        raise ValueError(f"local and node must be two axes, got {local!r} for both")
+    if wire is not None and check_codec("wire", wire).noisy:
+        raise ValueError(
+            f"{wire!r} throws dice, which are keyed by steps; write compress({wire!r}, hierarchical_mean(...))"
+        )
+    own_wire = wire
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None,
+        persistent: bool = False, **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        check_lane(lane)
+        of = {path: torch.as_tensor(leaf) for path, leaf in named_leaves(grads).items()}
+        real(of, "hierarchical_mean")
+        inside, nodes, share = axis_size(local), axis_size(node), share_of(weight, over)
+        dtype = lane_dtype(leaf.dtype for leaf in of.values())
+        flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [
+            torch.zeros(0, dtype=dtype, device=device_of(()))
+        ]
+        own = share.silenced(flat[0] if len(flat) == 1 else torch.cat(flat))
+        own = own if share.known == 1.0 else own * share.factor.to(own.dtype)
+        named = {"total": share.factor, **({} if carried is not None else lane or {})}
+        words = encode_lane(named, dtype, inside * nodes, own.device)
+        size = -(-own.numel() // inside)
+        rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
+        part = psum_scatter(rows, local)
+        codec = wire or own_wire
+        if codec is None or nodes == 1:
+            part = psum(part, node)
+            sums = decode_lane(part[size:], named, inside * nodes)
+            total = sums.pop("total")
+            part = part[:size] / not_zero(total).to(part)
+        else:
+            refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
+            sums = decode_lane(part[size:], named, inside * nodes)
+            here = sums.pop("total")
+            said = torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)
+            reduced = _across(codec, part[:size], here, said, local, node, of, memory, over)
+            total, part = reduced.total, reduced.mean
+            sums = dict(zip(sums, reduced.words.unbind(0), strict=True))
+        counted = total
+        if over == "world":
+            part, total = part * (total / (inside * nodes)).to(part), torch.full_like(total, inside * nodes)
+        whole = all_gather(part, local).flatten()
+        out = unless_idle(counted, unravel(whole[: own.numel()], grads), grads, persistent)
+        return out, mean_state(total, sums, carried)
+
+    needs = Needs.NOTHING if wire is None or wire.elementwise else Needs.LAYOUT
+    lossy = wire is not None
+    return Transform(
+        init_mean, update, needs, Reduction(lambda state: state, (local, node), over),
+        Compression(named_leaves) if lossy else None,
+    )  # fmt: skip
+
+
+def _across(
+    codec: Codec, part: Tensor, here: Tensor, said: Tensor, local: str, node: str, of: dict[str, Tensor], memory: Memory | None, over: Over
+) -> Reduced:  # fmt: skip
+    """The mean over the nodes of this rank's part of the gradients.
+
+    A rank owes for its part what the messages of its node have lost, whoever had the input; so a node without any keeps it, or
+    flushes it.
+
+    Args:
+        part: (size,) sum of the node's weight * gradient.
+        here: The node's total, 0-d float64.
+    """
+    mean, inside, size = (part / not_zero(here).to(part)).float(), axis_size(local), len(part)
+    at = on(part.device, axis_index(local)).view(1)
+
+    def mine(whole: Tensor) -> Tensor:
+        return cut(whole, inside, size).index_select(0, at)[0]
+
+    places = mine(places_of(of, part.device)) if codec.noisy else None
+    if memory is None:
+        return coded_mean(codec, mean, here, said, node, places=places)
+    if memory.per_rank:
+        raise TypeError("between nodes a rank keeps what its node has lost, which ef21 cannot use; use error_feedback")
+    share = Share(here, None)
+    errors = memory.owed(of, share)
+    owed = Owed(mean, mine(ravel(errors, part.device)), share, memory.flush)
+    reduced = coded_mean(codec, owed.given, here, said, node, owed.times, places)
+    ranks = inside * axis_size(node)
+    divisor = torch.full_like(reduced.total, ranks) if over == "world" else reduced.total
+    rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
+    left = torch.where(rows, owed.left(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()
+    memory.keep(of, split(left[: sum(e.numel() for e in errors)], errors), share, divisor)
+    return reduced

@@ -1,0 +1,214 @@
+"""The reductions of gradients: mean, sum_over, noop.
+
+A rank without input takes part with weight 0 and contributes exactly nothing; that is all that
+uneven inputs need.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._bucketwise import Carried
+from .._check import some_axes
+from .._lane import Lane, check_lane, decode_lane, encode_lane
+from .._lane import lane_dtype as dtype_of_lane
+from .._spec import factory
+from .._transform import Needs, Reduction, Transform, init_empty
+from .._tree import Tree, device_of, plain
+from .._weights import Over, check_over, not_zero, share_of, unless_idle
+from ..axes._collectives import axis_size, psum
+from ..codecs._codec import Codec
+from ._encoded_mean import encoded_mean
+from ._residuals import Memory
+
+
+class MeanState(NamedTuple):
+    """What the last message brought besides the gradients."""
+
+    total: Tensor  # what the sum was divided by, 0-d float64
+    lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
+
+
+def init_mean(params: Tree) -> MeanState:
+    del params
+    return MeanState(torch.zeros((), dtype=torch.float64), {})
+
+
+def _weighted_sum(
+    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, carried: Carried | None,
+    dtype: torch.dtype | None, unit: float,
+) -> tuple[Tree, MeanState]:  # fmt: skip
+    """The sum, times `unit`, a power of two, with which it fits the gradients' dtype."""
+    share, n = share_of(weight, over), axis_size(axis)
+    factor, known = share
+
+    def scale(g: Tensor) -> Tensor:
+        g = share.silenced(g)
+        if known == 0.0 or (known == 1.0 and unit == 1.0):
+            return g
+        return g * ((factor * unit).to(g.dtype) if known is None else known * unit)
+
+    scaled = optree.tree_map(scale, grads)
+    if carried is not None:
+        return psum(scaled, axis), carried_state(carried)
+    check_lane(lane)
+    full = {"total": factor, **(lane or {})}
+    leaves = optree.tree_leaves(grads)
+    device = device_of(leaves)
+    words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)
+    summed, words = psum((scaled, words), axis)
+    sums = decode_lane(words, full, n)
+    return summed, MeanState(sums.pop("total"), sums)
+
+
+def _reduction(axis: AxisName, over: Over | None) -> Transform:
+    """`mean`, or the weighted sum where `over` is None."""
+    some_axes("sum_over" if over is None else "mean", axis)
+
+    def update(
+        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
+        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
+        memory: Memory | None = None, donated: bool = False, persistent: bool = False, unit: float = 1.0,
+        **extra: Any,
+    ) -> tuple[Tree, MeanState]:  # fmt: skip
+        del state, params, extra
+        grads = optree.tree_map(torch.as_tensor, grads)
+        if wire is not None and axis_size(axis) > 1:
+            out, total, sums = encoded_mean(
+                wire,
+                grads,
+                axis,
+                weight,
+                over,
+                None if carried else lane,
+                memory,
+                donated=donated,
+                persistent=persistent,
+            )
+            return out, mean_state(total, sums, carried)
+        unit = unit if over in (None, "weight") else 1.0
+        summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype, unit)
+        counted = new.total
+        if over is None:
+            summed = summed if unit == 1.0 else optree.tree_map(lambda g: g / unit, summed)
+            return unless_idle(counted, summed, grads, persistent), new
+        if over == "world" and carried is None:
+            new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
+        divisor = not_zero(new.total) * unit
+        leaves = optree.tree_leaves(summed)
+        if leaves and plain(leaves):  # psum's results are fresh
+            torch._foreach_div_(leaves, divisor)
+        else:
+            summed = optree.tree_map(lambda g: g / divisor.to(g.dtype), summed)
+        return unless_idle(counted, summed, grads, persistent), new
+
+    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over, fusable=True))
+
+
+def mean_state(total: Tensor, lane: dict[str, Tensor], carried: Carried | None) -> MeanState:
+    """The state after a call: of what its own message brought, or what the first bucket's did."""
+    return MeanState(total, lane) if carried is None else carried_state(carried)
+
+
+def carried_state(carried: Carried) -> MeanState:
+    state = carried.get()
+    if not isinstance(state, MeanState):
+        raise TypeError(
+            f"extra['carried'] gave a {type(state).__name__} where this stage's own MeanState was expected; a transform that "
+            f"runs another must hand on carried.at(field) of its state"
+        )
+    return state
+
+
+@factory
+def mean(axis: AxisName, over: Over = "weight") -> Transform:
+    """The mean of all ranks' gradients, weighted.
+
+    With w_r the weight of rank r and [.] 1 where it holds, else 0:
+
+        over="weight"   sum_r w_r g_r       / sum_r w_r
+        over="live"     sum_r [w_r > 0] g_r / sum_r [w_r > 0]
+        over="world"    sum_r [w_r > 0] g_r / size of the axis
+
+    The weight and the lane ride in the message that carries the gradients. Where all weights are
+    0 the result is 0. What travels, the sum of weight * gradient, must fit the gradient's dtype: only the weights' ratios count,
+    so for float16 parameters take thousands of tokens, or shares of a batch. `fjoin.train_step` sends it times a power of two
+    near 1 / the sum of the weights, as `fjoin.ddp.register` does where its hook begins with this mean, so that any weights do.
+
+    Args:
+        axis: The axis, or a tuple of axes, to average over.
+        over: What to divide by.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
+        State: `MeanState(total, lane)`, the sums that came with the last message.
+
+    Raises:
+        ValueError: `over` is none of the three; `axis` names none, or one twice; at `update`: the weight is neither 0 nor from
+            1e-30 to 1e30.
+        TypeError: `axis` is no name.
+        UnboundAxis: at `update`: nothing binds `axis`.
+
+    Same as: the all-reduce of torch's DDP; over="world" and "live" are
+        divide_by_initial_world_size=True and False of torch's Join.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(g, n):
+    ...     hook = tx.mean("data")
+    ...     return hook.update(g, hook.init(g), weight=n)[0]
+    >>> tx.simulate(one_rank, {"data": 3}, [1.0, 4.0, 9.0], [2, 1, 0])
+    [tensor(2.), tensor(2.), tensor(2.)]
+    """
+    check_over(over)
+
+    return _reduction(axis, over)
+
+
+@factory
+def sum_over(axis: AxisName) -> Transform:
+    """The weighted sum of all ranks' gradients, sum_r w_r g_r, without a division.
+
+    Args:
+        axis: The axis, or a tuple of axes, to sum over.
+
+    Returns:
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
+        State: `MeanState(total, lane)`, total being the sum of the weights.
+
+    Raises:
+        ValueError, TypeError, UnboundAxis: as `mean`.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(g):
+    ...     hook = tx.sum_over("data")
+    ...     return hook.update(g, hook.init(g))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [1.0, 4.0])
+    [tensor(5.), tensor(5.)]
+    """
+
+    return _reduction(axis, None)
+
+
+@factory
+def noop() -> Transform:
+    """Send nothing: every rank keeps its own gradients.
+
+    The upper bound of what any hook can save, and the hook of methods that average parameters.
+
+    Same as: torch.distributed's ddp_comm_hooks.debugging_hooks.noop_hook.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.noop().update(torch.tensor(2.0), ())
+    (tensor(2.), ())
+    """
+
+    def update(grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
+        del params, extra
+        return grads, state
+
+    return Transform(init_empty, update, Needs.NOTHING)

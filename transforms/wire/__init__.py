@@ -1,1 +1,0 @@
-"""What crosses the network: the forms of floats on their way, and reductions in them."""
