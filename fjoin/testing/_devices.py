@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .. import transforms as tx
 from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import restrict
-from ..transforms.pipelines._explain import Recorder
+from ..transforms.pipelines._recorder import Recorder
 from ._compare import params_like
 from ._ranks import axes_for
 

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError, FjoinError, JoinError, NonFinite
-from ..groups._consistency import check_program, same_loops, same_values
-from ..reducer._flat_params import Storage, apart
+from ..groups._consistency import same_loops
 from ..transforms.combinators._chain import identity
-from ..transforms.pipelines._loss_scale import refuse_float16
-from ..transforms.plan._buckets import make_layout
-from ..transforms.plan._plan import warn_if_silent
 from . import _join_steps as _join
 from ._executor import Run
+from ._init_state import make_body
 from ._loss import refuse_inference
 from ._metrics import Metrics
-from ._params import check_buffers, check_values, flatten
-from ._state import Body, TrainState
+from ._params import check_buffers
+from ._state import TrainState
 
 B = TypeVar("B")
 
@@ -88,72 +85,11 @@ class TrainStep:
         if buffers is None and self._run.on_buffers != identity():
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:
-            return self._init(params, buffers, sync)
+            body = make_body(self._run, params, buffers, sync, self._bucket_bytes, self._accumulate)
+            self._device = body.storage.layout[0].device if body.storage.layout else None
+            return TrainState(body)
         except BaseException as error:
             self._raise(error)
-
-    def _init(self, params: Any, buffers: dict[str, Tensor] | None, sync: str | None) -> TrainState:
-        flat, rebuild = flatten(params)
-        if sync is not None:
-            check_values(flat)
-        optimizer = self.pipeline.optimizer
-        if optimizer.check:
-            optimizer.check(flat)
-        if self.pipeline.skips and self.pipeline.skips.scaled:
-            refuse_float16(flat)
-
-        def label(path: str) -> Any:
-            part = optimizer.at(path)
-            return id(part) if part.elementwise else path
-
-        layout = make_layout(flat, label, self._bucket_bytes)
-        run = self._run
-        run.number()
-        check_program(
-            self._mesh,
-            self.pipeline,
-            run.on_buffers,
-            flat,
-            self._bucket_bytes,
-            self._accumulate,
-            run.weighs,
-            buffers,
-            sync,
-        )
-        run.check_loss(buffers is not None)
-        if self.ranks > 1 and self.rank == 0:
-            warn_if_silent(
-                self.pipeline,
-                (self.pipeline.hook, self.pipeline.after),
-                tuple(self._mesh.shape),
-                self.ranks,
-                stacklevel=4,
-            )
-        storage = Storage(layout, flat, optimizer)
-        own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
-        if sync == "broadcast":
-            for tensor in [*storage.flats, *(own or {}).values()]:
-                for axis in self._mesh.over(self._run.axes):
-                    if axis.size > 1:
-                        tensor.copy_(axis.run("pbroadcast", tensor, 0))
-        elif sync == "check":
-            same_values(self._mesh, storage.leaves, own)
-        storage.make_slots()  # from the parameters that all ranks now have
-        by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-        after = self.pipeline.after
-        hook_state, after_state = (
-            self._run.hook.init(storage),
-            apart(after.init(by_path), storage.flats) if after else (),
-        )
-        self._device = layout[0].device if layout else None
-        self._run.close()
-        self._run.token = object()  # states of an earlier init may have another layout
-        outer = self.pipeline.skips.begin(()) if self.pipeline.skips else None
-        body = Body(storage, own, hook_state, after_state, rebuild, owner=self._run.token, outer=outer)
-        body.buffers_before = own
-        if own is not None:
-            body.buffers_state = self._run.on_buffers.init(own)
-        return TrainState(body)
 
     def close(self) -> None:
         """Free the step's buffers and hooks; states stay readable."""

@@ -17,7 +17,6 @@ from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._transform import takes_donated
 
 
 def made(rank: int = 1, **settings: Any) -> tx.Transform:
@@ -173,9 +172,8 @@ def in_their_memory(module: bool) -> list[bool]:
     """Whether the means of a step lie where its gradients lay, bucket by bucket."""
     hook, seen = tx.error_feedback(made()), []
 
-    @takes_donated
-    def update(grads: Any, *args: Any, **extra: Any) -> Any:
-        out, state = hook.update(grads, *args, **extra)
+    def update(grads: Any, *args: Any, donated: bool = False, wire: Any = None, **extra: Any) -> Any:
+        out, state = hook.update(grads, *args, donated=donated, wire=wire, **extra)
         seen.append(all(out[path].data_ptr() == g.data_ptr() for path, g in grads.items() if g.dim() == 2))
         return out, state
 

@@ -132,7 +132,7 @@ def test_control_flow_on_a_sum(engine: Any) -> None:
 def test_trees_travel_packed() -> None:
     """One message per dtype, whatever the tree."""
     from fjoin.transforms._axis_env import bind_axes
-    from fjoin.transforms.pipelines._explain import Recorder
+    from fjoin.transforms.pipelines._recorder import Recorder
 
     notes: list[Any] = []
     tree = {

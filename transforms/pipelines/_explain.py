@@ -16,14 +16,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from .._axis_env import Axis, bind_axes
+from .._axis_env import bind_axes
 from .._bucketwise import Carried, restrict
 from .._check import axis_sizes, whole_number
 from .._lane import encode_lane, lane_dtype, mask_words, step_lane
 from .._transform import Needs, Transform
 from .._tree import Tree, check_dense, named_leaves, registered
 from ..axes._collectives import axis_size, psum
-from ..axes._order import to_order
 from ..combinators._chain import stages
 from ..combinators._partition import alone
 from ..optimizers._optimizer import Optimizer
@@ -34,48 +33,9 @@ from ..reductions._mean import MeanState
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._pipeline import Pipeline
+from ._recorder import Recorder
 
 MOST_RANKS = 2**20
-
-# What one rank sends, in units of its payload, on an axis of n ranks.
-_SENT: dict[str, Callable[[int], float]] = {
-    "psum": lambda n: 2 * (n - 1) / n,
-    "pmax": lambda n: 2 * (n - 1) / n,
-    "pmin": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,
-    "psum_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "pbroadcast": lambda n: (n - 1) / n,
-    "ppermute": lambda n: 1,
-}
-
-
-class Recorder(Axis):
-    """An axis that notes what is sent and returns values of the right shape."""
-
-    def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
-        self.name, self.size, self._notes, self._whole = name, size, notes, whole
-
-    def index(self) -> Tensor:
-        return torch.tensor(0)
-
-    def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x
-        payload = sent.numel() * sent.element_size()
-        if op == "all_to_all_single":
-            give, take = arg
-            share = 1 - give[0] / max(sum(give), 1)  # what this rank keeps does not travel
-            self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * share)))
-            return x.new_zeros(sum(take), *x.shape[1:])
-        self._notes.append(Message(op, self.name, sent.dtype, payload, round(payload * _SENT[op](self.size))))
-        if op == "all_gather":
-            return x.new_zeros(self.size, *x.shape)
-        return x.new_zeros(x.shape[1:]) if op == "psum_scatter" else torch.zeros_like(x)
-
-    def joint(self, axes: tuple[str, ...]) -> Recorder | None:
-        if axes != tuple(self._whole):
-            return None
-        return type(self)(" x ".join(axes), math.prod(self._whole.values()), self._notes, self._whole)
 
 
 def explain(
@@ -203,8 +163,7 @@ class _Run:
         state_bytes = _state_bytes(part.init(self.params))
         rows: list[Row] = []
         for when, step, ends in found:
-            carries = in_hook and part.reduces is not None and self.plan.reduced(step).equal
-            messages = self._messages(part, step, carries, per_bucket)
+            messages = self._messages(part, step, in_hook and self.plan.reduced(step).equal, per_bucket)
             rows.append(Row(shown(part, step), part.needs, when, messages, 0 if rows else state_bytes, ends))
         return rows
 

@@ -1,0 +1,62 @@
+"""The state that training starts from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..groups._consistency import check_program, same_values
+from ..reducer._flat_params import Storage, apart
+from ..transforms.pipelines._loss_scale import refuse_float16
+from ..transforms.plan._buckets import make_layout
+from ..transforms.plan._plan import warn_if_silent
+from ._executor import Run
+from ._params import check_values, flatten
+from ._state import Body
+
+
+def make_body(
+    run: Run, params: Any, buffers: dict[str, Tensor] | None, sync: str | None, bucket_bytes: int, accumulate: int
+) -> Body:
+    """Check that all ranks run the same program, and make what is behind a state at step 0; see `TrainStep.init`."""
+    flat, rebuild = flatten(params)
+    pipeline, mesh = run.pipeline, run.mesh
+    if sync is not None:
+        check_values(flat)
+    if pipeline.optimizer.check:
+        pipeline.optimizer.check(flat)
+    if pipeline.skips and pipeline.skips.scaled:
+        refuse_float16(flat)
+
+    def label(path: str) -> Any:
+        part = pipeline.optimizer.at(path)
+        return id(part) if part.elementwise else path
+
+    layout = make_layout(flat, label, bucket_bytes)
+    run.number()
+    check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, accumulate, run.weighs, buffers, sync)
+    run.check_loss(buffers is not None)
+    if run.ranks > 1 and mesh.rank == 0:
+        warn_if_silent(pipeline, (pipeline.hook, pipeline.after), tuple(mesh.shape), run.ranks, stacklevel=4)
+    storage = Storage(layout, flat, pipeline.optimizer)
+    own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
+    if sync == "broadcast":
+        for tensor in [*storage.flats, *(own or {}).values()]:
+            for axis in mesh.over(run.axes):
+                if axis.size > 1:
+                    tensor.copy_(axis.run("pbroadcast", tensor, 0))
+    elif sync == "check":
+        same_values(mesh, storage.leaves, own)
+    storage.make_slots()  # from the parameters that all ranks now have
+    held = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+    hook = run.hook.init(storage)
+    after = apart(pipeline.after.init(held), storage.flats) if pipeline.after else ()
+    run.close()
+    run.token = object()  # states of an earlier init may have another layout
+    outer = pipeline.skips.begin(()) if pipeline.skips else None
+    body = Body(storage, own, hook, after, rebuild, owner=run.token, outer=outer)
+    body.buffers_before = own
+    if own is not None:
+        body.buffers_state = run.on_buffers.init(own)
+    return body
