@@ -51,7 +51,7 @@ def main() -> None:
     print("| codec | encode GB/s | decode GB/s | bytes per element |\n|---|---|---|---|")
     for name, make in CODECS.items():
         codec = make()
-        noise = (tx.Noise(places, torch.tensor(1), torch.tensor(2)),) if codec.noisy else ()
+        noise = (tx.Noise(places, torch.tensor(1), torch.tensor(2)),) if codec.stochastic else ()
         data = codec.encode(x, *noise)
         both = rate(lambda: codec.encode(x, *noise)), rate(lambda: codec.decode(data, ELEMENTS))  # noqa: B023
         print(f"| {name} | {both[0]:.2f} | {both[1]:.2f} | {codec.width(ELEMENTS) / ELEMENTS:.3f} |")

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer import _interleave as _waves
+from fjoin.reducer import _interleave as _interleaver
 from fjoin.reducer._flat_params import Storage
 from fjoin.transforms.plan._buckets import make_layout
 
@@ -89,7 +89,7 @@ def pieces(name: str, optimizer: tx.Optimizer) -> tuple[Callable[[Any, Any], Ten
 
 def pages_given_back(*args: Any, **settings: Any) -> Variant:
     """fjoin's step where glibc gives back what the hooks free, as it does by itself; for `alone.py`, since it is for the whole process."""
-    _waves.keep_freed = lambda: None
+    _interleaver.keep_freed = lambda: None
     return ours(*args, **settings)
 
 

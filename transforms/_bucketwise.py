@@ -11,24 +11,24 @@ from typing import Any
 from ._tree import State
 
 
-class Carried:
+class FirstBucket:
     """A stage's new state in the call of this step's first bucket, for the calls on the other buckets.
 
     What is common to all parameters, such as the sum of the weights, is sent with the first bucket
     only; the others ask for it here, after their own messages. A transform that runs others hands
-    each of them its part, `carried.at(field)`.
+    each of them its part, `first_bucket.substate(field)`.
     """
 
     def __init__(self, get: Callable[[], State]) -> None:
         self.get = get
 
-    def at(self, key: str | int) -> Carried:
+    def substate(self, key: str | int) -> FirstBucket:
         """The same for a part of the state: a field of a NamedTuple by name, an item of a tuple by index."""
-        return Carried(lambda: getattr(self.get(), key) if isinstance(key, str) else self.get()[key])
+        return FirstBucket(lambda: getattr(self.get(), key) if isinstance(key, str) else self.get()[key])
 
 
-def part_of(carried: Carried | None, key: str | int) -> Carried | None:
-    return None if carried is None else carried.at(key)
+def substate(first_bucket: FirstBucket | None, key: str | int) -> FirstBucket | None:
+    return None if first_bucket is None else first_bucket.substate(key)
 
 
 def restrict(state: State, paths: Collection[str], chosen: Collection[str]) -> State:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._check import as_float
-from ._tree import on
+from ._tree import to_device
 
 Lane: TypeAlias = Mapping[str, Any]
 
@@ -100,7 +100,7 @@ def _wide(name: str, value: Any, device: torch.device | None, dtype: torch.dtype
             raise ValueError(
                 f"{name!r} in the lane must be a real scalar, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
             )
-        return on(device, value, torch.float64)
+        return to_device(device, value, torch.float64)
     if not isinstance(value, numbers.Real):
         raise TypeError(f"{name!r} in the lane must be a number or a 0-d tensor, got {value!r}")
     _check_fits(name, as_float(f"{name!r} in the lane", value), dtype, ranks)

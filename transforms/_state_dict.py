@@ -69,17 +69,17 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
     """`from_state_dict`, for a state that errors call `what`."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
-    names, places, structure = _named(like)
+    names, positions, structure = _named(like)
     taken = set(names)
     free = [name for name in saved if name not in taken]
-    open_ended = {name: _behind(name, free) for name, place in zip(names, places, strict=True) if _is_empty(place)}
+    open_ended = {name: _behind(name, free) for name, place in zip(names, positions, strict=True) if _is_empty(place)}
     want = taken - open_ended.keys()
     have = saved.keys() - {full for found in open_ended.values() for full in found}
     if want != have:
         raise ValueError(f"{what} has {sorted(map(str, have))}, but here it has {sorted(want)}")
     shared: dict[Any, Tensor] = {}
     leaves: list[Any] = []
-    for name, place in zip(names, places, strict=True):
+    for name, place in zip(names, positions, strict=True):
         if name in open_ended:
             filled = copy.copy(place)
             filled.update({key: _copied(saved[full]) for full, key in open_ended[name].items()})

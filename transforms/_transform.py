@@ -67,14 +67,17 @@ class Transform(Specified):
             `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is
             1), `lane` a dict of named scalars to be summed along with the gradients. It may
             return None for the gradients: nothing to step with in this call (see `accumulate`);
-            then the stages that follow are not run. `carried`, in a call on one of several buckets,
-            has with `.get()` the same stage's new state in the first bucket's call of this step; a
-            transform that runs others hands them `carried.at(field)`. `step` is the number of the pipeline's steps before this one,
-            a host integer, the same on all ranks, which periods and warm-ups are read from; a transform that is given none counts
-            its own calls. `persistent` says that parameters or buffers are given, which stay from step to step: a reduction
-            gives them back where no rank has weight, since the mean of nothing is 0. `unit` is a power of two with which
-            sums of weight * gradient fit float16, which `mean` multiplies in before it sums. The state of parameters lies in
-            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts.
+            then the stages that follow are not run. The state of parameters lies in dicts keyed by their paths, inside tuples,
+            NamedTuples, lists and dicts. Of `extra`:
+
+            - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks, from which periods
+              and warm-ups are read. A transform that is given none counts its own calls.
+            - `persistent`: parameters or buffers are given, which stay from step to step. A reduction returns them where no rank
+              has weight, since the mean of nothing is 0.
+            - `first_bucket`: in a call on one of several buckets, has with `.get()` the same stage's new state in the first
+              bucket's call of this step. `Inner` hands it on to a transform inside.
+            - `unit`: a power of two with which sums of weight * gradient fit float16; `mean` multiplies it in before it sums.
+            - `donated`: no caller needs the gradients any more, so `update` may write into them.
         needs: What `update` must be given; by default the whole tree.
         reduces: Of a transform that carries the lane: what its messages bring.
         compression: Of a transform that does not send all of a gradient.
@@ -146,16 +149,16 @@ class Inner:
         self.transform, self.field = transform, field
 
     def update(
-        self, grads: Tree, state: Any, params: Tree, *, carried: Any = None, donated: bool = False, **extra: Any
+        self, grads: Tree, state: Any, params: Tree, *, first_bucket: Any = None, donated: bool = False, **extra: Any
     ) -> tuple[Tree, State]:
         """Call it, with the arguments of the other's call; its new state.
 
         Args:
             state: The other's.
         """
-        own = carried.at(self.field) if carried is not None else None
-        lent = lend(self.transform, donated)
-        return self.transform.update(grads, getattr(state, self.field), params, carried=own, **lent, **extra)
+        own = first_bucket.substate(self.field) if first_bucket is not None else None
+        lent = donate_kwargs(self.transform, donated)
+        return self.transform.update(grads, getattr(state, self.field), params, first_bucket=own, **lent, **extra)
 
     def reduction(self, *own: str, same: bool = False) -> Reduction | None:
         """What the other one reduces.
@@ -176,7 +179,7 @@ class Inner:
         return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
 
 
-def lend(to: Transform, donated: bool = True) -> dict[str, bool]:
+def donate_kwargs(to: Transform, donated: bool = True) -> dict[str, bool]:
     """What to tell the `update` of a transform whose caller needs the gradients no more.
 
     No two of these share memory, so that what it returns may be written there, if its signature has `donated`.

@@ -38,7 +38,7 @@ def named_leaves(tree: Tree) -> dict[str, Tensor]:
     return named
 
 
-def registered(tree: Tree) -> tuple[list[str], list[Tensor], Any]:
+def flatten_in_insertion_order(tree: Tree) -> tuple[list[str], list[Tensor], Any]:
     """Paths, leaves and structure with dicts in their own order: that in which parameters were registered."""
     with optree.dict_insertion_ordered(True, namespace="fjoin"):
         paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace="fjoin")
@@ -54,7 +54,7 @@ def zeros_like(tree: Tree) -> Tree:
     return optree.tree_map(torch.zeros_like, tree)
 
 
-def wide_zeros(tree: Tree) -> dict[str, Tensor]:
+def zeros_at_least_f32(tree: Tree) -> dict[str, Tensor]:
     """Path -> zeros in the leaf's shape, in at least float32."""
     return {
         path: torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32))
@@ -86,7 +86,7 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         all_of = (new, old) if new.dim() else (new, old, fine)
         device = next((x.device for x in all_of if x.device.type != "cpu"), new.device)  # the host would have to wait
-        return torch.where(on(device, fine), on(device, new), on(device, old))
+        return torch.where(to_device(device, fine), to_device(device, new), to_device(device, old))
     if type(new) is type(old) and hasattr(new, "choose"):
         return new.choose(fine, old)
     if isinstance(new, dict) and isinstance(old, dict):  # the first call may add names, such as a lane's
@@ -153,7 +153,7 @@ _BESIDE = _Beside()
 
 
 @contextlib.contextmanager
-def beside(tree: Tree) -> Iterator[None]:
+def default_device_of(tree: Tree) -> Iterator[None]:
     """Within it, what serves no leaf of a tree makes its messages where the tree lies."""
     before, _BESIDE.device = _BESIDE.device, device_of(optree.tree_leaves(tree))
     try:
@@ -162,12 +162,12 @@ def beside(tree: Tree) -> Iterator[None]:
         _BESIDE.device = before
 
 
-def on(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor on a device, without waiting for it: that is, where the tensor comes from the host. None: where it is."""
     return x.to(device, dtype or x.dtype, non_blocking=x.device.type == "cpu")
 
 
-def on_host(x: Tensor) -> bool:
+def readable_without_sync(x: Tensor) -> bool:
     """Whether Python may look at a tensor's values without waiting for a device: nothing differentiates, maps, traces or fakes it."""
     if type(x) is not Tensor or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._check import is_finite
-from ._tree import Tree, on, where
+from ._tree import Tree, to_device, where
 
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -61,23 +61,23 @@ def known_weight(name: str, weight: Any) -> float:
     )
 
 
-class Share(NamedTuple):
+class RankWeight(NamedTuple):
     """What a rank counts in a reduction."""
 
     factor: Tensor  # of its gradients in the sum, 0-d float64
     known: float | None  # the same where the host knows it, so that 1 and 0 cost nothing
 
-    def to(self, device: torch.device | None) -> Share:
-        return self._replace(factor=on(device, self.factor))
+    def to(self, device: torch.device | None) -> RankWeight:
+        return self._replace(factor=to_device(device, self.factor))
 
-    def silenced(self, x: Tensor) -> Tensor:
+    def masked(self, x: Tensor) -> Tensor:
         """`x`, or zeros where this rank counts nothing, whatever it holds: 0 * nan would be nan."""
         if self.known is None:
-            return torch.where(on(x.device, self.factor) > 0, x, torch.zeros_like(x))
+            return torch.where(to_device(x.device, self.factor) > 0, x, torch.zeros_like(x))
         return x if self.known else torch.zeros_like(x)
 
 
-def share_of(weight: Any, over: Over) -> Share:
+def share_of(weight: Any, over: Over) -> RankWeight:
     """A rank's weight, or 1 for any where only counts matter.
 
     Raises:
@@ -86,8 +86,8 @@ def share_of(weight: Any, over: Over) -> Share:
     factor = check_weight(weight)
     known = None if isinstance(weight, Tensor) else 1.0 if weight is None else float(weight)
     if over == "weight":
-        return Share(factor, known)
-    return Share((factor > 0).to(factor.dtype), None if known is None else float(known > 0))
+        return RankWeight(factor, known)
+    return RankWeight((factor > 0).to(factor.dtype), None if known is None else float(known > 0))
 
 
 def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
@@ -98,6 +98,6 @@ def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
     return where(total != 0, new, old) if persistent else new
 
 
-def not_zero(divisor: Tensor) -> Tensor:
+def nonzero_or_one(divisor: Tensor) -> Tensor:
     """What to divide by: 1 in the place of 0, so that a sum of nothing stays 0."""
     return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

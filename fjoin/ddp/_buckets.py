@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._axis import Work
-from ..reducer._buckets import Outgoing
+from ..reducer._buckets import GradBuffer
 from ..transforms.plan._buckets import Bucket
 
 
@@ -33,7 +33,7 @@ def gradients(bucket: GradBucket) -> list[Tensor]:
     return views
 
 
-class FromDDP(Outgoing):
+class DDPBucket(GradBuffer):
     """One of the module's buckets in one backward pass.
 
     Attributes:
@@ -43,7 +43,7 @@ class FromDDP(Outgoing):
     unit = 1.0
 
     def __init__(self, paths: tuple[str, ...], bucket: GradBucket) -> None:
-        self.wire = self.grads = bucket.buffer()
+        self.buffer = self.grads = bucket.buffer()
         self.work: Work | None = None
         self.seen = torch.zeros((), device=self.grads.device)
         self._by_path = dict(zip(paths, gradients(bucket), strict=True))

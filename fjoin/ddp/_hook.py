@@ -14,18 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CollectiveTimeout, PeerLost
 from ..groups._consistency import same_step
 from ..groups._mesh import Mesh
-from ..optim._foreach import Stepper, divides
+from ..optim._foreach import ForeachStepper, divides
 from ..reducer._bucket_hooks import Call
-from ..reducer._flat_params import apart
-from ..reducer._interleave import Waves, travel
+from ..reducer._flat_params import copy_if_aliased
+from ..reducer._interleave import Interleaver, travel
 from ..reducer._side_stream import SideStream
-from ..reducer._step_check import Guard
+from ..reducer._step_check import StepCheck
 from ..reducer._tree_stages import last_sums, run_stages
 from ..training._apply import run_after
 from ..training._loss_weight import unscale
 from ..transforms._axis_env import bind_axes, bound
 from ..transforms._bucketwise import merge, restrict
-from ..transforms._transform import Transform, lend
+from ..transforms._transform import Transform, donate_kwargs
 from ..transforms._tree import check_dense
 from ..transforms.combinators._chain import stages
 from ..transforms.optimizers._mixed_precision import masters_of
@@ -36,11 +36,11 @@ from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.pipelines._verdict import Effect
 from ..transforms.plan._plan import make_plan
 from ..transforms.reductions._mean import MeanState
-from ._buckets import FromDDP, first_buckets
+from ._buckets import DDPBucket, first_buckets
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
-from ._unused_params import UsedParameters, known
-from ._weighted_sum import Counts, PlainSum
+from ._unused_params import UsedParameters, keep_unused_state
+from ._weighted_sum import Counts, WeightedSum
 
 
 class DDPRun:
@@ -65,7 +65,7 @@ class DDPRun:
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
-        self._guard = Guard(mesh.size, skips=self.skips is not None)
+        self._step_check = StepCheck(mesh.size, skips=self.skips is not None)
         self._late: Counts | None = None  # on its way in this pass: which ranks have left the step before out
         self._lane: dict[str, float] | None = None
         held = {path: p.detach() for path, p in params.items()}
@@ -74,9 +74,9 @@ class DDPRun:
                 check_dense(f"parameter {path!r}", p)
         if self.skips and self.skips.scaled:
             refuse_float16(held)
-        self.hook_state: tuple[Any, ...] = apart(tuple(part.init(held) for part in self._stages), self.flats)
-        self.after_state = apart(pipeline.after.init(held), self.flats) if pipeline and pipeline.after else ()
-        self.stepper = Stepper()
+        self.hook_state: tuple[Any, ...] = copy_if_aliased(tuple(part.init(held) for part in self._stages), self.flats)
+        self.after_state = copy_if_aliased(pipeline.after.init(held), self.flats) if pipeline and pipeline.after else ()
+        self.stepper = ForeachStepper()
         if pipeline is not None:
             if pipeline.optimizer.check:
                 pipeline.optimizer.check(held)
@@ -93,13 +93,13 @@ class DDPRun:
         self.loaded = False  # a state, from which the next pass goes on
         self.pending: float | None = None  # the weight of the next pass that is synchronised
         self._weight = 1.0
-        self._outs: list[FromDDP] = []
+        self._outs: list[DDPBucket] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets are still to come in this pass
         self._calls: list[Call] = []
-        self._waves: Waves | None = None
+        self._interleaver: Interleaver | None = None
         self._side: SideStream | None = None  # on CUDA
-        self._sum: PlainSum | None = None
+        self._sum: WeightedSum | None = None
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
         # Of a parameter that no rank uses nothing is stepped, so that what a hook sends of it is lost.
@@ -121,7 +121,7 @@ class DDPRun:
             raise TypeError(
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
-        out = FromDDP(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
+        out = DDPBucket(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
         # Not by `index` and `is_last`: in the first pass of a static graph all buckets have index 0, and none is the last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if out.grads.is_cuda else None
@@ -138,7 +138,7 @@ class DDPRun:
                     self._finish()
         except BaseException as error:
             self._forget()
-            failure = self._mesh.account(error, self.step)
+            failure = self._mesh.root_cause(error, self.step)
             try:
                 if isinstance(failure, (PeerLost, CollectiveTimeout)):
                     # The group stays: the module's reducer, which runs this, holds it. Other errors may be those of all ranks.
@@ -162,30 +162,37 @@ class DDPRun:
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
         self._lane = {"weight": self._weight} if self._transforms else None
         if self.pipeline is not None and self.skips is None and self._plan.reduced(self.step).axes != self._plan.agree:
-            self._late = Counts(self._mesh, self._plan.agree, 0.0, self._guard.left_out)
+            self._late = Counts(self._mesh, self._plan.agree, 0.0, self._step_check.left_out)
 
     def _forget(self) -> None:
         """Drop a pass that has ended, or failed."""
-        if self._waves is not None:
-            self._waves.clear()
-        self._outs, self._futures, self._calls, self._waves, self._sum, self._missing = [], [], [], None, None, set()
+        if self._interleaver is not None:
+            self._interleaver.clear()
+        self._outs, self._futures, self._calls, self._interleaver, self._sum, self._missing = (
+            [],
+            [],
+            [],
+            None,
+            None,
+            set(),
+        )
         self._late = None
 
-    def _launch(self, out: FromDDP) -> None:
+    def _launch(self, out: DDPBucket) -> None:
         if self.scaling is not None:
             unscale(out.grads, 1 / self.outer.scale.double())
             if self.scaling.missed:
                 out.grads.fill_(math.nan)  # so that all ranks leave the step out
         if self._plan.reduce is not None:
             if self._sum is None:
-                self._sum = PlainSum(self._mesh, self._plan, self._weight, self._transforms, out.grads.device)
+                self._sum = WeightedSum(self._mesh, self._plan, self._weight, self._transforms, out.grads.device)
             self._sum.send(out)
             return
         if self._plan.early is None:
             return
         if not self._calls:
             axes, buckets = self._mesh.axes, self._buckets  # those of the pass before, as many on all ranks
-            self._waves = Waves(axes) if travel(axes, buckets, "cpu") else None
+            self._interleaver = Interleaver(axes) if travel(axes, buckets, "cpu") else None
             self._side = self._side or (SideStream(out.grads.device) if travel(axes, buckets, "cuda") else None)
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
         count = len(stages(self._plan.early))
@@ -194,8 +201,8 @@ class DDPRun:
         call = Call(self, old, params, self._weight, self._lane, self._calls[0] if self._calls else None)
         call.out = out
         self._calls.append(call)
-        if self._waves is not None:
-            out.work = self._waves.start(call)
+        if self._interleaver is not None:
+            out.work = self._interleaver.start(call)
             return
         with bind_axes({**bound(), **self._mesh.axes}):
             if self._side is not None:
@@ -207,15 +214,15 @@ class DDPRun:
         """Call the stages that run bucket by bucket."""
         early = self._plan.early
         assert early is not None
-        return early.update(*args, lane_dtype=torch.float64, step=self.step, **lend(early), **extra)
+        return early.update(*args, lane_dtype=torch.float64, step=self.step, **donate_kwargs(early), **extra)
 
     # -- after the last -----------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         for out in self._outs:
-            out.arrive()
+            out.wait()
             if self._bare:
-                self._guard.look(out)  # while the messages behind it are still under way
+                self._step_check.observe(out)  # while the messages behind it are still under way
         new: tuple[Any, ...] = ()
         found: MeanState | None = None  # the sums of the last reduction
         divisor = 1.0
@@ -241,7 +248,7 @@ class DDPRun:
         if found is not None:
             self.total = float(found.total)
         if self.pipeline is None:
-            self.hook_state = known(self._used_anywhere(), (*new, *states), self.hook_state, self.leaves)
+            self.hook_state = keep_unused_state(self._used_anywhere(), (*new, *states), self.hook_state, self.leaves)
         else:
             self._step(self.pipeline, (*new, *states), divisor, found)
         self.step += 1
@@ -283,13 +290,13 @@ class DDPRun:
         outs, used = self._outs, self._used_anywhere()
         if not self._bare:
             for out in outs:
-                self._guard.look(out)
+                self._step_check.observe(out)
         axes, equal = self._plan.reduced(self.step)
         if equal:
             assert found is not None
             sums: dict[str, Any] = {"weight": float(found.lane["weight"] if self._transforms else found.total)}
         else:  # the ranks' gradients differ, and so may what they make of them
-            sums = Counts(self._mesh, axes, self._weight, float(self._guard.bad(outs))).wait()
+            sums = Counts(self._mesh, axes, self._weight, float(self._step_check.bad(outs))).wait()
             self.total = sums["weight"] if axes else math.nan
         sums.update(total=sums["weight"], loss=0.0)
         counts = None if axes == self._plan.agree else {} if self._late is None else self._late.wait()
@@ -297,30 +304,34 @@ class DDPRun:
             self.stepper.check_rates(self._watched)
         except (TypeError, ValueError) as error:
             return raise_after_backward(error)
-        verdict = self._guard.judge(self.step, sums, outs, 1.0, None, counts)
+        decision = self._step_check.decide(self.step, sums, outs, 1.0, None, counts)
         if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
             raise_after_backward(missed)
         if self.skips is not None:
-            self.outer = verdict.effect.settle(self.skips, self.outer)
-        elif verdict.error is not None:
-            raise_after_backward(verdict.error)
-        by_kernels = self._kernels_divide and verdict.changes and used is None and self._guard.on_host(outs)
+            self.outer = decision.effect.update_counters(self.skips, self.outer)
+        elif decision.error is not None:
+            raise_after_backward(decision.error)
+        by_kernels = (
+            self._kernels_divide and decision.changes and used is None and self._step_check.readable_without_sync(outs)
+        )
         scale = None
         if by_kernels and divisor != 1.0:
             scale = torch.tensor(divisor, dtype=torch.float64)
         else:
             self._divide(divisor)
-        self.hook_state = verdict.effect.keep(known(used, state, self.hook_state, self.leaves), self.hook_state)
-        if verdict.changes:
+        self.hook_state = decision.effect.keep(
+            keep_unused_state(used, state, self.hook_state, self.leaves), self.hook_state
+        )
+        if decision.changes:
             items = [
                 (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
                 for out in outs for path, grad in out.by_path().items() if used is None or path in used
             ]  # fmt: skip
-            self.stepper.step(items, grad_scale=scale, found_inf=verdict.found_inf)
-        elif verdict.error is not None and self.skips is None:
+            self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
+        elif decision.error is not None and self.skips is None:
             return
         if pipeline.after is not None:
-            self._run_after(pipeline.after, sums["weight"], verdict.effect)
+            self._run_after(pipeline.after, sums["weight"], decision.effect)
 
     def _run_after(self, after: Transform, weight: float, effect: Effect) -> None:
         """Transform the new parameters, or their master copies."""

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._consistency import same_hook
-from ..groups._group_mesh import mesh_over
+from ..groups._group_mesh import mesh_from_group
 from ..groups._mesh import Mesh
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._transform import Transform
@@ -180,7 +180,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         named = axes_of(hook, ())
         if len(named) > 1:
             raise ValueError(f"{hook!r} has the axes {sorted(named)}; pass mesh=fjoin.mesh(...) that has them")
-        mesh = mesh_over(model.process_group, next(iter(named), "data"))
+        mesh = mesh_from_group(model.process_group, next(iter(named), "data"))
     if mesh.size != model.process_group.size():
         raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
     if hook.pauses or (isinstance(what, Pipeline) and what.after is not None and what.after.pauses):

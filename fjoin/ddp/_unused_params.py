@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..groups._mesh import Mesh
 from ..transforms._bucketwise import merge, restrict
-from ..transforms._tree import on
+from ..transforms._tree import to_device
 
 
 class UsedParameters:
@@ -29,13 +29,13 @@ class UsedParameters:
 
     def anywhere(self) -> set[str]:
         """Those that have had a gradient on some rank since the last time: one small message."""
-        bits = on(self._mesh.device, torch.tensor([float(path in self._here) for path in self._paths]))
+        bits = to_device(self._mesh.device, torch.tensor([float(path in self._here) for path in self._paths]))
         self._here.clear()
         self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
         return {path for path, bit in zip(self._paths, bits.tolist(), strict=True) if bit}
 
 
-def known(
+def keep_unused_state(
     used: set[str] | None, new: tuple[Any, ...], old: tuple[Any, ...], paths: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """A hook's states after a pass: what they hold of parameters that no rank has used stays as it was; None: all are used."""

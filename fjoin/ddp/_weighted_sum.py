@@ -10,10 +10,10 @@ import torch
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
 from ..transforms._lane import mask_words, rank_bit
-from ..transforms._tree import on
+from ..transforms._tree import to_device
 from ..transforms.axes._collectives import axis_index
 from ..transforms.plan._plan import Plan
-from ._buckets import FromDDP
+from ._buckets import DDPBucket
 
 
 class Counts:
@@ -30,7 +30,7 @@ class Counts:
             word, bit = rank_bit(int(axis_index(axes)) if axes else 0)
         words = torch.zeros(1 + mask_words(math.prod(axis.size for axis in mesh.over(axes))), dtype=torch.float64)
         words[0], words[1 + word] = weight, says * bit
-        self._words = on(mesh.device, words)
+        self._words = to_device(mesh.device, words)
         self._work = mesh.reduce_(self._words, axes) if axes else None
 
     def wait(self) -> dict[str, float]:
@@ -41,7 +41,7 @@ class Counts:
         return {"weight": weight, **{f"nonfinite{i}": mask for i, mask in enumerate(masks)}}
 
 
-class PlainSum:
+class WeightedSum:
     """The sum of one pass; the weights are summed in a message of their own, which goes first.
 
     Args:
@@ -74,7 +74,7 @@ class PlainSum:
         """The sum of their weights, where it is wanted."""
         return self._sums[-1]
 
-    def send(self, out: FromDDP) -> None:
+    def send(self, out: DDPBucket) -> None:
         """Sum a bucket in place, times its `unit`."""
         if out.grads.dtype.itemsize < 4 and 0 < self.total < math.inf:
             # Sums of gradients times weights would not fit: a power of two near 1 / total, which costs no bit.

@@ -50,23 +50,23 @@ class GroupMesh(Mesh):
         self,
         shape: dict[str, int],
         groups: dict[str, Any],
-        everyone: Any,
+        world_mesh: Any,
         timeout_s: float,
         ordered: bool,
         connections: Connections,
         owned: bool = True,
     ) -> None:
-        self._store, name = Store(), everyone.group_name  # a name that is the same on all ranks
-        self._failures = failures = Failures(self._store, name, everyone.rank(), everyone.size(), connections)
-        self._ranks = ranks = dist.get_process_group_ranks(everyone)
+        self._store, name = Store(), world_mesh.group_name  # a name that is the same on all ranks
+        self._failures = failures = Failures(self._store, name, world_mesh.rank(), world_mesh.size(), connections)
+        self._ranks = ranks = dist.get_process_group_ranks(world_mesh)
 
         def look(group: Any) -> Callable[[], None]:
             """A look at failures, for the ranks that wait in a message over a group."""
             others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
             return lambda: failures.raise_if_any(others)
 
-        self._look = look(everyone)
-        self._everyone = GroupAxis(everyone, ordered, check=self._look)
+        self._look = look(world_mesh)
+        self._everyone = GroupAxis(world_mesh, ordered, check=self._look)
         # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
         names, whole = tuple(shape), self._everyone
 
@@ -77,7 +77,7 @@ class GroupMesh(Mesh):
         super().__init__(shape, axes, self._everyone.rank)
         self._meetings = Meetings(self._store, name, timeout_s, lambda rank: failures.raise_if_any([ranks.index(rank)]))
         self._timeout_s = timeout_s
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(everyone).split(","))
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(world_mesh).split(","))
         # Values for the host travel between hosts where they can, and do not wait behind kernels.
         self._cuda = backends.get("cpu", "nccl") == "nccl"
         self._connections = connections
@@ -124,13 +124,13 @@ class GroupMesh(Mesh):
             )
 
     def report(self, error: BaseException, step: int | None) -> BaseException:
-        error = self.account(error, step)
+        error = self.root_cause(error, step)
         if not self._down:
             _KEPT.append(self._store)
             self._failures.report(error, step)
         return error
 
-    def failed(self, error: BaseException, step: int | None) -> None:
+    def report_failure(self, error: BaseException, step: int | None) -> None:
         if self._down or self._process != os.getpid():
             return
         self.report(error, step)
@@ -153,15 +153,15 @@ class GroupMesh(Mesh):
         self._down = True
         _destroy(list(self._all), failed, self._process)
 
-    def is_echo(self, error: BaseException) -> bool:
+    def is_backend_error(self, error: BaseException) -> bool:
         if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
             return False
         return isinstance(error, dist.DistError) or bool(BACKEND_ERROR.search(str(error)))
 
-    def account(self, error: BaseException, step: int | None) -> BaseException:
+    def root_cause(self, error: BaseException, step: int | None) -> BaseException:
         if isinstance(error, (PeerLost, CollectiveTimeout)) and error.step is None:
             error.step = step
-        if not self.is_echo(error):
+        if not self.is_backend_error(error):
             return error
         # A message's handle that is left in a frame of the failed call would keep connections open.
         traceback.clear_frames(error.__traceback__)
@@ -227,7 +227,7 @@ def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) 
     return True
 
 
-def mesh_over(group: Any, name: str = "data") -> Mesh:
+def mesh_from_group(group: Any, name: str = "data") -> Mesh:
     """A mesh of one axis over a process group of the user's, which it takes down where a rank fails."""
     return GroupMesh(
         {name: group.size()}, {name: group}, group, _timeout_of(group), False, Connections(()), owned=False

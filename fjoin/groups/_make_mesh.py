@@ -22,7 +22,7 @@ from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
 from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
-from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_over
+from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
 from ._store import Store, Unanswered, within
@@ -114,8 +114,8 @@ def _of_groups(
     sizes: dict[str, int], groups: dict[str, Any], before: set[int], timeout_s: float, ordered: bool, owned: bool = True
 ) -> Mesh:
     """The mesh over new groups by axis; that of all ranks is under "", or the only one."""
-    everyone = groups.pop("", None) or next(iter(groups.values()))
-    return GroupMesh(sizes, groups, everyone, timeout_s, ordered, Connections(event_loops() - before), owned)
+    world_mesh = groups.pop("", None) or next(iter(groups.values()))
+    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, Connections(event_loops() - before), owned)
 
 
 def _connect(backend: str, timeout_s: float) -> None:
@@ -223,15 +223,15 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
     """A new group; where it has all ranks under a name of its own, since a name made from the ranks can be used once only."""
-    everyone = len(ranks) == dist.get_world_size()
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)  # type: ignore[return-value]
+    world_mesh = len(ranks) == dist.get_world_size()
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=not world_mesh)  # type: ignore[return-value]
 
 
-def everyone() -> Mesh:
+def world_mesh() -> Mesh:
     """All ranks as the axis "data": over the default group where there is one, without groups of its own."""
     simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
     if dist.is_initialized() and not simulated:
-        return mesh_over(dist.group.WORLD)
+        return mesh_from_group(dist.group.WORLD)
     return mesh({"data": -1})
 
 
@@ -256,6 +256,6 @@ def bind(mesh: Mesh) -> Iterator[None]:
         with bind_axes(mesh.axes):
             yield
     except RuntimeError as error:
-        if mesh.is_echo(error):
-            mesh.end(error, None)
+        if mesh.is_backend_error(error):
+            mesh.raise_root_cause(error, None)
         raise

@@ -109,20 +109,20 @@ class Mesh:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self.failed(error, None)
+            self.report_failure(error, None)
         self.close()
 
     def report(self, error: BaseException, step: int | None) -> BaseException:
         """Let the other ranks know of an error in this one, without taking anything down; the error to raise."""
         return error
 
-    def failed(self, error: BaseException, step: int | None) -> None:
+    def report_failure(self, error: BaseException, step: int | None) -> None:
         """Let the other ranks know that this one has failed, and let go of the messages that they wait in."""
 
-    def end(self, error: BaseException, step: int | None) -> NoReturn:
+    def raise_root_cause(self, error: BaseException, step: int | None) -> NoReturn:
         """Let the other ranks know of an error, and raise what really happened, where it is only its echo."""
-        told = self.account(error, step)
-        self.failed(told, step)
+        told = self.root_cause(error, step)
+        self.report_failure(told, step)
         try:
             if told is error:
                 raise error
@@ -130,11 +130,11 @@ class Mesh:
         finally:  # a frame that knows its exception lives until Python looks for cycles, and connections in it
             del told, error
 
-    def is_echo(self, error: BaseException) -> bool:
+    def is_backend_error(self, error: BaseException) -> bool:
         """Whether an error is what the backend raises where a peer is gone."""
         return False
 
-    def account(self, error: BaseException, step: int | None) -> BaseException:
+    def root_cause(self, error: BaseException, step: int | None) -> BaseException:
         """What really happened, given an error that came out of a collective."""
         return error
 

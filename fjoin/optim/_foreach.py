@@ -27,7 +27,7 @@ def ignore(key: Any, state: Any) -> None:
     del key, state
 
 
-class Stepper:
+class ForeachStepper:
     """The states of parameters, each under a key; what is 0-d in them is one tensor for all that are of one age.
 
     `changed`, of its methods, is called with a key and its state where this is another object from now on.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..transforms._state_dict import to_state_dict
 from ..transforms.optimizers import _optimizer
 from ..transforms.optimizers._inject import remade
-from ._foreach import Item, Stepper
+from ._foreach import ForeachStepper, Item
 from ._param_groups import check_group, own_by_group, resizing, values_of
 
 
@@ -59,7 +59,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"{optimizer!r} keeps its hyperparameters in its state; here they stand in param_groups: leave it away"
             )
         self._optimizer = optimizer
-        self._stepper = Stepper()  # without a way back from it to this: the states are freed with it
+        self._stepper = ForeachStepper()  # without a way back from it to this: the states are freed with it
         self._made: dict[Any, _optimizer.Optimizer] = {}  # with the hyperparameters of the last steps
         hyperparameters = {} if optimizer.select else own_by_group(optimizer)
         self._names = tuple(hyperparameters)

@@ -87,7 +87,7 @@ def auto_quantize(
             )
             return None
         with torch.no_grad():
-            keyed = codec.keyed(seed, next(calls)) if codec.noisy else codec
+            keyed = codec.keyed(seed, next(calls)) if codec.stochastic else codec
             work = start(Peers(func.__name__, keyed, loss, group, dist.get_world_size(group), me), **named)
         if async_op:
             return work

@@ -15,14 +15,14 @@ from ..transforms.combinators._clip import ClipState, clip_factor
 from ..transforms.plan._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._mean import MeanState
-from ._buckets import Outgoing
-from ._flat_params import Storage, apart
+from ._buckets import GradBuffer
+from ._flat_params import Storage, copy_if_aliased
 from ._lane import StepLane
-from ._step_check import Clip, Guard, norm_of
+from ._step_check import Clip, StepCheck, norm_of
 from ._tree_stages import run_stages
 
 
-class PlainHook:
+class AllReduceHook:
     """Runs a hook that begins with `mean` or `sum_over`, and reduces no more behind it.
 
     Attributes:
@@ -33,15 +33,15 @@ class PlainHook:
         direct: Whether a bucket can be stepped as soon as its message and the lane's are here.
     """
 
-    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, step_check: StepCheck) -> None:
         assert plan.reduce is not None
-        self._hook, self._plan, self._mesh, self._lane, self._guard = plan.hook, plan, mesh, lane, guard
+        self._hook, self._plan, self._mesh, self._lane, self._step_check = plan.hook, plan, mesh, lane, step_check
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, lane.axes
         self.unit, self.scales = power_near(lane.ranks), plan.by_weight
         late = plan.clip is not None and plan.clip.spec["mode"] == "previous"
         self.direct = (plan.clip is None or late) and not plan.rest
         self._before: ClipState | None = None  # of the last step, where that decides
-        self._carrier: Outgoing | None = None  # whose message carries the lane
+        self._carrier: GradBuffer | None = None  # whose message carries the lane
         self._step = 0
         self._alone: Work | None = None  # the message of a lane that none carries
 
@@ -53,35 +53,35 @@ class PlainHook:
     def init(self, storage: Storage) -> Any:
         """The state to start from."""
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-        return apart(self._hook.init(params), storage.flats)
+        return copy_if_aliased(self._hook.init(params), storage.flats)
 
-    def seed(self, share: float) -> float:
+    def loss_factor(self, share: float) -> float:
         """What the loss is multiplied with: seeding backward with the share makes the weighting free."""
         return share * self.unit
 
-    def prepare(self, storage: Storage) -> list[Outgoing]:
+    def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
         layout, words = storage.layout, self._lane.fit(storage.layout)
         carrier = lane_bucket(layout)
-        outgoing = [Outgoing(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)]
+        outgoing = [GradBuffer(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)]
         if carrier is None:
             self._carrier = None
             self._lane.travel_alone(words)
         else:
             self._carrier = outgoing[carrier]
-            self._lane.wire = self._carrier.lane
+            self._lane.buffer = self._carrier.lane
         return outgoing
 
     def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
-        """Make ready for the buckets of a step; see `RunsHook`."""
+        """Make ready for the buckets of a step; see `StepHook`."""
         if self.direct and self.clip:
             self._before = (state() if callable(state) else state)[1]
         self._lane.write(values)
         self._step = step
         self._alone = self._lane.send() if self._carrier is None else None
 
-    def launch(self, index: int, out: Outgoing) -> Work:
-        return self._mesh.reduce_(out.wire, self._axes)
+    def launch(self, index: int, out: GradBuffer) -> Work:
+        return self._mesh.reduce_(out.buffer, self._axes)
 
     def knows_scale(self) -> bool:
         """Whether nothing but the lane is needed to know what a bucket is to be divided by."""
@@ -101,22 +101,22 @@ class PlainHook:
             self._alone.wait()
             self._alone = None
         if self._carrier is not None:
-            self._carrier.arrive()
-        return self._guard.read_lane(self._lane)
+            self._carrier.wait()
+        return self._step_check.read_lane(self._lane)
 
     def divisor(self, sums: dict[str, Any]) -> Any:
         """What the summed gradients are still to be divided by."""
         return self._total(sums) * self.unit
 
     def finish(
-        self, old: Any, storage: Storage, outgoing: list[Outgoing], lane: dict[str, Any]
+        self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
     ) -> tuple[Any, dict[str, Any], Any]:
         """After backward: the new state, or a function that makes it; the summed lane; the divisor."""
         rest = self._plan.rest
         for out in outgoing:
-            out.arrive()
+            out.wait()
             if not rest:
-                self._guard.look(out)  # while the messages behind it are still under way
+                self._step_check.observe(out)  # while the messages behind it are still under way
         sums = self.sums()
         state, divisor = self.state(sums, outgoing), self.divisor(sums)
         if not rest:
@@ -136,10 +136,10 @@ class PlainHook:
             step=self._step,
         )
         for out in outgoing:
-            self._guard.look(out)
+            self._step_check.observe(out)
         return (first, *new), sums, 1.0
 
-    def state(self, sums: dict[str, Any], outgoing: list[Outgoing]) -> Callable[[], Any]:
+    def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
         """The state that the pure hook would have after these messages, made when it is asked for."""
         clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
         norm = norm_of(outgoing) / self.divisor(sums) if self._before is not None else None

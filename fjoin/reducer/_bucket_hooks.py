@@ -11,22 +11,22 @@ from torch import Tensor
 from ..groups._axis import Work
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes, bound
-from ..transforms._bucketwise import Carried, restrict
-from ..transforms._transform import lend
+from ..transforms._bucketwise import FirstBucket, restrict
+from ..transforms._transform import donate_kwargs
 from ..transforms.combinators._chain import stages
 from ..transforms.plan._plan import Plan, takes_flat
-from ._buckets import Outgoing
-from ._flat_params import Storage, apart, put
+from ._buckets import GradBuffer
+from ._flat_params import Storage, assign_, copy_if_aliased
 from ._hook_state import FLAT, Form, HookState
-from ._interleave import Waves, travel
+from ._interleave import Interleaver, travel
 from ._lane import StepLane
 from ._side_stream import SideStream
-from ._step_check import Clip, Guard
+from ._step_check import Clip, StepCheck
 from ._tree_stages import last_sums, run_stages
 
 
-class RunsHook(Protocol):
-    """What runs the hook of a step on its buckets: `PlainHook` or `HookRun`.
+class StepHook(Protocol):
+    """What runs the hook of a step on its buckets: `AllReduceHook` or `BucketHook`.
 
     Attributes:
         unit: What gradients are multiplied with while they travel; what a hook starts with serves all dtypes but float16.
@@ -45,10 +45,10 @@ class RunsHook(Protocol):
     def init(self, storage: Storage) -> Any:
         """The state to start from."""
 
-    def seed(self, share: float) -> float:
+    def loss_factor(self, share: float) -> float:
         """What the loss is multiplied with."""
 
-    def prepare(self, storage: Storage) -> list[Outgoing]:
+    def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
 
     def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
@@ -59,11 +59,11 @@ class RunsHook(Protocol):
             step: The number of steps before this one.
         """
 
-    def launch(self, index: int, out: Outgoing) -> Work | None:
+    def launch(self, index: int, out: GradBuffer) -> Work | None:
         """A bucket is full: send it."""
 
     def finish(
-        self, old: Any, storage: Storage, outgoing: list[Outgoing], lane: dict[str, Any]
+        self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
     ) -> tuple[Any, dict[str, Any], Any]:
         """After backward: the new state, or a function that makes it; the summed lane; what gradients are to be divided by."""
 
@@ -74,7 +74,7 @@ class RunsHook(Protocol):
         """Free the buffers."""
 
 
-class HookRun:
+class BucketHook:
     """Runs a hook that is no plain reduction, in one step after the other. It weighs what it is given itself.
 
     Attributes:
@@ -86,15 +86,15 @@ class HookRun:
     by_weight: bool = True
     clip = None
 
-    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, guard: Guard, accumulates: bool) -> None:
-        self._plan, self._early, self._mesh, self._guard = plan, plan.early, mesh, guard
+    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, step_check: StepCheck, accumulates: bool) -> None:
+        self._plan, self._early, self._mesh, self._step_check = plan, plan.early, mesh, step_check
         self._lane, self._equal, self._step, self._accumulates = lane, False, 0, accumulates
         self._stages, self.scales = stages(plan.hook), True
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         self.fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._given = 1.0  # the weight that the gradients of this step have already
-        self._waves: Waves | None = None
+        self._interleaver: Interleaver | None = None
         self._calls: list[Call] = []
         self._bound: dict[str, Any] = {}
         self._in_waves = False
@@ -112,49 +112,49 @@ class HookRun:
             buckets = tuple(restrict(full, by_path, bucket.paths) for bucket in layout)
         count = len(stages(early)) if early is not None and buckets else 0
         rest = tuple(part.init(by_path) for part in self._stages[count:])
-        buckets, rest = apart((buckets, rest), storage.flats)
+        buckets, rest = copy_if_aliased((buckets, rest), storage.flats)
         return HookState(buckets, rest, Form(layout, storage.shapes, self.flat, count, len(self._stages)))
 
-    def seed(self, share: float) -> float:
+    def loss_factor(self, share: float) -> float:
         """What the loss is multiplied with: its share only where micro-batches are to be added."""
         return share * self.unit if self._accumulates else 1.0
 
     # -- bucket by bucket -----------------------------------------------------------------------
 
-    def prepare(self, storage: Storage) -> list[Outgoing]:
+    def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the buckets."""
         axes, layout = self._mesh.axes, storage.layout
         self._in_waves = travel(axes, layout, "cpu")
         self._side = SideStream(layout[0].device) if travel(axes, layout, "cuda") else None
-        return [Outgoing(bucket, storage.shapes, 0) for bucket in layout]
+        return [GradBuffer(bucket, storage.shapes, 0) for bucket in layout]
 
     def start(self, state: HookState, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
-        """Make ready for the buckets of a step; see `RunsHook`."""
+        """Make ready for the buckets of a step; see `StepHook`."""
         self.stop()
         self._lane, self._equal, self._step = lane, self._plan.reduced(step).equal, step
-        if lane.wire is None:
+        if lane.buffer is None:
             lane.travel_alone(lane.fit(storage.layout))
         axes = self._mesh.axes
-        self._waves = Waves(axes) if self._in_waves else None
+        self._interleaver = Interleaver(axes) if self._in_waves else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where nothing is bound
         self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
-        carried = self._carried(values)
+        first_bucket = self._carried(values)
         for i, bucket_state in enumerate(state.buckets):
             if self.flat:
                 params = {FLAT: storage.flats[i]}
             else:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(Call(self, bucket_state, params, values["weight"], carried, first))
+            self._calls.append(Call(self, bucket_state, params, values["weight"], first_bucket, first))
 
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket."""
         assert self._early is not None
         return self._early.update(
-            *args, lane_dtype=self._lane.dtype, unit=self.unit, step=self._step, **lend(self._early), **extra
+            *args, lane_dtype=self._lane.dtype, unit=self.unit, step=self._step, **donate_kwargs(self._early), **extra
         )
 
-    def launch(self, index: int, out: Outgoing) -> Work | None:
+    def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
         if self._given != 1.0:
             out.grads.div_(self._given)
@@ -162,8 +162,8 @@ class HookRun:
             return None
         call = self._calls[index]
         call.out = out
-        if self._waves is not None:
-            return self._waves.start(call)
+        if self._interleaver is not None:
+            return self._interleaver.start(call)
         with torch.no_grad(), bind_axes(self._bound):
             if self._side is not None:
                 return self._side.start(call)
@@ -172,8 +172,8 @@ class HookRun:
 
     def stop(self) -> None:
         """Forget a step that has failed."""
-        if self._waves is not None:
-            self._waves.clear()
+        if self._interleaver is not None:
+            self._interleaver.clear()
         self._calls = []
 
     def close(self) -> None:
@@ -183,32 +183,32 @@ class HookRun:
     # -- after backward -------------------------------------------------------------------------
 
     def finish(
-        self, old: HookState, storage: Storage, outgoing: list[Outgoing], lane: dict[str, Any]
+        self, old: HookState, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
     ) -> tuple[HookState, dict[str, Any], float]:
         """Run the other stages, on all gradients; the new state, the summed lane, and 1, the divisor."""
         for out in outgoing:
-            out.arrive()
-        weight, carried = lane["weight"], self._carried(lane)
+            out.wait()
+        weight, first_bucket = lane["weight"], self._carried(lane)
         buckets = tuple(call.state for call in self._calls)
         self.stop()
         summed = self._early.sums(buckets[0]) if buckets and self._early is not None and self._early.sums else None
         if summed is not None:
-            weight, carried = summed.total, summed.lane
+            weight, first_bucket = summed.total, summed.lane
         after = run_stages(
             self._stages[old.form.n_early :], old.rest, storage, outgoing, self._mesh,
-            weight=weight, lane=carried, lane_dtype=self._lane.dtype, unit=self.unit,
+            weight=weight, lane=first_bucket, lane_dtype=self._lane.dtype, unit=self.unit,
             step=self._step,
         )  # fmt: skip
         state = HookState(buckets, after, old.form)
         for out in outgoing:
-            self._guard.look(out)
+            self._step_check.observe(out)
         if self._equal:
             last = self._last_sums(state)
-            return state, self._lane.once(self._guard.from_tensors({**last.lane, "total": last.total})), 1.0
+            return state, self._lane.once(self._step_check.from_tensors({**last.lane, "total": last.total})), 1.0
         # The ranks' gradients differ, so each says whether its own are finite.
-        self._lane.write(self._lane.mark(lane, self._guard.bad(outgoing)))
+        self._lane.write(self._lane.mark(lane, self._step_check.bad(outgoing)))
         self._lane.send().wait()
-        return state, self._guard.read_lane(self._lane), 1.0
+        return state, self._step_check.read_lane(self._lane), 1.0
 
     def _carried(self, lane: dict[str, Any]) -> dict[str, Any] | None:
         """What the hook takes along with its own messages."""
@@ -221,7 +221,7 @@ class HookRun:
 
 
 class GivesCalls(Protocol):
-    """What a `Call` asks of what it belongs to; see `HookRun`."""
+    """What a `Call` asks of what it belongs to; see `BucketHook`."""
 
     flat: bool
     fresh: bool
@@ -249,10 +249,12 @@ class Call:
 
     def __call__(self, pause: Callable[[], None] | None = None) -> None:
         out, self._pause, run = self.out, pause, self._run
-        carried = None if self._first is None else Carried(self._state_of_first)
+        first_bucket = None if self._first is None else FirstBucket(self._state_of_first)
         grads = {FLAT: out.grads} if run.flat else out.by_path()
-        new, state = run.update(grads, self._old, self._params, weight=self._weight, lane=self._lane, carried=carried)
-        self.state = apart(state, [out.grads, *self._params.values()])
+        new, state = run.update(
+            grads, self._old, self._params, weight=self._weight, lane=self._lane, first_bucket=first_bucket
+        )
+        self.state = copy_if_aliased(state, [out.grads, *self._params.values()])
         if new is None:
             raise ValueError(
                 "the hook returned None in the place of gradients; in a train_step every call must give them"
@@ -260,7 +262,7 @@ class Call:
         if run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
             out.grads = new[FLAT]
         else:
-            put(grads, new)
+            assign_(grads, new)
         if run.flat:
             out.clear_padding()  # of which a hook may have made anything
         self.done = True

@@ -14,7 +14,7 @@ from ..transforms.plan._buckets import Bucket
 from ._flat_params import Storage, views
 
 
-class Outgoing:
+class GradBuffer:
     """The gradients of one bucket in one step.
 
     Attributes:
@@ -27,9 +27,9 @@ class Outgoing:
     def __init__(self, bucket: Bucket, shapes: Mapping[str, torch.Size], lane_words: int) -> None:
         self.bucket, self._shapes = bucket, shapes
         numel = 0 if bucket.direct else bucket.numel
-        self.wire = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
-        self._own = self.grads = self.wire[:numel]
-        self.lane = self.wire[numel:]
+        self.buffer = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
+        self._own = self.grads = self.buffer[:numel]
+        self.lane = self.buffer[numel:]
         self._padding: Tensor | None = None  # the elements between leaves
         used = torch.zeros(numel, dtype=torch.bool)
         for path, at in zip(bucket.paths, bucket.offsets, strict=True):
@@ -48,7 +48,7 @@ class Outgoing:
         self.grads = self._own  # a hook may have put its result in its place
         self.taken = [False] * len(leaves)
 
-    def take(self, i: int) -> None:
+    def copy_grad(self, i: int) -> None:
         """Take over the gradient that autograd has just left at a leaf, while it is in the cache."""
         leaf = self.leaves[i]
         if self.taken[i]:
@@ -62,7 +62,7 @@ class Outgoing:
             check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
         if self.bucket.direct:
             # What autograd hands over becomes the message, without a copy, unless other gradients share it.
-            self.wire = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
+            self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
         else:
             self._views[i].copy_(grad)
         leaf.grad = None
@@ -75,9 +75,9 @@ class Outgoing:
             if self.taken[i]:
                 continue
             if leaf.grad is not None:
-                self.take(i)
+                self.copy_grad(i)
             elif self.bucket.direct:
-                self.wire = self.grads = torch.zeros_like(leaf).view(-1)
+                self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
             else:
                 self._views[i].zero_()
 
@@ -85,7 +85,7 @@ class Outgoing:
         if self._padding is not None:
             self.grads.index_fill_(0, self._padding, 0)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the message; on CUDA only the stream waits."""
         if self.work is not None:
             self.work.wait()
@@ -97,7 +97,7 @@ class Outgoing:
         return dict(zip(self.bucket.paths, found, strict=True))
 
 
-def alone(leaf: Tensor) -> None:
+def unshare_grad(leaf: Tensor) -> None:
     """Give a leaf's gradient memory of its own, which other leaves' gradients do not share."""
     if leaf.grad is not None and leaf.grad.layout is torch.strided and _is_shared(leaf.grad):
         leaf.grad = leaf.grad.clone()
@@ -113,7 +113,7 @@ def _is_shared(grad: Tensor) -> bool:
 _ALONE = 2
 
 
-class Queue:
+class BucketQueue:
     """Launches the buckets' messages in the buckets' order, whatever order they fill in.
 
     Args:
@@ -121,7 +121,7 @@ class Queue:
         launch: Starts what becomes of one bucket, given its index; called from the thread that fills.
     """
 
-    def __init__(self, outgoing: list[Outgoing], launch: Callable[[int, Outgoing], Work | None]) -> None:
+    def __init__(self, outgoing: list[GradBuffer], launch: Callable[[int, GradBuffer], Work | None]) -> None:
         self.outgoing, self._launch = outgoing, launch
         self._next = len(outgoing)
         self._open = False
@@ -156,7 +156,7 @@ class Queue:
             tensor = out.leaves[leaf]
             kept = self._kept.pop(tensor, None)
             tensor.grad = torch.zeros_like(tensor) if kept is None else kept
-        out.take(leaf)
+        out.copy_grad(leaf)
         if out.missing == 0:
             out.filled = True
             self._advance()

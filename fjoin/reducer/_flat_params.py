@@ -169,7 +169,7 @@ class Storage:
         return new
 
 
-def apart(state: Any, lent: Iterable[Tensor]) -> Any:
+def copy_if_aliased(state: Any, lent: Iterable[Tensor]) -> Any:
     """A state in memory of its own: tensors that share memory with those in `lent` are copied, detached."""
     own = _apart_from(lent)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def apart(state: Any, lent: Iterable[Tensor]) -> Any:
         return optree.tree_map(own, state)
 
 
-def put(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Write values to their places, whatever memory they share.
 
     Raises:

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ._buckets import Queue, alone
+from ._buckets import BucketQueue, unshare_grad
 from ._flat_params import Storage
 
 
-class Taps:
+class GradHooks:
     """The hooks on the leaves of one state.
 
     The leaves' hooks know this object weakly, and it its state: hooks that held a step would keep all its
@@ -24,7 +24,7 @@ class Taps:
     """
 
     def __init__(self) -> None:
-        self.queue: Queue | None = None
+        self.queue: BucketQueue | None = None
         self._keeping = False
         self._handles: list[Any] = []
         self._attached: Callable[[], Storage | None] = _nothing
@@ -41,7 +41,7 @@ class Taps:
             def arrived(tensor: Tensor) -> None:
                 taps = me()
                 if taps is not None and taps._keeping:
-                    alone(tensor)  # what comes in later calls of the window is added in place
+                    unshare_grad(tensor)  # what comes in later calls of the window is added in place
                 elif taps is not None and taps.queue is not None:
                     taps.queue.arrived(bucket, leaf)
 

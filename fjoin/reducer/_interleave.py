@@ -25,11 +25,11 @@ class _Abandon(BaseException):
     """Unwinds a function whose step has failed elsewhere."""
 
 
-class Task:
+class Coroutine:
     """A function on its way through the waves."""
 
-    def __init__(self, waves: Waves, function: Callable[[Callable[[], None]], Any]) -> None:
-        self._waves, self._function = waves, function
+    def __init__(self, waves: Interleaver, function: Callable[[Callable[[], None]], Any]) -> None:
+        self._interleaver, self._function = waves, function
         self.done = False
         self._error: BaseException | None = None
         self._abandoned = False
@@ -65,8 +65,8 @@ class Task:
 
     def _run(self) -> None:
         try:
-            axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._waves.axes.items()}
-            with torch.no_grad(), bind_axes({**self._waves.outer, **axes}):
+            axes: dict[str, Any] = {name: _Pausing(axis, self) for name, axis in self._interleaver.axes.items()}
+            with torch.no_grad(), bind_axes({**self._interleaver.outer, **axes}):
                 self._function(self.pause)
         except _Abandon:
             pass
@@ -87,13 +87,13 @@ class Task:
     def wait(self) -> None:
         """Take part in waves until this function has returned."""
         while not self.done:
-            self._waves.wave()
+            self._interleaver.wave()
 
 
 class _Pausing(Axis):
     """An axis for a task: it gives up its turn while a message is on its way."""
 
-    def __init__(self, axis: Any, task: Task) -> None:
+    def __init__(self, axis: Any, task: Coroutine) -> None:
         self._axis, self._task = axis, task
         self.size = axis.size
 
@@ -124,7 +124,7 @@ class _Pausing(Axis):
         return None if joint is None else _Pausing(joint, self._task)
 
 
-class Waves:
+class Interleaver:
     """The tasks of one step.
 
     Args:
@@ -134,15 +134,15 @@ class Waves:
     def __init__(self, axes: dict[str, Any]) -> None:
         keep_freed()
         self.axes, self.outer = axes, bound()
-        self._tasks: list[Task] = []
+        self._tasks: list[Coroutine] = []
 
-    def start(self, function: Callable[[Callable[[], None]], Any]) -> Task:
+    def start(self, function: Callable[[Callable[[], None]], Any]) -> Coroutine:
         """Run a function until its first message is on its way; `wait` of what is returned goes on.
 
         Args:
             function: It is given what it may call to let the others have their turn.
         """
-        task = Task(self, function)
+        task = Coroutine(self, function)
         self._tasks.append(task)
         task.go_on()
         return task

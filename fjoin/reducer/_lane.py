@@ -13,7 +13,7 @@ from ..groups._consistency import sum_names
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
 from ..transforms._lane import encode_lane, host_words, lane_dtype, rank_bit, step_lane, words_per_scalar
-from ..transforms._tree import on
+from ..transforms._tree import to_device
 from ..transforms.axes._collectives import axis_index
 from ..transforms.plan._buckets import Bucket
 
@@ -37,7 +37,7 @@ class StepLane:
         with bind_axes(mesh.axes):
             self._rank = int(axis_index(axes)) if axes else 0
         self.names = step_lane(self.ranks)
-        self.wire: Tensor | None = None
+        self.buffer: Tensor | None = None
         self.dtype = torch.float32
         self.step_id = 0.0
         self._device: torch.device | None = None
@@ -60,13 +60,13 @@ class StepLane:
 
     def travel_alone(self, words: int) -> None:
         """Be sent in a message of its own."""
-        self.wire = torch.zeros(words, dtype=self.dtype, device=self._device)
+        self.buffer = torch.zeros(words, dtype=self.dtype, device=self._device)
 
     @property
     def sent(self) -> Tensor:
         """What is written and summed."""
-        assert self.wire is not None
-        return self.wire
+        assert self.buffer is not None
+        return self.buffer
 
     def values(
         self, share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
@@ -89,7 +89,10 @@ class StepLane:
         """Complete values that also say whether this rank's gradients are not finite."""
         name, bit = self._bit()
         if isinstance(bad, Tensor):
-            return {**values, name: torch.maximum(on(bad.device, torch.as_tensor(values[name]), bad.dtype), bad * bit)}
+            return {
+                **values,
+                name: torch.maximum(to_device(bad.device, torch.as_tensor(values[name]), bad.dtype), bad * bit),
+            }
         return {**values, name: max(float(values[name]), bad * bit)}
 
     def left_out(self, values: dict[str, Any], bad: Any) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from .._errors import DesyncError, NonFinite
 from ..groups._mesh import Mesh
 from ..transforms._lane import decode_lane, host_lane, ranks_in
 from ..transforms.pipelines._verdict import Effect
-from ._buckets import Outgoing
+from ._buckets import GradBuffer
 from ._lane import StepLane
 
 # From the norm of the gradients to what they are to be multiplied with.
 Clip: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     effect: Effect
     scale: Tensor | None = None  # what the kernels divide the gradients by
     found_inf: Tensor | None = None  # 1 where they are to change nothing; None where the host has looked
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
         return self.effect.steps is not False
 
 
-class Guard:
+class StepCheck:
     """Judges the steps of one rank.
 
     Args:
@@ -60,7 +60,7 @@ class Guard:
         # The sum of the weights in the newest step of which the host knows it, the same on all ranks; None before the first.
         self.weight: float | None = None
 
-    def on_host(self, outgoing: Sequence[Outgoing]) -> bool:
+    def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
         """Whether the host may look at these gradients without waiting for a device."""
         return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
 
@@ -80,7 +80,7 @@ class Guard:
     def host(sums: dict[str, Any]) -> dict[str, float]:
         return {name: float(v) for name, v in sums.items()}
 
-    def look(self, out: Outgoing) -> None:
+    def observe(self, out: GradBuffer) -> None:
         """Take from a bucket's gradients what the verdict needs, after the hook: one pass.
 
         That is their norm where it is wanted, else their sum, the fastest pass there is: not finite if
@@ -94,21 +94,21 @@ class Guard:
         elif out.grads.numel():
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 
-    def bad(self, outgoing: Sequence[Outgoing]) -> Any:
+    def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, else 0: a number where the host may look."""
-        if self.on_host(outgoing):
+        if self.readable_without_sync(outgoing):
             return float(any(not math.isfinite(out.seen.item()) and _nonfinite(out.grads) for out in outgoing))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
 
-    def judge(
+    def decide(
         self,
         step: int,
         sums: dict[str, Any],
-        outgoing: Sequence[Outgoing],
+        outgoing: Sequence[GradBuffer],
         divisor: Any,
         clip: Clip | None,
         counts: dict[str, Any] | None = None,
-    ) -> Verdict:
+    ) -> Decision:
         """Decide on a step.
 
         Args:
@@ -128,9 +128,9 @@ class Guard:
         self._check_step(step, sums if counts is None else counts)
         self.left_out = 0.0
         if counts is not None and any(_masks(counts)):
-            return Verdict(Effect(True, False), error=_left_out(step - 1, counts))
+            return Decision(Effect(True, False), error=_left_out(step - 1, counts))
         if sums["weight"] == 0:
-            return Verdict(Effect(False))
+            return Decision(Effect(False))
         self.weight = sums["weight"]
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
         fine = fine and not any(_masks(sums)) and not self.bad(outgoing)
@@ -139,23 +139,23 @@ class Guard:
                 out.seen = torch.linalg.vector_norm(out.grads.double())
         if not fine and counts is not None:
             self.left_out = 0.0 if self.skips else 1.0
-            return Verdict(Effect(True, False))
+            return Decision(Effect(True, False))
         if not fine:
-            return Verdict(Effect(True, False), error=_error(step, sums, _nonfinite_paths(outgoing)))
+            return Decision(Effect(True, False), error=_error(step, sums, _nonfinite_paths(outgoing)))
         scale = divisor
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor).item()
-        return Verdict(Effect(True), None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
+        return Decision(Effect(True), None if scale == 1.0 else torch.tensor(scale, dtype=torch.float64))
 
     def _judge_on_device(
         self,
         step: int,
         sums: dict[str, Any],
-        outgoing: Sequence[Outgoing],
+        outgoing: Sequence[GradBuffer],
         divisor: Any,
         clip: Clip | None,
         counts: dict[str, Any] | None,
-    ) -> Verdict:
+    ) -> Decision:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
         fine = torch.isfinite(scalars).all() & (torch.stack(_masks(sums)) == 0).all()
         if outgoing:
@@ -180,7 +180,7 @@ class Guard:
             scale = torch.where(found_inf == 0, scale, torch.ones_like(scale))
         else:
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
-        return Verdict(Effect(live, fine, raises), scale, found_inf)
+        return Decision(Effect(live, fine, raises), scale, found_inf)
 
     def _check_step(self, step: int, sums: dict[str, float]) -> None:
         """Raise DesyncError unless all ranks have called the same step of the mesh.
@@ -208,7 +208,7 @@ class Guard:
             event.record(stream)
         self._pending.append((step, sums, words, event, late))
 
-    def attend(self) -> None:
+    def synchronize(self) -> None:
         """Wait until what the newest step has summed is there."""
         if self._pending:
             self._await(self._pending[-1][3])
@@ -252,7 +252,7 @@ def raise_left_out(step: int, counts: dict[str, float]) -> None:
         raise _left_out(step, counts)
 
 
-def norm_of(outgoing: Sequence[Outgoing]) -> Tensor:
+def norm_of(outgoing: Sequence[GradBuffer]) -> Tensor:
     """The 2-norm of all gradients together, 0-d float64, from those of the buckets."""
     norms = [out.seen for out in outgoing]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
@@ -262,7 +262,7 @@ def _nonfinite(grads: Tensor) -> bool:
     return not bool(torch.isfinite(grads).all())
 
 
-def _nonfinite_paths(outgoing: Sequence[Outgoing]) -> tuple[str, ...]:
+def _nonfinite_paths(outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
     return tuple(path for out in outgoing for path, grad in out.by_path().items() if _nonfinite(grad))
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
-from ._buckets import Outgoing
-from ._flat_params import apart, put
+from ._buckets import GradBuffer
+from ._flat_params import assign_, copy_if_aliased
 
 
-class Holds(Protocol):
+class HasParams(Protocol):
     """Where parameters are: path -> parameter, and the memory that they lie in."""
 
     leaves: dict[str, Tensor]
@@ -23,7 +23,12 @@ class Holds(Protocol):
 
 
 def run_stages(
-    parts: Sequence[Transform], states: Any, storage: Holds, outgoing: Sequence[Outgoing], mesh: Mesh, **extra: Any
+    parts: Sequence[Transform],
+    states: Any,
+    storage: HasParams,
+    outgoing: Sequence[GradBuffer],
+    mesh: Mesh,
+    **extra: Any,
 ) -> tuple[Any, ...]:
     """Run stages on all gradients, one after the other, and put the result in their place; the new states.
 
@@ -39,11 +44,11 @@ def run_stages(
     with torch.no_grad(), bind_axes(mesh.axes):
         for part, state in zip(parts, states, strict=True):
             grads, after = part.update(grads, state, params, **extra)
-            new.append(apart(after, [*(out.grads for out in outgoing), *storage.flats]))
+            new.append(copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
             if part.sums is not None:
                 sums = part.sums(after)
                 extra = {**extra, "weight": sums.total, "lane": sums.lane}
-        put(held, grads)
+        assign_(held, grads)
     return tuple(new)
 
 

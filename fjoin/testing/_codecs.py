@@ -26,7 +26,7 @@ def _rows(n: int, rows: int = 3, seed: int = 0) -> Tensor:
 
 def _encode(codec: tx.Codec, x: Tensor, first: int = 0) -> Tensor:
     """With the same noise for the same place in a row."""
-    if not codec.noisy:
+    if not codec.stochastic:
         return codec.encode(x)
     places = ((torch.arange(x.shape[1], dtype=torch.int32) + first) * 7919).expand(x.shape)
     return codec.encode(x, tx.Noise(places, torch.tensor(1, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)))

@@ -49,7 +49,7 @@ def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
         for call, n in enumerate((300, 300, 1, 0)):
             x = torch.empty(2, n, device=_ELSEWHERE)
             noise = []
-            if codec.noisy:
+            if codec.stochastic:
                 places, key = (torch.empty(size, dtype=torch.int32, device=_ELSEWHERE) for size in (x.shape, ()))
                 noise = [tx.Noise(places, key, key)]
             with _watched(call):

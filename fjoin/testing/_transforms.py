@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import transforms as tx
-from ..transforms._bucketwise import Carried, merge, restrict
+from ..transforms._bucketwise import FirstBucket, merge, restrict
 from ..transforms._transform import Needs
 from ..transforms.plan._plan import takes_flat
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
@@ -98,10 +98,10 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                 pick = (
                     (lambda tree, p=paths: _ravel(tree, p)) if flat else (lambda tree, p=paths: {k: tree[k] for k in p})
                 )
-                carried: Any = None if first is None else Carried(functools.partial(_same, first))
+                first_bucket: Any = None if first is None else FirstBucket(functools.partial(_same, first))
                 lane = {"x": 1.0} if first is None else None
                 one, states[i] = part.update(
-                    pick(grads), states[i], pick(params), weight=weight, lane=lane, carried=carried
+                    pick(grads), states[i], pick(params), weight=weight, lane=lane, first_bucket=first_bucket
                 )
                 first = states[i] if first is None else first
                 assert (one is None) == (out is None)
@@ -189,7 +189,7 @@ def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
 
 def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
     """A mean or a sum gives the same when the ranks change places, unless it throws dice."""
-    if _axis_of(make()) is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.noisy):
+    if _axis_of(make()) is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.stochastic):
         return
     order = list(range(ranks_of(make)))
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
-from ..reducer._buckets import Outgoing
-from ..reducer._flat_params import apart, put
-from ..reducer._step_check import Verdict
+from ..reducer._buckets import GradBuffer
+from ..reducer._flat_params import assign_, copy_if_aliased
+from ..reducer._step_check import Decision
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
 from ..transforms.optimizers._checked import unchecked
 from ..transforms.pipelines._verdict import Effect
-from ._state import Body
+from ._state import StateData
 
 
 @contextlib.contextmanager
-def changing(body: Body) -> Iterator[None]:
+def changing(body: StateData) -> Iterator[None]:
     """While parameters are being changed: what fails in here leaves a torn state."""
     body.torn = (
         f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
@@ -32,11 +32,11 @@ def changing(body: Body) -> Iterator[None]:
     body.torn = ""
 
 
-def step_bucket(body: Body, index: int, out: Outgoing, verdict: Verdict) -> None:
+def step_bucket(body: StateData, index: int, out: GradBuffer, decision: Decision) -> None:
     """Run the optimizer's kernels on one bucket."""
     for optimizer, param, grad, slots in body.storage.ranges(index, out.grads):
         step_param_ = unchecked(optimizer.step_param_)  # its slots have been made by init_param
-        step_param_(param, grad, slots, grad_scale=verdict.scale, found_inf=verdict.found_inf)
+        step_param_(param, grad, slots, grad_scale=decision.scale, found_inf=decision.found_inf)
     # Fused kernels do not count as writes: without this a graph that still needs the old values, such
     # as a user's own, would silently use the new ones.
     torch.autograd.graph.increment_version(body.storage.flats[index])
@@ -55,6 +55,6 @@ def run_after(
     """
     with bind_axes(mesh.axes):
         new, fresh = effect.after(after, params, state, weight, step)
-    fresh = apart(fresh, lent)
-    put(params, new)
+    fresh = copy_if_aliased(fresh, lent)
+    assign_(params, new)
     return fresh

@@ -10,27 +10,27 @@ from torch import Tensor
 
 from ..groups._axis import Work
 from ..groups._mesh import Mesh
-from ..reducer._all_reduce import PlainHook
-from ..reducer._bucket_hooks import HookRun, RunsHook
-from ..reducer._buckets import Outgoing, Queue
-from ..reducer._flat_params import Storage, apart
-from ..reducer._grad_hooks import Taps
+from ..reducer._all_reduce import AllReduceHook
+from ..reducer._bucket_hooks import BucketHook, StepHook
+from ..reducer._buckets import BucketQueue, GradBuffer
+from ..reducer._flat_params import Storage, copy_if_aliased
+from ..reducer._grad_hooks import GradHooks
 from ..reducer._lane import StepLane
-from ..reducer._step_check import Guard, Verdict, raise_left_out
+from ..reducer._step_check import Decision, StepCheck, raise_left_out
 from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
 from ._apply import changing, run_after, step_bucket
 from ._float16 import Units
-from ._join_steps import Turn
+from ._join_steps import Iteration
 from ._loss import Loss, user_sums
-from ._loss_weight import Seed, Unscaling, seed_of
+from ._loss_weight import GradOutput, Unscaler, grad_output_of
 from ._metrics import Metrics
 from ._shadowed import shadowed
-from ._state import Body
+from ._state import StateData
 
-NOTHING = Seed(0.0)  # for a backward pass that counts nothing
+NOTHING = GradOutput(0.0)  # for a backward pass that counts nothing
 
 
 class Run:
@@ -54,29 +54,29 @@ class Run:
         self._counts = StepLane(mesh, self.axes)  # over all ranks that loop together
         self._lanes = {self.axes: self._counts}  # over those that the hook reduces over
         self.ranks = self._counts.ranks
-        self.guard = Guard(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
-        self.hook: RunsHook
-        self._early: PlainHook | None = None  # where buckets are stepped as they come
+        self.step_check = StepCheck(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
+        self.hook: StepHook
+        self._early: AllReduceHook | None = None  # where buckets are stepped as they come
         reduced, lane = plan.reduced(0).axes, self._lane(0)
         if plan.reduce is not None:
-            self.hook = plain = PlainHook(plan, mesh, lane, self.guard)
+            self.hook = plain = AllReduceHook(plan, mesh, lane, self.step_check)
             steps_early = overlap_step and plain.direct and pipeline.skips is None and lane is self._counts
             self._early = plain if steps_early else None
         else:
-            self.hook = HookRun(plan, mesh, lane, self.guard, accumulate > 1)
-        self._units = Units(self.hook, self.guard, mesh, reduced, loss.weighs and bool(reduced), accumulate)
+            self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
+        self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
-        self._unscaling = Unscaling(self.hook) if pipeline.skips and pipeline.skips.scaled else None
-        self._queue: Queue | None = None
+        self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
+        self._queue: BucketQueue | None = None
         self.token = object()  # by which states know the step they belong to, without keeping it alive
-        self._taps = Taps()
+        self._grad_hooks = GradHooks()
 
     def number(self) -> None:
         """Take the next number among the steps of this mesh. It travels in the lane, where it must be the same on all ranks."""
         if not self._counts.step_id:
             self.mesh.use.steps += 1
             # From 2048 on and below 4096, so that none is a multiple of another; scattered, so that few means are.
-            self._counts.step_id = self.guard.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
+            self._counts.step_id = self.step_check.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
 
     def _lane(self, step: int) -> StepLane:
         """The lane over the axes which the hook reduces over in a step."""
@@ -91,10 +91,10 @@ class Run:
 
     def close(self) -> None:
         """Free buffers and hooks."""
-        self._taps.detach()
-        self._taps.queue = self._queue = None
+        self._grad_hooks.detach()
+        self._grad_hooks.queue = self._queue = None
         for lane in self._lanes.values():
-            lane.wire = None
+            lane.buffer = None
         self.hook.close()
 
     def stop(self) -> None:
@@ -113,25 +113,25 @@ class Run:
             NonFinite: on all ranks.
         """
         counts = self._counts
-        if counts.wire is None or self.pipeline.skips is not None or self._plan.carries(step - 1):
+        if counts.buffer is None or self.pipeline.skips is not None or self._plan.carries(step - 1):
             return
-        counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.guard.left_out))
+        counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.step_check.left_out))
         counts.send().wait()
-        self.guard.left_out = 0.0
-        raise_left_out(step - 1, Guard.host(self.guard.read_lane(counts)))
+        self.step_check.left_out = 0.0
+        raise_left_out(step - 1, StepCheck.host(self.step_check.read_lane(counts)))
 
     # -- a step ------------------------------------------------------------------------------
 
-    def __call__(self, body: Body, batch: Any, turn: Turn | None) -> Metrics:
+    def __call__(self, body: StateData, batch: Any, iteration: Iteration | None) -> Metrics:
         storage = body.storage
         storage.check_rates()
-        self._taps.attach(storage)
+        self._grad_hooks.attach(storage)
         self.stop()
-        live = turn is None or turn.live
+        live = iteration is None or iteration.live
         weight = self._loss.weigh(batch) if live else 0.0
         replayed: Tensor | None = None
-        if weight or turn is None or not turn.replays:
-            axes = self.mesh.axes if turn is None or turn.replays or self.ranks == 1 else self._shadowed
+        if weight or iteration is None or not iteration.replays:
+            axes = self.mesh.axes if iteration is None or iteration.replays or self.ranks == 1 else self._shadowed
             loss, aux, buffers = self._forward(body, batch, weight, axes) if weight else (None, None, body.buffers)
         else:  # with others for whom the model communicates
             replayed, _, buffers = self._forward(body, batch, 0.0, self.mesh.axes)
@@ -140,38 +140,40 @@ class Run:
         if not body.window:
             body.unit = self._units.of_window(storage, weight)
         self.hook.unit = body.unit
-        scale = body.outer.scale if self._unscaling is not None else None
-        seed = seed_of(loss, share, self.hook, scale, self._accumulate > 1)
+        scale = body.outer.scale if self._unscaler is not None else None
+        seed = grad_output_of(loss, share, self.hook, scale, self._accumulate > 1)
         own = self._counts.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a user's own backward pass may have left some
             body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
-                with self._taps.keeping():
+                with self._grad_hooks.keeping():
                     self._backward(seed, loss, storage)
             elif replayed is not None:
-                with storage.grads_aside(), self._taps.keeping():
+                with storage.grads_aside(), self._grad_hooks.keeping():
                     NOTHING.backward(replayed)
             body.window, body.buffers, body.calls = own, buffers, body.calls + 1
             body.batches += live
-            return Metrics(body.step, False, aux, dict, partial(self.guard.raise_pending, newest=True))
+            return Metrics(body.step, False, aux, dict, partial(self.step_check.raise_pending, newest=True))
 
         if self._queue is None:
             settled = self._counts.agree(own)
-            queue = Queue(self.hook.prepare(storage), (self._unscaling or self.hook).launch)
-            self._taps.queue = self._queue = queue if settled else None  # no rank has a batch yet: ask again next time
+            queue = BucketQueue(self.hook.prepare(storage), (self._unscaler or self.hook).launch)
+            self._grad_hooks.queue = self._queue = (
+                queue if settled else None
+            )  # no rank has a batch yet: ask again next time
         else:
             queue = self._queue
         self._counts.check(own)
-        counts, lane = self._counts.complete(own, turn is not None and turn.has_next), self._lane(body.step)
+        counts, lane = self._counts.complete(own, iteration is not None and iteration.has_next), self._lane(body.step)
         values, under_way = counts, None
         if lane is not self._counts:
             values, under_way = lane.complete(own), self._send_counts(counts, storage)
         queue.start(storage.by_bucket)
         self.hook.start(body.hook, storage, lane, values, body.step)
-        if self._unscaling is not None:
-            self._unscaling.rest = seed.rest
+        if self._unscaler is not None:
+            self._unscaler.rest = seed.rest
         if loss is not None:
             self._backward(seed, loss, storage)
         elif replayed is not None:
@@ -179,17 +181,19 @@ class Run:
                 NOTHING.backward(replayed)
         queue.finish()
         early = self._early
-        if early is not None and self.guard.on_host(queue.outgoing) and early.knows_scale():
-            sums = self._step_early(early, body, buffers, queue.outgoing, values, turn)
+        if early is not None and self.step_check.readable_without_sync(queue.outgoing) and early.knows_scale():
+            sums = self._step_early(early, body, buffers, queue.outgoing, values, iteration)
         else:
-            sums = self._step_together(body, buffers, queue.outgoing, values, turn, under_way)
+            sums = self._step_together(body, buffers, queue.outgoing, values, iteration, under_way)
         step = body.step
         body.window = {}
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
-        return Metrics(step, True, aux, partial(Guard.host, sums), partial(self.guard.raise_pending, newest=True))
+        return Metrics(
+            step, True, aux, partial(StepCheck.host, sums), partial(self.step_check.raise_pending, newest=True)
+        )
 
-    def _backward(self, seed: Seed, loss: Tensor, storage: Storage) -> None:
+    def _backward(self, seed: GradOutput, loss: Tensor, storage: Storage) -> None:
         """The backward pass; until one has reached a parameter, with a check that it does.
 
         Raises:
@@ -198,7 +202,7 @@ class Run:
         seed.backward(loss)
         if self._reached:
             return
-        queue = self._taps.queue
+        queue = self._grad_hooks.queue
         taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
         if storage.leaves and not taken and all(leaf.grad is None for leaf in storage.leaves.values()):
             raise ValueError(
@@ -209,30 +213,30 @@ class Run:
         self._reached = True
 
     def _forward(
-        self, body: Body, batch: Any, weight: float, axes: dict[str, Any]
+        self, body: StateData, batch: Any, weight: float, axes: dict[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
         params = body.rebuild(dict(body.storage.leaves))
         with torch.enable_grad(), bind_axes(axes), bind_weight(weight):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         if aux is not None or buffers is not None:
-            aux, buffers = apart((aux, buffers), body.storage.written(bool(body.window)))
+            aux, buffers = copy_if_aliased((aux, buffers), body.storage.written(bool(body.window)))
         return loss, aux, buffers
 
     def _send_counts(self, values: dict[str, Any], storage: Storage) -> Work:
         """Sum the lane in a message of its own, where the hook's messages do not bring it to all ranks."""
         counts = self._counts
-        if counts.wire is None:
+        if counts.buffer is None:
             counts.travel_alone(counts.fit(storage.layout))
-        counts.write(counts.left_out(values, self.guard.left_out))
+        counts.write(counts.left_out(values, self.step_check.left_out))
         return counts.send()
 
     def _step_together(
         self,
-        body: Body,
+        body: StateData,
         buffers: Any,
-        outgoing: list[Outgoing],
+        outgoing: list[GradBuffer],
         lane: dict[str, Any],
-        turn: Turn | None,
+        iteration: Iteration | None,
         under_way: Work | None,
     ) -> dict[str, Any]:
         """After all messages: decide whether this step may change anything, and step; the summed lane.
@@ -244,61 +248,63 @@ class Run:
         counts = None
         if under_way is not None:
             under_way.wait()
-            counts = self.guard.read_lane(self._counts)
-        self._tell(turn, counts or sums)
-        verdict = self.guard.judge(body.step, sums, outgoing, divisor, self.hook.clip, counts)
-        self._raise_or_count(body, verdict)
+            counts = self.step_check.read_lane(self._counts)
+        self._tell(iteration, counts or sums)
+        decision = self.step_check.decide(body.step, sums, outgoing, divisor, self.hook.clip, counts)
+        self._raise_or_count(body, decision)
         with changing(body):
-            if verdict.changes:
+            if decision.changes:
                 for i, out in enumerate(outgoing):
-                    step_bucket(body, i, out, verdict)
-            self._run_after(body, buffers, lane["weight"], sums, verdict)
-        body.hook = verdict.effect.keep(hook, body.hook)
+                    step_bucket(body, i, out, decision)
+            self._run_after(body, buffers, lane["weight"], sums, decision)
+        body.hook = decision.effect.keep(hook, body.hook)
         return counts or sums
 
     def _step_early(
         self,
-        hook: PlainHook,
-        body: Body,
+        hook: AllReduceHook,
+        body: StateData,
         buffers: Any,
-        outgoing: list[Outgoing],
+        outgoing: list[GradBuffer],
         lane: dict[str, Any],
-        turn: Turn | None,
+        iteration: Iteration | None,
     ) -> dict[str, Any]:
         """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
         sums = hook.sums()
-        self._tell(turn, sums)
-        verdict = self.guard.judge(body.step, sums, [], hook.divisor(sums), hook.clip)
-        if not verdict.changes:
+        self._tell(iteration, sums)
+        decision = self.step_check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
+        if not decision.changes:
             for out in outgoing:
-                out.arrive()
-            self._raise_or_count(body, verdict)
+                out.wait()
+            self._raise_or_count(body, decision)
             with changing(body):
-                self._run_after(body, buffers, lane["weight"], sums, verdict)
+                self._run_after(body, buffers, lane["weight"], sums, decision)
             return sums
         with changing(body):
             for i, out in enumerate(outgoing):
-                out.arrive()
-                self.guard.look(out)
-                error = self.guard.judge(body.step, sums, [out], 1.0, None).error
+                out.wait()
+                self.step_check.observe(out)
+                error = self.step_check.decide(body.step, sums, [out], 1.0, None).error
                 if error is not None:
                     for rest in outgoing:
-                        rest.arrive()
+                        rest.wait()
                     if i == 0:  # nothing has been changed yet
                         body.torn = ""
                     raise error
-                step_bucket(body, i, out, verdict)
-            self._run_after(body, buffers, lane["weight"], sums, verdict)
+                step_bucket(body, i, out, decision)
+            self._run_after(body, buffers, lane["weight"], sums, decision)
         body.hook = hook.state(sums, outgoing)
         return sums
 
-    def _run_after(self, body: Body, buffers: Any, weight: float, sums: dict[str, Any], verdict: Verdict) -> None:
+    def _run_after(
+        self, body: StateData, buffers: Any, weight: float, sums: dict[str, Any], decision: Decision
+    ) -> None:
         """Transform the new parameters, and the new buffers.
 
         Args:
             weight: Of this rank, which its buffers count; the parameters count what all ranks do that share the gradients.
         """
-        effect = verdict.effect
+        effect = decision.effect
         if self.pipeline.after is not None:
             masters, after = body.storage.masters(), self.pipeline.after
             lent = [*body.storage.flats, *masters.values()]
@@ -311,20 +317,20 @@ class Run:
                     self.on_buffers, held, body.buffers_state, weight, body.step
                 )
 
-    def _tell(self, turn: Turn | None, sums: dict[str, Any]) -> None:
-        if turn is not None:
-            turn.others = partial(self._has_next, sums)
+    def _tell(self, iteration: Iteration | None, sums: dict[str, Any]) -> None:
+        if iteration is not None:
+            iteration.others = partial(self._has_next, sums)
 
     def _has_next(self, sums: dict[str, Any]) -> float:
         """How many ranks have another batch."""
-        self.guard.attend()
-        return Guard.host(sums)["has_next"]
+        self.step_check.synchronize()
+        return StepCheck.host(sums)["has_next"]
 
-    def _raise_or_count(self, body: Body, verdict: Verdict) -> None:
-        if not verdict.changes:
+    def _raise_or_count(self, body: StateData, decision: Decision) -> None:
+        if not decision.changes:
             body.buffers = body.buffers_before
-        if verdict.error is not None and self.pipeline.skips is None:
+        if decision.error is not None and self.pipeline.skips is None:
             body.lose_window(body.calls + 1)  # a window that ends like this is lost whole
-            raise verdict.error
+            raise decision.error
         if self.pipeline.skips is not None:
-            body.outer = verdict.effect.settle(self.pipeline.skips, body.outer)
+            body.outer = decision.effect.update_counters(self.pipeline.skips, body.outer)

@@ -6,9 +6,9 @@ import math
 
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import power_near
-from ..reducer._bucket_hooks import RunsHook
+from ..reducer._bucket_hooks import StepHook
 from ..reducer._flat_params import Storage
-from ..reducer._step_check import Guard
+from ..reducer._step_check import StepCheck
 
 
 class Units:
@@ -25,9 +25,9 @@ class Units:
     """
 
     def __init__(
-        self, hook: RunsHook, guard: Guard, mesh: Mesh, axes: tuple[str, ...], weighs: bool, calls: int
+        self, hook: StepHook, step_check: StepCheck, mesh: Mesh, axes: tuple[str, ...], weighs: bool, calls: int
     ) -> None:
-        self._usual, self._scales, self._guard = hook.unit, hook.scales and weighs, guard
+        self._usual, self._scales, self._step_check = hook.unit, hook.scales and weighs, step_check
         self._mesh, self._axes, self._calls = mesh, axes, calls
         self._first = 0.0  # the sum of the weights that the ranks have told each other
 
@@ -39,7 +39,7 @@ class Units:
         """
         if not (storage.float16 and self._scales):
             return self._usual
-        total = self._guard.weight
+        total = self._step_check.weight
         if total is None:
             if not self._first:
                 self._first = self._mesh.exchange("the first step", weight * self._calls, sum, self._axes)

@@ -7,18 +7,18 @@ from typing import Any
 from torch import Tensor
 
 from ..groups._consistency import check_program, same_values
-from ..reducer._flat_params import Storage, apart
+from ..reducer._flat_params import Storage, copy_if_aliased
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.plan._buckets import make_layout
 from ..transforms.plan._plan import warn_if_silent
 from ._executor import Run
 from ._params import check_values, flatten
-from ._state import Body
+from ._state import StateData
 
 
-def make_body(
+def make_state_data(
     run: Run, params: Any, buffers: dict[str, Tensor] | None, sync: str | None, bucket_bytes: int, accumulate: int
-) -> Body:
+) -> StateData:
     """Check that all ranks run the same program, and make what is behind a state at step 0; see `TrainStep.init`."""
     flat, rebuild = flatten(params)
     pipeline, mesh = run.pipeline, run.mesh
@@ -51,11 +51,11 @@ def make_body(
     storage.make_slots()  # from the parameters that all ranks now have
     held = {path: leaf.detach() for path, leaf in storage.leaves.items()}
     hook = run.hook.init(storage)
-    after = apart(pipeline.after.init(held), storage.flats) if pipeline.after else ()
+    after = copy_if_aliased(pipeline.after.init(held), storage.flats) if pipeline.after else ()
     run.close()
     run.token = object()  # states of an earlier init may have another layout
     outer = pipeline.skips.begin(()) if pipeline.skips else None
-    body = Body(storage, own, hook, after, rebuild, owner=run.token, outer=outer)
+    body = StateData(storage, own, hook, after, rebuild, owner=run.token, outer=outer)
     body.buffers_before = own
     if own is not None:
         body.buffers_state = run.on_buffers.init(own)

@@ -41,7 +41,7 @@ NO_BATCH: Any = _NoBatch()
 
 
 @dataclass
-class Turn:
+class Iteration:
     """One iteration of the loop, as the step sees it."""
 
     number: int
@@ -99,21 +99,21 @@ def _iterate(
             following = _END if current is _END else look_ahead(current, partial(_load, steps, batches))
             if current is not _END:
                 given = current
-            turns = [Turn(number, current is not _END, following is not _END, replays) for _ in steps]
-            for step, turn in zip(steps, turns, strict=True):
-                step._turn = turn
+            iterations = [Iteration(number, current is not _END, following is not _END, replays) for _ in steps]
+            for step, iteration in zip(steps, iterations, strict=True):
+                step._iteration = iteration
             yield given
-            for i, (step, turn) in enumerate(zip(steps, turns, strict=True)):
-                if not turn.called:
+            for i, (step, iteration) in enumerate(zip(steps, iterations, strict=True)):
+                if not iteration.called:
                     which = "the step" if len(steps) == 1 else f"step {i} of steps=[...]"
                     raise JoinError(
                         f"the loop body did not call {which} in iteration {number}; call it exactly once in each iteration "
                         f"(to leave a batch out, give it weight 0)",
                         step=step._last_step,
                     )
-                step._turn = None
+                step._iteration = None
             # Only a rank that is out of input has to wait for the others' answer, which any step that has ended a window knows.
-            others = next((turn.others for turn in turns if turn.others is not None), None)
+            others = next((iteration.others for iteration in iterations if iteration.others is not None), None)
             if others is not None and (throw_on_early_termination or following is _END):
                 left = others()
                 if throw_on_early_termination and 0 < left < first.ranks:
@@ -132,7 +132,7 @@ def _iterate(
         raise
     finally:
         for step in steps:
-            step._turn = None
+            step._iteration = None
         if not finished:
             for step in steps:
                 step._leave(
@@ -156,12 +156,14 @@ def _tell(steps: Sequence[Any], error: BaseException) -> NoReturn:
 
 def _load(steps: Sequence[Any], batches: Iterator[Any]) -> Any:
     for step in steps:
-        step._turn = Turn(-1, False, False)  # a loader that calls the step would take a step that no other rank takes
+        step._iteration = Iteration(
+            -1, False, False
+        )  # a loader that calls the step would take a step that no other rank takes
     try:
         return next(batches, _END)
     finally:
         for step in steps:
-            step._turn = None
+            step._iteration = None
 
 
 def _stop_early(step: Any, have: float) -> NoReturn:

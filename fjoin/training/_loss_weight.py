@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..groups._axis import Work
-from ..reducer._bucket_hooks import RunsHook
-from ..reducer._buckets import Outgoing
+from ..reducer._bucket_hooks import StepHook
+from ..reducer._buckets import GradBuffer
 
 
-class Seed(NamedTuple):
+class GradOutput(NamedTuple):
     start: Any = 1.0  # what the gradient of the loss is: a number, or a 0-d tensor like the loss
     share: float = 0.0  # what this rank's gradients count
     rest: Tensor | None = None  # what gradients are to be multiplied with once backward has ended, 0-d float64
@@ -25,7 +25,7 @@ class Seed(NamedTuple):
         loss.backward(start)
 
 
-def seed_of(loss: Tensor | None, share: float, hook: RunsHook, scale: Tensor | None, adds: bool) -> Seed:
+def grad_output_of(loss: Tensor | None, share: float, hook: StepHook, scale: Tensor | None, adds: bool) -> GradOutput:
     """Start backward from the share where that makes the weighting free, and from the scale where there is one.
 
     Args:
@@ -39,8 +39,8 @@ def seed_of(loss: Tensor | None, share: float, hook: RunsHook, scale: Tensor | N
         ValueError: the share does not fit into the loss's dtype.
     """
     if loss is None:
-        return Seed(0.0, 0.0, 1 / scale.double() if adds and scale is not None else None)
-    seed, narrow = hook.seed(share), loss.dtype.itemsize < 4
+        return GradOutput(0.0, 0.0, 1 / scale.double() if adds and scale is not None else None)
+    seed, narrow = hook.loss_factor(share), loss.dtype.itemsize < 4
     if scale is None:
         if narrow and seed != 1.0:
             seed = _rounded(seed, loss.dtype)
@@ -50,34 +50,34 @@ def seed_of(loss: Tensor | None, share: float, hook: RunsHook, scale: Tensor | N
                     f"or use smaller weights (only their ratios matter)"
                 )
             share = seed / hook.unit
-        return Seed(seed, share)
+        return GradOutput(seed, share)
     wide = scale.to(loss.device, torch.float64)
     if not adds:
         start = wide.to(loss.dtype)
-        return Seed(start, share, seed / start.double())
+        return GradOutput(start, share, seed / start.double())
     if narrow:
         rounded = _rounded(wide.item() * seed, loss.dtype)
         if math.isfinite(rounded):  # else the gradients overflow, which leaves the step out
             share = rounded / wide.item() / hook.unit
-    return Seed((wide * seed).to(loss.dtype), share, 1 / wide)
+    return GradOutput((wide * seed).to(loss.dtype), share, 1 / wide)
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(value, dtype=dtype).item())
 
 
-class Unscaling:
+class Unscaler:
     """Sends buckets of gradients that have had the loss's scale.
 
     Attributes:
         rest: See `Seed`; None in a step in which this rank has no gradients.
     """
 
-    def __init__(self, hook: RunsHook) -> None:
+    def __init__(self, hook: StepHook) -> None:
         self._hook = hook
         self.rest: Tensor | None = None
 
-    def launch(self, index: int, out: Outgoing) -> Work | None:
+    def launch(self, index: int, out: GradBuffer) -> Work | None:
         if self.rest is not None:
             unscale(out.grads, self.rest)
         return self._hook.launch(index, out)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._functional import Apply
-from ..transforms._tree import check_dense, registered
+from ..transforms._tree import check_dense, flatten_in_insertion_order
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
@@ -22,7 +22,7 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
         )
     if params is None or isinstance(params, Iterator):
         raise TypeError(f"params must be a pytree of tensors, such as a dict from paths to tensors, got {params!r}")
-    names, leaves, structure = registered(params)
+    names, leaves, structure = flatten_in_insertion_order(params)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"several leaves of params have the paths {twice}; rename them")

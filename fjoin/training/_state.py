@@ -19,7 +19,7 @@ from ..transforms.pipelines._fuse import PipelineState
 
 
 @dataclass
-class Body:
+class StateData:
     """The memory behind a state. Steps change it in place; `version` says whose it is now."""
 
     storage: Storage
@@ -54,7 +54,7 @@ class Body:
         self.buffers, self.batches = self.buffers_before, self.batches_before
         self.storage.clear_grads()
 
-    def clone(self) -> Body:
+    def clone(self) -> StateData:
         buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
         return replace(
             self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0, lost=""
@@ -86,13 +86,13 @@ class TrainState:
 
     __slots__ = ("_body", "_read", "_version")
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: StateData) -> None:
         self._body, self._version = body, body.version
         self._read: tuple[Any, list[Any], Any] | None = (
             None  # the tree of parameters last read; its leaves and structure then
         )
 
-    def _claim(self, owner: object = None) -> Body:
+    def _claim(self, owner: object = None) -> StateData:
         body = self._body
         self._check_read()
         if owner is not None and body.owner is not owner:

@@ -14,7 +14,7 @@ from ..groups._consistency import same_loops
 from ..transforms.combinators._chain import identity
 from . import _join_steps as _join
 from ._executor import Run
-from ._init_state import make_body
+from ._init_state import make_state_data
 from ._loss import refuse_inference
 from ._metrics import Metrics
 from ._params import check_buffers
@@ -40,7 +40,7 @@ class TrainStep:
         self._mesh, self.pipeline = run.mesh, run.pipeline
         self.ranks, self.rank = run.ranks, run.mesh.rank
         self._device: torch.device | None = None
-        self._turn: _join.Turn | None = None
+        self._iteration: _join.Iteration | None = None
         self._last_step: int | None = None
         self._broken: tuple[type[FjoinError], str] | None = None  # what this rank failed of
         self._compared = False  # whether the ranks have compared how they loop
@@ -85,7 +85,7 @@ class TrainStep:
         if buffers is None and self._run.on_buffers != identity():
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:
-            body = make_body(self._run, params, buffers, sync, self._bucket_bytes, self._accumulate)
+            body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes, self._accumulate)
             self._device = body.storage.layout[0].device if body.storage.layout else None
             return TrainState(body)
         except BaseException as error:
@@ -121,30 +121,30 @@ class TrainStep:
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         self._usable()
         self._together = False
-        turn, body, given = self._turn, None, None
+        iteration, body, given = self._iteration, None, None
         try:
-            if turn is not None:
-                if turn.number < 0:
+            if iteration is not None:
+                if iteration.number < 0:
                     raise JoinError(
                         "the loader of step.join called the step; only the loop's body may", step=self._last_step
                     )
-                if turn.called:
+                if iteration.called:
                     raise JoinError(
-                        f"the loop body called the step twice in iteration {turn.number}; call it exactly once in each, "
+                        f"the loop body called the step twice in iteration {iteration.number}; call it exactly once in each, "
                         f"and use fjoin.train_step(..., accumulate=k) for several batches in one step",
                         step=self._last_step,
                     )
-                turn.called = True
+                iteration.called = True
             if not isinstance(state, TrainState):
                 raise TypeError(f"state must be what step.init or the last step returned, got a {type(state).__name__}")
             given = body = state._claim(self._run.token)
             if not self._donate:
                 body = body.clone()
-            self._run.guard.raise_pending()
+            self._run.step_check.raise_pending()
             self._last_step = body.step
-            if turn is None:
+            if iteration is None:
                 self._compare_loops("a loop without step.join")
-            metrics = self._run(body, batch, turn)
+            metrics = self._run(body, batch, iteration)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
             self._together = True
             if given is not None and body is not None and given is not body:
@@ -209,7 +209,7 @@ class TrainStep:
 
     def _begin_join(self) -> None:
         self._usable()
-        if self._turn is not None:
+        if self._iteration is not None:
             error = JoinError("a loop over this step's join is still running; finish it before starting another")
             if self.ranks > 1:  # the loop may have been left with its iterator in a variable, so that the others wait
                 self._raise(error)
@@ -252,7 +252,7 @@ class TrainStep:
         """The loop was left before its end: by this rank alone, unless all had raised alike."""
         if self._broken is None and self.ranks > 1 and not self._together:
             self._break(error)
-            self._mesh.failed(error, self._last_step)
+            self._mesh.report_failure(error, self._last_step)
 
     # -- failures ------------------------------------------------------------------------------
 
@@ -265,7 +265,7 @@ class TrainStep:
         if self._broken is None:
             self._break(error)
             if tells:
-                self._mesh.failed(error, self._last_step)
+                self._mesh.report_failure(error, self._last_step)
 
     def _usable(self) -> None:
         if self._broken is not None:
@@ -278,12 +278,12 @@ class TrainStep:
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Let the other ranks know, and raise what really happened."""
-        self._turn = None
+        self._iteration = None
         self._run.stop()
         if self._broken is not None or self.ranks == 1:
             raise error
         try:
-            self._mesh.end(error, self._last_step)
+            self._mesh.raise_root_cause(error, self._last_step)
         except BaseException as told:
             self._break(told)
             raise

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError
-from ..groups._make_mesh import everyone
+from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..training._loss import weigh
 from ..transforms._check import iterable
@@ -60,7 +60,7 @@ def evaluate(
     """
     if mesh is not None:
         check_mesh("evaluate", mesh)
-    mesh = mesh or everyone()
+    mesh = mesh or world_mesh()
     try:
         if not callable(metric_fn):
             raise TypeError(f"metric_fn must be a function of a batch, got {metric_fn!r}")
@@ -68,7 +68,7 @@ def evaluate(
         mine = _go_through(metric_fn, loader, weight)
         found = mesh.exchange("fjoin.evaluate", mine, _combine)
     except BaseException as error:
-        mesh.end(error, None)
+        mesh.raise_root_cause(error, None)
     if "problem" in found:
         raise DesyncError(found["problem"], rank=found["rank"])
     weighted, sums = _tensors(found["means"]), _tensors(found["sums"])

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .._errors import EarlyTermination, JoinError
 from ..groups._axis import Work
 from ..groups._consistency import same_joinables
-from ..groups._group_mesh import mesh_over
+from ..groups._group_mesh import mesh_from_group
 from ..groups._mesh import Mesh
-from ._roll_call import Roll
+from ._roll_call import PresenceMessage
 from ._torch_joinables import DDPHook, check_notifies, check_steps_alone, is_stepper
 
 WARN_AFTER = 1000
@@ -123,11 +123,11 @@ class Join:
         for stepper in self._steppers:
             check_steps_alone(stepper)
         self._enable, self._throw = enable, throw_on_early_termination
-        self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_over(groups[0])
+        self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_from_group(groups[0])
         self._device = self._mesh.device
         if self._device.type != "cpu":
             self._device = self._notifier.join_device
-        self._roll: Roll | None = None  # of the last iteration
+        self._roll: PresenceMessage | None = None  # of the last iteration
         self._shadowing = False
         self._kept: list[Any] = []
         self._watch: Any = None
@@ -201,7 +201,7 @@ class Join:
 
     def notify(self, syncs: bool) -> None:
         """Begin an iteration of this rank."""
-        self._roll = Roll(self._mesh, self._device, live=True, syncs=syncs)
+        self._roll = PresenceMessage(self._mesh, self._device, live=True, syncs=syncs)
         self.iterations += 1
         if self._throw:
             live = self._roll.wait()
@@ -263,7 +263,7 @@ class Join:
             )
         last, is_last_joiner, shadowed = self.live(), True, 0
         try:
-            while live := (roll := Roll(self._mesh, self._device)).wait():
+            while live := (roll := PresenceMessage(self._mesh, self._device)).wait():
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
@@ -310,7 +310,7 @@ class Join:
             for name, value in list(vars(joinable).items()):
                 if isinstance(value, dist.ProcessGroup):
                     joinable.__dict__[name] = None
-        self._mesh.end(error, self.iterations)
+        self._mesh.raise_root_cause(error, self.iterations)
 
 
 def _silent() -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 
-from ..groups._group_mesh import mesh_over
-from ..groups._make_mesh import everyone
+from ..groups._group_mesh import mesh_from_group
+from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
 from ..transforms.sync import _last_joiner as pure
@@ -134,7 +134,7 @@ def as_joinable(
     if not isinstance(hook, pure.JoinHook) and not callable(hook):
         raise TypeError(f"as_joinable takes a transforms.JoinHook or a function that makes one, got {hook!r}")
     if mesh is None:
-        mesh = everyone()
+        mesh = world_mesh()
     elif not isinstance(mesh, Mesh):
-        mesh = mesh_over(mesh)
+        mesh = mesh_from_group(mesh)
     return PureJoinable(hook, state, mesh)

@@ -9,14 +9,14 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from .._errors import EarlyTermination, JoinError
-from ..groups._make_mesh import everyone
+from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..training._join_steps import _END, NO_BATCH, JoinedLoader
 from ..training._look_ahead import LookAhead
 from ..training._loss import weigh
 from ..training._step import TrainStep
 from ..transforms._check import iterable
-from ..transforms._tree import on
+from ..transforms._tree import to_device
 
 B = TypeVar("B")
 
@@ -82,7 +82,7 @@ class Loop(Generic[B]):
             finished = True
             if isinstance(error, EarlyTermination):  # which all ranks raise at the same place
                 raise
-            self._mesh.end(error, self.number)
+            self._mesh.raise_root_cause(error, self.number)
         finally:
             self._running = False
             if not finished and self._mesh.size > 1:
@@ -91,7 +91,7 @@ class Loop(Generic[B]):
                     f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
                     f"exception; to stop all ranks after n batches, loop over fjoin.join(itertools.islice(loader, n))"
                 )
-                self._mesh.failed(self._mesh.lost() or left, self.number)
+                self._mesh.report_failure(self._mesh.lost() or left, self.number)
 
     def _load(self, batches: Iterator[B]) -> tuple[Any, float]:
         batch = next(batches, _END)
@@ -105,7 +105,7 @@ class _Sum:
     """The sum of the weights, and the number of ranks that have a batch, on their way."""
 
     def __init__(self, mesh: Mesh, weight: float, has: bool) -> None:
-        self._words = on(mesh.device, torch.tensor([weight, float(has)], dtype=torch.float64))
+        self._words = to_device(mesh.device, torch.tensor([weight, float(has)], dtype=torch.float64))
         self._work = mesh.reduce_(self._words, tuple(mesh.shape))
 
     def wait(self) -> tuple[float, int]:
@@ -188,7 +188,7 @@ def join(
             )
         if mesh is not None:
             check_mesh("join", mesh)
-        return Loop(loader, mesh or everyone(), weight, empty, throw_on_early_termination)
+        return Loop(loader, mesh or world_mesh(), weight, empty, throw_on_early_termination)
     if mesh is not None or weight is not None:
         raise TypeError("join(loader, steps=...) takes no mesh and no weight; the steps have their own")
     steps = list(steps)

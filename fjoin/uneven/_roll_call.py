@@ -7,17 +7,17 @@ import torch
 from ..groups._axis import Work
 from ..groups._mesh import Mesh
 from ..transforms._lane import mask_words, rank_bit, ranks_in
-from ..transforms._tree import on
+from ..transforms._tree import to_device
 
 
-class Roll:
+class PresenceMessage:
     """One iteration's message: which ranks have input, and which of them synchronise gradients in it."""
 
     def __init__(self, mesh: Mesh, device: torch.device, live: bool = False, syncs: bool = False) -> None:
         words = torch.zeros(2, mask_words(mesh.size), dtype=torch.float32)
         here, bit = rank_bit(mesh.rank)
         words[0, here], words[1, here] = live * bit, syncs * bit
-        self._words = on(device, words)
+        self._words = to_device(device, words)
         self._work: Work | None = mesh.reduce_(self._words, tuple(mesh.shape))
         self._read: tuple[tuple[int, ...], ...] = ()
 

@@ -14,7 +14,7 @@ from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups._group_mesh import mesh_over
+from fjoin.groups._group_mesh import mesh_from_group
 from fjoin.transforms._lane import step_lane
 
 HOOKS: dict[str, Any] = {
@@ -60,7 +60,7 @@ def test_counted_and_announced(fake_group: int, hook: str) -> None:
     what = tx.explain(made, params, {"data": fake_group}, bucket_bytes=10**9)
     state = made.init(params)
     for step in range(3):
-        with fjoin.bind(mesh_over(dist.group.WORLD)), watched() as sent:
+        with fjoin.bind(mesh_from_group(dist.group.WORLD)), watched() as sent:
             _, state = made.update(params, state, params, lane=lane)
         messages = announced(what, step)
         assert sorted(one.bytes for one in sent) == sorted(m.payload_bytes for m in messages)

@@ -25,18 +25,18 @@ def wait_for_a_device(rank: int, report: Report) -> None:
     import torch
 
     import fjoin
-    from fjoin.reducer._step_check import Guard
+    from fjoin.reducer._step_check import StepCheck
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=300)
     if rank == 1:
-        mesh.failed(ValueError("bad batch"), 3)
+        mesh.report_failure(ValueError("bad batch"), 3)
         return
-    guard = Guard(2, mesh=mesh)
-    guard._pending.append((2, {}, torch.zeros(2), Later(3), False))
-    guard.attend()
-    guard.raise_pending(newest=True)
-    guard._pending.append((3, {}, torch.zeros(2), Later(float("inf")), False))
-    for wait in (guard.attend, lambda: guard.raise_pending(newest=True)):
+    step_check = StepCheck(2, mesh=mesh)
+    step_check._pending.append((2, {}, torch.zeros(2), Later(3), False))
+    step_check.synchronize()
+    step_check.raise_pending(newest=True)
+    step_check._pending.append((3, {}, torch.zeros(2), Later(float("inf")), False))
+    for wait in (step_check.synchronize, lambda: step_check.raise_pending(newest=True)):
         try:
             wait()
         except fjoin.PeerLost as error:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._step_check import Guard
+from fjoin.reducer._step_check import StepCheck
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms._tree import choose_state
 from fjoin.transforms.axes._lockstep import SimulatedAxis
@@ -122,7 +122,7 @@ def sent(monkeypatch: Any) -> list[str]:
 @pytest.mark.parametrize("hook", WITHOUT_DATA)
 def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[str], monkeypatch: Any) -> None:
     """Tensors without data lie on no host, and nobody can read them."""
-    monkeypatch.setattr(Guard, "_remember", lambda *verdict: None)  # which is read when it has come to the host
+    monkeypatch.setattr(StepCheck, "_remember", lambda *verdict: None)  # which is read when it has come to the host
 
     def one_rank() -> None:
         pipeline = tx.fuse(WITHOUT_DATA[hook](), tx.adam(0.05))
@@ -177,11 +177,11 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_in_place_without_waiting(name: str) -> None:
     """Those of which torch has no kernel, or one that reads the number of steps."""
-    opt, param, guard = OPTIMIZERS[name](), torch.empty(3, 4, device="meta"), torch.empty((), device="meta")
+    opt, param, step_check = OPTIMIZERS[name](), torch.empty(3, 4, device="meta"), torch.empty((), device="meta")
     state = opt.init_param(param)
     with NoWaiting():
         for _ in range(3):
-            opt.step_param_(param, torch.empty_like(param), state, grad_scale=guard, found_inf=guard)
+            opt.step_param_(param, torch.empty_like(param), state, grad_scale=step_check, found_inf=step_check)
 
 
 def with_one_gpu(rank: int, report: Any) -> None:

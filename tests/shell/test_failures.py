@@ -266,4 +266,4 @@ def test_what_is_taken_for_a_lost_peer(pool: Any, text: str, kind: str) -> None:
 def account_of(text: str) -> str:
     import fjoin
 
-    return type(fjoin.mesh({"data": -1}).account(RuntimeError(text), 0)).__name__
+    return type(fjoin.mesh({"data": -1}).root_cause(RuntimeError(text), 0)).__name__

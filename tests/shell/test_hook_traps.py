@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._interleave import Task, Waves
+from fjoin.reducer._interleave import Interleaver, Task
 
 
 def _smooth() -> tx.Transform:
@@ -42,7 +42,7 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(order: str, on_device: 
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
     step = fjoin.train_step(net_loss, pipeline)
-    step._run.guard.on_device = on_device
+    step._run.step_check.on_device = on_device
     state, params = step.init(net_params()), net_params()
     pure = pipeline.init(params)
     with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -250,7 +250,7 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, w
     """Wherever the main thread is when the interrupt arrives, and whatever the hook does meanwhile."""
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
-    waves = Waves({})
+    waves = Interleaver({})
     tasks = [Task(waves, lambda pause: pause()) for _ in range(2)]
     waves._tasks.extend(tasks)
     tasks[1].go_on()
@@ -258,7 +258,7 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, w
         tasks[0]._back = Interrupted(tasks[0]._back, where)  # type: ignore[assignment]
     else:
         tasks[0].go_on()
-        tasks[0]._turn = Interrupted(tasks[0]._turn, where)  # type: ignore[assignment]
+        tasks[0]._iteration = Interrupted(tasks[0]._iteration, where)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         tasks[0].go_on()
     waves.clear()

@@ -111,7 +111,7 @@ def fork(rank: int) -> None:
     step = a_step(mesh)
     state = step.init({"w": torch.ones(2)})
     if (child := os.fork()) == 0:
-        mesh.failed(ValueError("in the child"), None)
+        mesh.report_failure(ValueError("in the child"), None)
         mesh.close()
         del mesh, step, state
         os._exit(0)

@@ -47,7 +47,7 @@ def by_step(
     pipeline: tx.Pipeline, axes: dict[str, int], batches: Sequence[Any], on_device: bool, dtype: torch.dtype = torch.float64
 ) -> Any:  # fmt: skip
     step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh(axes), weight=weight_of)
-    step._run.guard.on_device = on_device
+    step._run.step_check.on_device = on_device
     state, seen = step.init(start(dtype)), []
     for batch in batches:
         state, _ = step(state, batch)
@@ -272,7 +272,7 @@ def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loo
     """In which step NonFinite comes, its text, and what it leaves."""
     pipeline = tx.fuse(hook, SGD, after=tx.every(4, tx.mean("data" if "node" not in repr(hook) else "node")))
     step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh({"data": -1}))
-    step._run.guard.on_device = on_device
+    step._run.step_check.on_device = on_device
     state, calls = step.init(start()), 0
     try:
         for batch in step.join(batches) if as_loop else batches:

@@ -57,7 +57,7 @@ METHODS: dict[str, Any] = {
     "gathered": lambda codec: tx.error_feedback(tx.compress(codec, tx.all_gather_mean("data"))),
     "votes": lambda codec: tx.majority_vote("data"),
     "adasum": lambda codec: tx.adasum("data"),
-    "dgc": lambda codec: tx.dgc("data", 0.2, values=None if codec.noisy else codec, warmup=3),
+    "dgc": lambda codec: tx.dgc("data", 0.2, values=None if codec.stochastic else codec, warmup=3),
     "one_bit_adam": lambda codec: tx.one_bit_adam("data", 2, codec=codec),
     "one_bit_lamb": lambda codec: tx.one_bit_lamb("data", 2, codec=codec),
     "power_sgd": lambda codec: tx.error_feedback(tx.compress(codec, tx.power_sgd("data", 1, min_compression_rate=1.0))),

@@ -240,7 +240,7 @@ def test_codec(make: Any, law: Any) -> None:
 def test_no_codec_asks_for_the_default_dtype(make: Any, kind: Any, default: torch.dtype) -> None:
     codec, x = make(), torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     key = torch.tensor(1, dtype=torch.int32)
-    noise = (tx.Noise(torch.arange(300, dtype=torch.int32).view(3, 100), key, key),) if codec.noisy else ()
+    noise = (tx.Noise(torch.arange(300, dtype=torch.int32).view(3, 100), key, key),) if codec.stochastic else ()
     want = codec.encode(x, *noise)
     back = codec.decode(want, 100)
     torch.set_default_dtype(default)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms._axis_env import Axis, bind_axes
-from fjoin.transforms._bucketwise import Carried, restrict
+from fjoin.transforms._bucketwise import FirstBucket, restrict
 
 STEPS = 8
 
@@ -161,10 +161,10 @@ def test_a_matrix_does_not_hear_its_neighbours(rank: int) -> None:
             out, whole = hook.update(grads, whole, weight=weight, lane={"x": 1.0})
             first: Any = None
             for i, paths in enumerate(buckets):
-                carried = None if first is None else Carried(lambda: first)  # noqa: B023
+                first_bucket = None if first is None else FirstBucket(lambda: first)  # noqa: B023
                 some = {path: grads[path] for path in paths}
                 one, states[i] = hook.update(
-                    some, states[i], weight=weight, lane=None if carried else {"x": 1.0}, carried=carried
+                    some, states[i], weight=weight, lane=None if first_bucket else {"x": 1.0}, first_bucket=first_bucket
                 )
                 first = first or states[i]
                 assert same_bits(one, {path: out[path] for path in paths})
@@ -230,7 +230,7 @@ def test_no_message_without_something_in_it() -> None:
     assert sizes({}) == [2] == sizes({"e": empty})
     first = tx.PowerSGDState(tx.MeanState(torch.ones(()), {}), torch.ones(()), {}, 1)
     for params, want in (({"m": matrix}, [30, 20]), ({"v": vector}, [7]), ({"e": empty}, []), ({}, [])):
-        assert sizes(params, carried=Carried(lambda: first)) == want
+        assert sizes(params, first_bucket=FirstBucket(lambda: first)) == want
 
 
 def test_on_one_rank_nothing_is_compressed() -> None:

@@ -132,7 +132,7 @@ def test_nothing_is_lost_for_ever(codec: tx.Codec, shapes: Any, steps: Any, flus
 def test_a_quantized_sum_is_near_the_sum(codec: Any, ranks: int, n: int, seed: int) -> None:
     made, room = codec
     xs = [torch.randn(n, generator=torch.Generator().manual_seed(seed + r)) for r in range(ranks)]
-    psum = tx.quantized(tx.psum, made.keyed(seed, 0) if made.noisy else made)
+    psum = tx.quantized(tx.psum, made.keyed(seed, 0) if made.stochastic else made)
     out = tx.simulate(lambda x: psum(x, "data"), {"data": ranks}, xs)
     largest = max((x.abs().max().item() for x in xs if n), default=0.0)
     for one in out:

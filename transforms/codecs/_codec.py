@@ -21,14 +21,14 @@ class Codec(Specified):
     A row is what one rank sends to another: its bytes hold all that is needed to read it, scales included.
 
     Args:
-        encode: (rows, n) float32 -> (rows, width(n)) uint8; where `noisy`, of that and of a `Noise`.
+        encode: (rows, n) float32 -> (rows, width(n)) uint8; where `stochastic`, of that and of a `Noise`.
         decode: (rows, width(n)) uint8, n -> (rows, n) float32. A row in which something was not finite when it was encoded has
             something that is not finite.
         width: n -> bytes in a row of n floats.
         elementwise: Whether each float's bytes depend on that float alone, so that it does not matter which floats
             stand in a row.
-        noisy: Whether `encode` throws dice; the hook that encodes then keeps the count of its steps.
-        key: Where `noisy`, the seed and the step that noise is made of; see `keyed`. `compress` fills it in.
+        stochastic: Whether `encode` throws dice; the hook that encodes then keeps the count of its steps.
+        key: Where `stochastic`, the seed and the step that noise is made of; see `keyed`. `compress` fills it in.
         spec: The codec as data; `factory` fills it in.
 
     >>> from fjoin import transforms as tx
@@ -44,7 +44,7 @@ class Codec(Specified):
     decode: Callable[[Tensor, int], Tensor]
     width: Callable[[int], int]
     elementwise: bool = False
-    noisy: bool = False
+    stochastic: bool = False
     key: Key | None = None
     spec: Spec = Spec("")
 
@@ -56,7 +56,7 @@ class Codec(Specified):
         if self.spec.name:
             return self.spec
         functions = {"encode": self.encode, "decode": self.decode, "width": self.width}
-        rest = {"elementwise": self.elementwise, "noisy": self.noisy, "key": self.key}
+        rest = {"elementwise": self.elementwise, "stochastic": self.stochastic, "key": self.key}
         return Spec("custom", tuple({**functions, **rest}.items()))
 
     def keyed(self, seed: int, step: int) -> Codec:
@@ -91,7 +91,7 @@ def check_codec(name: str, value: Any, dice: bool = True) -> Codec:
         raise ValueError(
             f"{name} has a key already: {value!r}; pass it without, and the seed as an argument of the hook"
         )
-    if value.noisy and not dice:
+    if value.stochastic and not dice:
         raise ValueError(f"{name} must be a codec without dice, got {value!r}")
     return value
 
@@ -168,7 +168,7 @@ def bfloat16(stochastic: bool = False) -> Codec:
         up = (x.contiguous().view(torch.int32) + dice).bitwise_and_(-(2**16)).view(torch.float32)
         return as_bytes(torch.where(torch.isfinite(x), up, x).to(torch.bfloat16))
 
-    return replace(_plain(torch.bfloat16), encode=encode, noisy=True)
+    return replace(_plain(torch.bfloat16), encode=encode, stochastic=True)
 
 
 @factory

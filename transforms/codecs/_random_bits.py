@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._tree import on
+from .._tree import to_device
 
 Key = tuple[int, int]  # seed, step
 
@@ -17,7 +17,7 @@ _GOLDEN = -1640531527  # 2**32 / the golden ratio, as an int32
 
 
 class Noise(NamedTuple):
-    """What `Codec.encode` is given where it is `noisy`.
+    """What `Codec.encode` is given where it is `stochastic`.
 
     places: (rows, n) int32, where each float stands: of its path and its offset in the leaf.
     own: 0-d int32, differs between seeds, steps, ranks and messages.
@@ -28,13 +28,13 @@ class Noise(NamedTuple):
     tensor([[0.5803, 0.9153, 0.2603, 0.7209]])
     """
 
-    places: Tensor
+    positions: Tensor
     own: Tensor
     common: Tensor
 
     def uniform(self) -> Tensor:
         """(rows, n) float32 in [0, 1): independent for each place and each `own`."""
-        bits = mixed_(self.places + self.own.to(torch.int32))
+        bits = mixed_(self.positions + self.own.to(torch.int32))
         return bits.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
 
 
@@ -62,7 +62,7 @@ def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) 
     seed, step = key
     out = torch.full((), _signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
     for part in (step, *folded):
-        part = on(device, part, torch.int32) if isinstance(part, Tensor) else _signed(part)
+        part = to_device(device, part, torch.int32) if isinstance(part, Tensor) else _signed(part)
         out = mixed_(out * _GOLDEN + part + 1)
     return out
 

@@ -79,25 +79,25 @@ def scaled(
 
     def encode(x: Tensor, noise: Noise | None = None) -> Tensor:
         scales, codes = [x.new_zeros(x.shape[0], 0)], [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]
-        places = None if noise is None else in_blocks(noise.places, block)
+        positions = None if noise is None else in_blocks(noise.positions, block)
         for cut in in_blocks(x, block):
             cut = cut if limit is None else limit(cut)
             scale = measure(cut) / largest
             inverse = 1 / scale
             inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(scale)).unsqueeze(2)
             scales.append(scale)
-            if noise is None or places is None:
+            if noise is None or positions is None:
                 codes.append(code(cut * inverse, None).flatten(1))
                 continue
-            for values, factor, where in zip(*map(slices, (cut, inverse.expand_as(cut), next(places))), strict=True):
-                codes.append(code(values * factor, noise._replace(places=where).uniform()).flatten(1))
+            for values, factor, where in zip(*map(slices, (cut, inverse.expand_as(cut), next(positions))), strict=True):
+                codes.append(code(values * factor, noise._replace(positions=where).uniform()).flatten(1))
         return torch.cat([as_bytes(torch.cat(scales, dim=1)), pack(torch.cat(codes, dim=1), base)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
         head = 4 * blocks(n, block)
         return times_scale(value(unpack(data[:, head:], n, base)), read(data[:, :head], torch.float32), block)
 
-    return Codec(encode, decode, lambda n: 4 * blocks(n, block) + width(n, base), noisy=stochastic)
+    return Codec(encode, decode, lambda n: 4 * blocks(n, block) + width(n, base), stochastic=stochastic)
 
 
 def slices(cut: Tensor) -> tuple[Tensor, ...]:

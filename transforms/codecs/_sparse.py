@@ -85,7 +85,7 @@ def _chosen(k: float, values: Codec | None, least: float = 0.0) -> Codec:
         chosen = x.gather(1, at)
         if least:
             chosen = torch.where(chosen.abs() < least, torch.zeros_like(chosen), chosen)
-        some = () if noise is None else (noise._replace(places=noise.places.gather(1, at)),)
+        some = () if noise is None else (noise._replace(positions=noise.positions.gather(1, at)),)
         return torch.cat([inner.encode(chosen, *some), as_bytes(at.to(_place_dtype(n)))], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
@@ -99,7 +99,7 @@ def _chosen(k: float, values: Codec | None, least: float = 0.0) -> Codec:
     def width(n: int) -> int:
         return inner.width(_count(k, n)) + _count(k, n) * _place_dtype(n).itemsize
 
-    return Codec(encode, decode, width, noisy=inner.noisy)
+    return Codec(encode, decode, width, stochastic=inner.stochastic)
 
 
 @factory
@@ -146,7 +146,7 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
         chosen = x.gather(1, at) * of if scaled else x.gather(1, at)
         # What is not finite and was not drawn must be told too.
         chosen = chosen + poison(x)
-        some = (noise._replace(places=noise.places.gather(1, at)),) if inner.noisy else ()
+        some = (noise._replace(positions=noise.positions.gather(1, at)),) if inner.stochastic else ()
         return torch.cat([as_bytes(key.contiguous()), inner.encode(chosen, *some)], dim=1)
 
     def decode(data: Tensor, n: int) -> Tensor:
@@ -155,7 +155,7 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
         rest = poison(chosen).expand(-1, n)
         return rest.scatter(1, at, chosen)
 
-    return Codec(encode, decode, lambda n: 4 + inner.width(_count(k, n)), noisy=True)
+    return Codec(encode, decode, lambda n: 4 + inner.width(_count(k, n)), stochastic=True)
 
 
 def _check_k(k: Any) -> None:

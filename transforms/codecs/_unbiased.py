@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._check import positive, whole_number
 from .._spec import factory
-from .._weights import not_zero
+from .._weights import nonzero_or_one
 from ._codec import Codec, as_bytes, poison, read
 from ._random_bits import Noise
 from ._scaled import check_block, largest_of, slices, whole
@@ -45,7 +45,7 @@ def qsgd(levels: int = 7, block: int = 64) -> Codec:
     # A norm of squares would overflow and underflow where the values themselves do not.
     def norm(cut: Tensor) -> Tensor:
         most = largest_of(cut)
-        return torch.linalg.vector_norm(cut / not_zero(most).unsqueeze(2), dim=2) * most
+        return torch.linalg.vector_norm(cut / nonzero_or_one(most).unsqueeze(2), dim=2) * most
 
     return whole(block, levels, True, measure=norm)
 
@@ -78,7 +78,7 @@ def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
     def limit(cut: Tensor) -> Tensor:
         assert clip is not None
         largest = largest_of(cut).unsqueeze(2)  # whose squares neither overflow nor vanish
-        most = clip * (cut / not_zero(largest)).square().mean(dim=2, keepdim=True).sqrt() * largest
+        most = clip * (cut / nonzero_or_one(largest)).square().mean(dim=2, keepdim=True).sqrt() * largest
         return torch.maximum(torch.minimum(cut, most), -most)
 
     return whole(block, 1, True, limit=limit if clip is not None else None)
@@ -101,10 +101,10 @@ def natural() -> Codec:
 
     def encode(x: Tensor, noise: Noise) -> Tensor:
         found = [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]
-        for part, where in zip(slices(x.unsqueeze(1)), slices(noise.places.unsqueeze(1)), strict=True):
+        for part, where in zip(slices(x.unsqueeze(1)), slices(noise.positions.unsqueeze(1)), strict=True):
             bits = part.contiguous().view(torch.int32)
             exponent = (bits >> 23).bitwise_and_(0xFF)  # 0 for what is too small for a power of two of its own
-            up = noise._replace(places=where).uniform() < (bits & 0x7FFFFF).to(torch.float32).mul_(2.0**-23)
+            up = noise._replace(positions=where).uniform() < (bits & 0x7FFFFF).to(torch.float32).mul_(2.0**-23)
             found.append(exponent.add_(up & (exponent > 0)).clamp(max=254).to(torch.uint8).flatten(1))
         exponents = torch.cat(found, dim=1)
         most = exponents.amax(dim=1, keepdim=True) if x.shape[1] else exponents.new_ones(x.shape[0], 1)
@@ -119,4 +119,4 @@ def natural() -> Codec:
         power = (127 - (codes & 0x7F)) * 2**23 + (codes & 0x80) * -(2**24)
         return power.view(torch.float32) * scale
 
-    return Codec(encode, decode, lambda n: 4 + n, noisy=True)
+    return Codec(encode, decode, lambda n: 4 + n, stochastic=True)

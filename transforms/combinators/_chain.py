@@ -7,10 +7,10 @@ from typing import Any
 
 import optree
 
-from .._bucketwise import Carried, part_of
+from .._bucketwise import FirstBucket, substate
 from .._check import flag
 from .._spec import Spec, factory
-from .._transform import Needs, Reduction, Transform, check_transform, init_empty, lend
+from .._transform import Needs, Reduction, Transform, check_transform, donate_kwargs, init_empty
 from .._tree import State, Tree
 
 
@@ -57,7 +57,7 @@ def chain(*transforms: Transform) -> Transform:
 
     def update(
         grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        carried: Carried | None = None, donated: bool = False, **extra: Any,
+        first_bucket: FirstBucket | None = None, donated: bool = False, **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
         if len(state) != len(parts):
             raise ValueError(
@@ -65,10 +65,10 @@ def chain(*transforms: Transform) -> Transform:
             )
         new = list(state)
         for i, part in enumerate(parts):
-            there = part_of(carried, i)
-            lent = lend(part, donated and i == 0)  # what a stage gives, it may have kept
+            there = substate(first_bucket, i)
+            lent = donate_kwargs(part, donated and i == 0)  # what a stage gives, it may have kept
             grads, new[i] = part.update(
-                grads, state[i], params, weight=weight, lane=lane, carried=there, **lent, **extra
+                grads, state[i], params, weight=weight, lane=lane, first_bucket=there, **lent, **extra
             )
             if grads is None:
                 break

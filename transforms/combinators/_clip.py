@@ -11,7 +11,7 @@ import torch
 from .._axis_env import AxisName
 from .._spec import factory
 from .._transform import Needs, Transform, init_empty
-from .._tree import State, Tree, global_norm, on
+from .._tree import State, Tree, global_norm, to_device
 from ..axes._collectives import psum
 
 
@@ -30,7 +30,7 @@ class ClipState(NamedTuple):
 
     def or_else(self, norm: torch.Tensor) -> torch.Tensor:
         """The last call's norm, or another where there is none."""
-        before = on(norm.device, self.norm, norm.dtype)
+        before = to_device(norm.device, self.norm, norm.dtype)
         return torch.where(torch.isfinite(before), before, norm)
 
 

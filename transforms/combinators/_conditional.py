@@ -15,7 +15,7 @@ from .._check import whole_number
 from .._counter import counts_steps
 from .._spec import factory
 from .._transform import Inner, Needs, Reduction, Transform, check_transform
-from .._tree import State, Tree, choose_state, device_of, on, zeros_like
+from .._tree import State, Tree, choose_state, device_of, to_device, zeros_like
 from .._weights import check_weight
 
 
@@ -185,20 +185,22 @@ def accumulate(steps: int, transform: Transform) -> Transform:
 
     def update(
         grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        carried: Any = None, **extra: Any,
+        first_bucket: Any = None, **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
-        w = on(device_of(optree.tree_leaves(grads)), check_weight(weight))
+        w = to_device(device_of(optree.tree_leaves(grads)), check_weight(weight))
         gathered = optree.tree_map(lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads)
         total = state.weight + w
         summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}
         count = state.step + 1
         if count % steps:
-            if carried is not None:
-                summed = carried.get().lane
+            if first_bucket is not None:
+                summed = first_bucket.get().lane
             return None, AccumulateState(count, total, gathered, summed, state.inner)
         divisor = torch.where(total > 0, total, torch.ones_like(total))
         mean = optree.tree_map(lambda g: g / divisor.to(g.dtype), gathered)
-        out, new = inner.update(mean, state, params, weight=total, lane=summed or None, carried=carried, **extra)
+        out, new = inner.update(
+            mean, state, params, weight=total, lane=summed or None, first_bucket=first_bucket, **extra
+        )
         return out, fresh(grads, count, new)
 
     return Transform(init, update, Needs.NOTHING, inner.reduction(), pauses=True)

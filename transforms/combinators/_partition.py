@@ -9,10 +9,10 @@ from typing import Any, TypeAlias, overload
 
 import optree
 
-from .._bucketwise import Carried, part_of
+from .._bucketwise import FirstBucket, substate
 from .._spec import factory
-from .._transform import Compression, Needs, Reduction, Transform, check_transform, lend
-from .._tree import State, Tree, beside, named_leaves, path_string
+from .._transform import Compression, Needs, Reduction, Transform, check_transform, donate_kwargs
+from .._tree import State, Tree, default_device_of, named_leaves, path_string
 from ..optimizers._optimizer import Optimizer
 
 Patterns: TypeAlias = str | tuple[str, ...]
@@ -89,7 +89,7 @@ def masked(transform: Transform, which: Which) -> Transform:
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
         some = None if params is None else _chosen(which, params)
         chosen = _chosen(which, grads)
-        with beside(grads):
+        with default_device_of(grads):
             new, state = transform.update(chosen, state, some, **extra)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
@@ -189,7 +189,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         params: Tree = None,
         *,
         lane: Any = None,
-        carried: Carried | None = None,
+        first_bucket: FirstBucket | None = None,
         donated: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
@@ -197,10 +197,10 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
             part = parts[pattern]
-            with beside(grads):
+            with default_device_of(grads):
                 out, new_state[i] = part.update(
                     chosen, state[i], of and of[pattern], lane=lane if i == carrier else None,
-                    carried=part_of(carried, i), **lend(part, donated), **extra,
+                    first_bucket=substate(first_bucket, i), **donate_kwargs(part, donated), **extra,
                 )  # fmt: skip
             new.update(_not_none(out, "partition"))
         return replace_leaves(grads, new), tuple(new_state)
@@ -222,7 +222,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     return Transform(init, update, Needs.LEAVES | Needs.PATHS, reduces, compression)
 
 
-def alone(partitioned: Transform) -> list[Transform]:
+def parts_alone(partitioned: Transform) -> list[Transform]:
     """The parts of a `partition`, each a transform that leaves the leaves of the others unchanged."""
     parts: dict[Patterns, Transform] = dict(partitioned.spec["parts"])
     first = next((pattern for pattern, part in parts.items() if part.reduces), None)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried, part_of
+from .._bucketwise import FirstBucket, substate
 from .._check import decay, flag, one_axis, positive, whole_number
 from .._counter import counts_steps
 from .._lane import Lane
 from .._spec import factory
 from .._transform import Compression, Needs, Reduction, Transform
-from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, wide_zeros
+from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, zeros_at_least_f32
 from .._weights import Over, share_of
 from ..codecs._codec import Codec, check_codec
 from ..codecs._sparse import top_k
@@ -99,7 +99,7 @@ def dgc(
     inner, codecs = mean(axis, over), _codecs(k, values, whole_number("dgc: warmup", warmup, 0))
 
     def init(params: Tree) -> DGCState:
-        return DGCState(init_mean(params), 0, wide_zeros(params), wide_zeros(params), init_last(params))
+        return DGCState(init_mean(params), 0, zeros_at_least_f32(params), zeros_at_least_f32(params), init_last(params))
 
     def gather(of: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The momenta with these gradients, and what is sent of them."""
@@ -109,16 +109,16 @@ def dgc(
     @counts_steps
     def update(
         grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, **extra: Any,
+        first_bucket: FirstBucket | None = None, **extra: Any,
     ) -> tuple[Tree, DGCState]:  # fmt: skip
         share = share_of(weight, "live")
-        of = {path: share.silenced(torch.as_tensor(g)) for path, g in named_leaves(grads).items()}
+        of = {path: share.masked(torch.as_tensor(g)) for path, g in named_leaves(grads).items()}
         u, sends = gather(of if clip is None else _clipped(of, clip), state.momentum)
         memory = Memory(state.error, without_input == "flush", state.last, per_rank=True)
         codec = [codec for start, codec in codecs if start <= state.step][-1]
         out, reduced = inner.update(
             replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
-            carried=part_of(carried, "reduced"), **{**extra, "wire": codec, "memory": memory},
+            first_bucket=substate(first_bucket, "reduced"), **{**extra, "wire": codec, "memory": memory},
         )  # fmt: skip
         effect = all_finite(out) & (share.to(device_of(of.values())).factor > 0)
         new = {

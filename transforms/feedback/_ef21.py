@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._bucketwise import Carried
+from .._bucketwise import FirstBucket
 from .._lane import Lane
 from .._spec import factory
 from .._transform import Compression, Inner, Needs, Transform
-from .._tree import State, Tree, all_finite, device_of, named_leaves, on
-from .._weights import not_zero, share_of, unless_idle
+from .._tree import State, Tree, all_finite, device_of, named_leaves, to_device
+from .._weights import nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import axis_index, axis_size
 from ..axes._primitive import names
 from ..combinators._partition import replace_leaves
@@ -91,27 +91,27 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
 
     def update(
         grads: Tree, state: EF21State, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, persistent: bool = False, **extra: Any,
+        first_bucket: FirstBucket | None = None, persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, EF21State]:  # fmt: skip
         of = {path: torch.as_tensor(g) for path, g in named_leaves(grads).items()}
         device = device_of(of.values())
         share = share_of(weight, over or "weight").to(device)
         factor, nothing = share.factor, torch.zeros_like(share.factor)
         # The weight of a gradient that is held is carried on, and counts on.
-        counted_last = nothing if without_input == "flush" else on(device, state.counts)
+        counted_last = nothing if without_input == "flush" else to_device(device, state.counts)
         counts = torch.where(factor > 0, factor, counted_last)
         held = nothing if over == "world" else torch.where(factor > 0, nothing, counts)
-        here = on(device, torch.stack([axis_index(axis), torch.tensor(axis_size(axis))]))
-        before = on(device, state.place)
+        here = to_device(device, torch.stack([axis_index(axis), torch.tensor(axis_size(axis))]))
+        before = to_device(device, state.place)
         moved = (here != before).any()
         believed = {path: torch.where(moved, torch.zeros_like(h), h) for path, h in state.own.items()}
         # As wide as beliefs, or what is rounded of a result would stay in them.
         wide = {path: of[path].to(h.dtype) for path, h in state.own.items() if path in of}
         # What is owed is w g - h; what is left of it when c has been sent makes h + c = w g - left.
         memory = Memory({path: -h for path, h in believed.items()}, without_input == "flush", per_rank=True)
-        told = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if carried is None else None
+        told = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if first_bucket is None else None
         out, inner = inside.update(
-            replace_leaves(grads, wide), state, params, weight=weight, lane=told, carried=carried,
+            replace_leaves(grads, wide), state, params, weight=weight, lane=told, first_bucket=first_bucket,
             **{**extra, "memory": memory},
         )  # fmt: skip
         sums, results = sums_of(inner), named_leaves(out)
@@ -124,10 +124,10 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             if path not in memory.new:
                 new[path] = came.to(of[path].dtype)
                 continue
-            left, given = memory.new[path], share.silenced(wide[path])
+            left, given = memory.new[path], share.masked(wide[path])
             told_now = came if over is None else came * sums.total.to(came)
             belief = torch.where(anew, told_now, whole[path] + told_now)
-            mean = torch.where(counted == 0, torch.zeros_like(belief), belief / not_zero(counted).to(belief))
+            mean = torch.where(counted == 0, torch.zeros_like(belief), belief / nonzero_or_one(counted).to(belief))
             new[path] = (belief if over is None else mean).to(of[path].dtype)
             mine = given * factor.to(given) - left
             mine = torch.where(anew, mine - believed[path], mine)  # only what has been sent now

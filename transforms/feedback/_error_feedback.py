@@ -11,7 +11,7 @@ from .._check import whole_number
 from .._counter import counts_steps
 from .._spec import factory
 from .._transform import Compression, Inner, Needs, Transform, check_transform
-from .._tree import State, Tree, named_leaves, wide_zeros
+from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from ..codecs._blocks import int8
 from ..codecs._codec import Codec, check_codec
 from ..reductions._residuals import Memory, init_last
@@ -165,7 +165,7 @@ def loco(
 
 def zero_errors(hook: Transform, params: Tree) -> dict[str, Tensor]:
     lost = set(hook.compression.paths(params)) if hook.compression and hook.compression.paths else set()
-    return {path: zero for path, zero in wide_zeros(params).items() if path in lost}
+    return {path: zero for path, zero in zeros_at_least_f32(params).items() if path in lost}
 
 
 def check_lossy(hook: Transform, without_input: Any, name: str) -> Compression:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried, part_of
+from .._bucketwise import FirstBucket, substate
 from .._check import decay, one_axis, whole_number
 from .._transform import Transform
 from .._tree import State, Tree, all_finite, named_leaves
-from .._weights import Over, not_zero, share_of
+from .._weights import Over, nonzero_or_one, share_of
 from ..codecs._codec import Codec
 from ..codecs._signs import sign
 from ..combinators._conditional import switch_after
@@ -24,7 +24,7 @@ from ._error_feedback import WithoutInput, error_feedback
 LIVE = "ranks with input"  # in the lane, where momenta of ranks without count too
 
 
-def momenta(
+def momentum_compression(
     name: str,
     axis: AxisName,
     warmup: int,
@@ -50,8 +50,8 @@ class Moments(NamedTuple):
     inner: State
     momentum: dict[str, Tensor]
     variance: dict[str, Tensor]
-    taken: dict[str, Tensor]
-    settled: dict[str, Tensor]
+    count_m: dict[str, Tensor]
+    count_v: dict[str, Tensor]
     counted: Tensor  # 0-d bool: some rank counts
     fine: Tensor  # 0-d bool: that, and what came is finite, so that it is remembered
 
@@ -61,30 +61,33 @@ class Moments(NamedTuple):
     def remembered(self, old: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
         """Momentum, variance, and of how many calls each is."""
         m, v = self.kept(old.momentum, self.momentum), self.kept(old.variance, self.variance)
-        return m, v, self.kept(old.taken, self.taken), self.kept(old.settled, self.settled)
+        return m, v, self.kept(old.count_m, self.count_m), self.kept(old.count_v, self.count_v)
 
     def direction(self, path: str, b1: float, b2: float, eps: float) -> Tensor:
         """0 where nobody counts, and where there was no gradient while the variance settled: codes make something of nothing."""
         m, v, zero = self.momentum[path], self.variance[path], torch.zeros_like(self.momentum[path])
-        m, root = m / so_far(b1, self.taken[path]).to(m), (v / not_zero(so_far(b2, self.settled[path])).to(v)).sqrt()
+        m, root = (
+            m / bias_correction(b1, self.count_m[path]).to(m),
+            (v / nonzero_or_one(bias_correction(b2, self.count_v[path])).to(v)).sqrt(),
+        )
         return torch.where(self.counted & (v != 0), m / (root + eps), zero)
 
 
 def moments(
-    inner: Transform, grads: Tree, state: Any, carried: Carried | None, warmup: int, b1: float, b2: float, over: Over,
+    inner: Transform, grads: Tree, state: Any, first_bucket: FirstBucket | None, warmup: int, b1: float, b2: float, over: Over,
     extra: dict[str, Any],
 ) -> Moments:  # fmt: skip
     """Send gradients or momenta; the new momentum and variance of these leaves."""
     share = share_of(extra.get("weight"), "live")
-    wide = {
-        path: share.silenced(torch.as_tensor(g)).to(state.momentum[path]) for path, g in named_leaves(grads).items()
-    }
+    wide = {path: share.masked(torch.as_tensor(g)).to(state.momentum[path]) for path, g in named_leaves(grads).items()}
     first = state.step < warmup
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
     if over == "world":  # a rank without input has a gradient of 0, and everybody's momentum
-        told = {**(extra.get("lane") or {}), LIVE: share.factor} if carried is None else None
+        told = {**(extra.get("lane") or {}), LIVE: share.factor} if first_bucket is None else None
         extra = {**extra, "weight": 1.0, "lane": told}
-    out, new = inner.update(replace_leaves(grads, sends), state.inner, carried=part_of(carried, "inner"), **extra)
+    out, new = inner.update(
+        replace_leaves(grads, sends), state.inner, first_bucket=substate(first_bucket, "inner"), **extra
+    )
     came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
     assert inner.sums is not None
     sums = inner.sums(new)
@@ -93,17 +96,17 @@ def moments(
     if first:
         m = {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()}
         v = {path: b2 * state.variance[path] + (1 - b2) * g * g for path, g in came.items()}
-    taken = {path: state.taken[path] + 1 for path in came}
-    settled = {path: state.settled[path] + first for path in came}
-    return Moments(new, m, v, taken, settled, counted, counted & all_finite(came))
+    count_m = {path: state.count_m[path] + 1 for path in came}
+    count_v = {path: state.count_v[path] + first for path in came}
+    return Moments(new, m, v, count_m, count_v, counted, counted & all_finite(came))
 
 
-def so_far(decay: float, calls: Tensor) -> Tensor:
+def bias_correction(decay: float, calls: Tensor) -> Tensor:
     """The share that a moving average from 0 has of what it averages, 0-d float64."""
     return 1 - decay ** calls.to(torch.float64)
 
 
-def each(params: Tree, value: float) -> dict[str, Tensor]:
+def full_like_each(params: Tree, value: float) -> dict[str, Tensor]:
     """By path the value, 0-d, in at least float32."""
     return {
         path: torch.full((), value, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)

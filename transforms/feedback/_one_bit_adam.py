@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried
+from .._bucketwise import FirstBucket
 from .._check import positive
 from .._counter import counts_steps
 from .._spec import factory
 from .._transform import Compression, Inner, Needs, Transform
-from .._tree import State, Tree, named_leaves, wide_zeros
+from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from .._weights import Over
 from ..codecs._codec import Codec
 from ..combinators._partition import replace_leaves
 from ._error_feedback import WithoutInput
-from ._momenta import LIVE, each, momenta, moments
+from ._momenta import LIVE, full_like_each, moments, momentum_compression
 
 
 class OneBitAdamState(NamedTuple):
@@ -25,8 +25,8 @@ class OneBitAdamState(NamedTuple):
     step: int  # calls so far, on the host
     momentum: dict[str, Tensor]  # by path, equal on all ranks, at least float32
     variance: dict[str, Tensor]  # the same; stays after the warm-up
-    taken: dict[str, Tensor]  # by path how many calls the momentum remembers, 0-d
-    settled: dict[str, Tensor]  # and how many the variance does
+    count_m: dict[str, Tensor]  # by path how many calls the momentum remembers, 0-d
+    count_v: dict[str, Tensor]  # and how many the variance does
 
 
 @factory
@@ -73,20 +73,25 @@ def one_bit_adam(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -3.0]), torch.tensor([2.0, -1.0])])[0]
     tensor([ 1., -1.])
     """
-    inner = momenta("one_bit_adam", axis, warmup, betas, codec, over, without_input)
+    inner = momentum_compression("one_bit_adam", axis, warmup, betas, codec, over, without_input)
     b1, b2 = betas
     positive("eps", eps, zero=True)
 
     def init(params: Tree) -> OneBitAdamState:
         begun = inner.init(params)
-        counts = (each(params, 0.0) for _ in range(2))
-        return OneBitAdamState(begun, 0, wide_zeros(params), wide_zeros(params), *counts)
+        counts = (full_like_each(params, 0.0) for _ in range(2))
+        return OneBitAdamState(begun, 0, zeros_at_least_f32(params), zeros_at_least_f32(params), *counts)
 
     @counts_steps
     def update(
-        grads: Tree, state: OneBitAdamState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+        grads: Tree,
+        state: OneBitAdamState,
+        params: Tree = None,
+        *,
+        first_bucket: FirstBucket | None = None,
+        **extra: Any,
     ) -> tuple[Tree, OneBitAdamState]:
-        got = moments(inner, grads, state, carried, warmup, b1, b2, over, extra)
+        got = moments(inner, grads, state, first_bucket, warmup, b1, b2, over, extra)
         back = {path: got.direction(path, b1, b2, eps).to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.remembered(state))
 

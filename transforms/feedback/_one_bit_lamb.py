@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried
+from .._bucketwise import FirstBucket
 from .._check import decay, positive
 from .._counter import counts_steps
 from .._spec import factory
 from .._transform import Compression, Inner, Needs, Transform
-from .._tree import State, Tree, named_leaves, wide_zeros
-from .._weights import Over, not_zero
+from .._tree import State, Tree, named_leaves, zeros_at_least_f32
+from .._weights import Over, nonzero_or_one
 from ..codecs._codec import Codec
 from ..combinators._partition import replace_leaves
 from ._error_feedback import WithoutInput
-from ._momenta import LIVE, each, momenta, moments, so_far
+from ._momenta import LIVE, bias_correction, full_like_each, moments, momentum_compression
 
 
 class OneBitLambState(NamedTuple):
@@ -26,8 +26,8 @@ class OneBitLambState(NamedTuple):
     step: int  # calls so far, on the host
     momentum: dict[str, Tensor]  # as in OneBitAdamState
     variance: dict[str, Tensor]
-    taken: dict[str, Tensor]
-    settled: dict[str, Tensor]
+    count_m: dict[str, Tensor]
+    count_v: dict[str, Tensor]
     fresh: dict[str, Tensor]  # the variance that would be, from how the momentum changes
     ratio: dict[str, Tensor]  # 0-d by path, the moving average of LAMB's ratios, which stays after the warm-up
     change: dict[str, Tensor]  # 0-d by path, what the ratio was last multiplied with
@@ -83,7 +83,7 @@ def one_bit_lamb(
     >>> tx.simulate(one_rank, {"data": 2}, [torch.tensor([2.0, -2.0]), torch.tensor([2.0, -2.0])])[0]
     tensor([ 6.0000, -6.0000])
     """
-    inner = momenta("one_bit_lamb", axis, warmup, betas, codec, over, without_input)
+    inner = momentum_compression("one_bit_lamb", axis, warmup, betas, codec, over, without_input)
     b1, b2 = betas
     decay("b3", b3)
     positive("eps", eps, zero=True)
@@ -93,17 +93,22 @@ def one_bit_lamb(
     positive("threshold", threshold)
 
     def init(params: Tree) -> OneBitLambState:
-        begun, (m, v, fresh) = inner.init(params), [wide_zeros(params) for _ in range(3)]
-        taken, settled, ratio, change = (each(params, value) for value in (0.0, 0.0, 0.0, 1.0))
-        return OneBitLambState(begun, 0, m, v, taken, settled, fresh, ratio, change)
+        begun, (m, v, fresh) = inner.init(params), [zeros_at_least_f32(params) for _ in range(3)]
+        count_m, count_v, ratio, change = (full_like_each(params, value) for value in (0.0, 0.0, 0.0, 1.0))
+        return OneBitLambState(begun, 0, m, v, count_m, count_v, fresh, ratio, change)
 
     @counts_steps
     def update(
-        grads: Tree, state: OneBitLambState, params: Tree = None, *, carried: Carried | None = None, **extra: Any
+        grads: Tree,
+        state: OneBitLambState,
+        params: Tree = None,
+        *,
+        first_bucket: FirstBucket | None = None,
+        **extra: Any,
     ) -> tuple[Tree, OneBitLambState]:
         if params is None:
             raise ValueError("one_bit_lamb needs the parameters: call update(grads, state, params)")
-        got, of = moments(inner, grads, state, carried, warmup, b1, b2, over, extra), named_leaves(params)
+        got, of = moments(inner, grads, state, first_bucket, warmup, b1, b2, over, extra), named_leaves(params)
         fresh, ratio, change, out = dict(state.fresh), dict(state.ratio), dict(state.change), {}
         for path, m in got.momentum.items():
             u = got.direction(path, b1, b2, eps)
@@ -114,13 +119,15 @@ def one_bit_lamb(
             else:
                 g = (m - b1 * state.momentum[path]) / (1 - b1)
                 fresh[path] = b2 * fresh[path] + (1 - b2) * g * g
-                v = got.variance[path] / not_zero(so_far(b2, got.settled[path])).to(m)
-                f = fresh[path] / not_zero(so_far(b2, got.taken[path])).to(m)  # each as if it had begun settled
+                v = got.variance[path] / nonzero_or_one(bias_correction(b2, got.count_v[path])).to(m)
+                f = fresh[path] / nonzero_or_one(bias_correction(b2, got.count_m[path])).to(
+                    m
+                )  # each as if it had begun settled
                 gone = (v.sqrt() + eps) / (f.sqrt() + eps)
                 r = gone.amax() if gone.numel() else torch.ones_like(change[path])
                 r = torch.maximum(torch.minimum(r, change[path] * (1 + threshold)), change[path] * (1 - threshold))
                 change[path] = r.clamp(*changes)
-                c = change[path] * ratio[path] / not_zero(so_far(b3, got.settled[path])).to(change[path])
+                c = change[path] * ratio[path] / nonzero_or_one(bias_correction(b3, got.count_v[path])).to(change[path])
             out[path] = c * u
         back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), OneBitLambState(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 
 from .._spec import factory
-from .._tree import on
+from .._tree import to_device
 from ._formula import penalized, rate_at, root
 from ._hyper import not_negative
 from ._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
@@ -70,7 +70,7 @@ def adagrad(
 
     def init_param(param: Tensor) -> AdagradState:
         start = initial_accumulator_value
-        start = on(param.device, start, param.dtype) if isinstance(start, Tensor) else start
+        start = to_device(param.device, start, param.dtype) if isinstance(start, Tensor) else start
         return AdagradState(new_step(param), torch.zeros_like(param) + start)
 
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:

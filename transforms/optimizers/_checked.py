@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite
-from .._tree import State, check_dense, on_host
+from .._tree import State, check_dense, readable_without_sync
 
 
 class _Form(NamedTuple):
@@ -120,7 +120,7 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
 def check_count(state: State, where: Callable[[], str]) -> None:
     """Raise ValueError where a state's `step` counts no steps; without a wait for a device."""
     step = getattr(state, "step", None)
-    if isinstance(step, Tensor) and on_host(step) and step.numel() == 1:
+    if isinstance(step, Tensor) and readable_without_sync(step) and step.numel() == 1:
         refuse_count(float(step), lambda: f"{where()}.step")
 
 

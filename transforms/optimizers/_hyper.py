@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._tree import on_host
+from .._tree import readable_without_sync
 
 
 def not_negative(**values: Any) -> None:
@@ -86,7 +86,7 @@ def _number(name: str, value: Any) -> float | Tensor | None:
             raise ValueError(
                 f"{name} must be a number or a tensor of one real element, got one of shape {tuple(value.shape)}, {value.dtype}"
             )
-        return float(value) if on_host(value) else None
+        return float(value) if readable_without_sync(value) else None
     if is_number(value):
         return value  # type: ignore[no-any-return]
     if not callable(value) or isinstance(value, type):

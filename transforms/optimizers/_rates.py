@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._check import is_finite, is_number
 from .._spec import _FACTORIES, Spec, _show
-from .._tree import on_host
+from .._tree import readable_without_sync
 
 ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
 
@@ -38,7 +38,7 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
                 f"the schedule {_show(hyper)} returned a tensor of shape {tuple(value.shape)}, {value.dtype}, in step "
                 f"{_shown(step)}, expected one real number"
             )
-        if on_host(value):
+        if readable_without_sync(value):
             _check_finite(hyper, float(value), step)
         return value.reshape(())
     if not is_number(value):
@@ -55,7 +55,7 @@ def _check_finite(hyper: Any, value: Any, step: Any) -> None:
 
 
 def _shown(step: Any) -> Any:
-    return int(step) if not isinstance(step, Tensor) or on_host(step) else "that is on a device"
+    return int(step) if not isinstance(step, Tensor) or readable_without_sync(step) else "that is on a device"
 
 
 def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
@@ -96,5 +96,10 @@ def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> None:
     """
     for name, hyper in hypers:
         value = value_at(hyper, step)
-        if isinstance(value, Tensor) and value is hyper and on_host(value) and not is_finite(float(value)):
+        if (
+            isinstance(value, Tensor)
+            and value is hyper
+            and readable_without_sync(value)
+            and not is_finite(float(value))
+        ):
             raise ValueError(f"{name} must be a finite number, got {hyper!r}")

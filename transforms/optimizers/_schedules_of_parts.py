@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from .._check import finite, is_finite, positive
 from .._spec import factory
-from .._tree import on
+from .._tree import to_device
 from ._schedules import Schedule, steps_at_least
 
 
@@ -166,7 +166,7 @@ def tabulated(values: tuple[float, ...]) -> Schedule:
     finite(**{f"values[{i}]": value for i, value in enumerate(values)})
 
     def function(step: Tensor) -> Tensor:
-        table = on(step.device, torch.tensor(values, dtype=torch.float64))
+        table = to_device(step.device, torch.tensor(values, dtype=torch.float64))
         at = torch.clamp(step, 0, len(values) - 1).long()
         return table.index_select(0, at.reshape(-1)).view(at.shape)  # table[at] would read `at` on the host
 

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .._axis_env import bind_axes
-from .._bucketwise import Carried, restrict
+from .._bucketwise import FirstBucket, restrict
 from .._check import axis_sizes, whole_number
 from .._lane import encode_lane, lane_dtype, mask_words, step_lane
 from .._transform import Needs, Transform
-from .._tree import Tree, check_dense, named_leaves, registered
+from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..combinators._chain import stages
-from ..combinators._partition import alone
+from ..combinators._partition import parts_alone
 from ..optimizers._optimizer import Optimizer
 from ..plan._buckets import BUCKET_BYTES, Bucket, lane_bucket, make_layout
 from ..plan._phases import Phase, changes_with_steps, phases, shown
@@ -132,7 +132,7 @@ class _Run:
         self, pipeline: Pipeline | Transform, params: Tree, cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
         sizes: dict[str, int], in_module: bool, notes: list[Message], at_step: int | None,
     ) -> None:  # fmt: skip
-        paths, leaves, _ = registered(params)
+        paths, leaves, _ = flatten_in_insertion_order(params)
         self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
         hook, _, after = _parts(pipeline)
         self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, tuple(sizes), after), notes
@@ -154,7 +154,7 @@ class _Run:
             per_bucket: Whether it runs on each bucket.
         """
         if part.spec.name == "partition" and self._at_step is None and changes_with_steps(part):
-            return [row for one in alone(part) for row in self.rows(one, in_hook, per_bucket)]
+            return [row for one in parts_alone(part) for row in self.rows(one, in_hook, per_bucket)]
 
         def sends(inside: Transform, step: int) -> tuple[Message, ...]:
             return self._messages(inside, step, False, False)
@@ -227,7 +227,7 @@ class _Run:
     def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
         """Bucket by bucket: what is common goes with the first."""
         assert self.plan.early is not None
-        flat, full, carried = takes_flat(self.plan.early), part.init(self.params), None
+        flat, full, first_bucket = takes_flat(self.plan.early), part.init(self.params), None
         for bucket in self.layout:
             if flat:
                 some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
@@ -235,9 +235,9 @@ class _Run:
             else:
                 some = {path: self.params[path] for path in bucket.paths}
                 state = restrict(full, self.params, some)
-            told = None if carried else lane
-            _, new = _update(part, some, state, step, lane=told, carried=carried, lane_dtype=self.dtype)
-            carried = carried or Carried(functools.partial(lambda first: first, new))
+            told = None if first_bucket else lane
+            _, new = _update(part, some, state, step, lane=told, first_bucket=first_bucket, lane_dtype=self.dtype)
+            first_bucket = first_bucket or FirstBucket(functools.partial(lambda first: first, new))
 
     def _reduce(self, part: Transform) -> None:
         """A plain reduction: the lane rides in one of its messages, if there is a lane and one can."""
@@ -250,7 +250,7 @@ class _Run:
             psum(encode_lane({"total": total, **(self.lane or {})}, self.dtype, axis_size(axis)), axis)
         for i, bucket in enumerate(self.layout):
             flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
-            extra = {"lane": self.lane} if i == carrier else {"carried": Carried(lambda: MeanState(total, {}))}
+            extra = {"lane": self.lane} if i == carrier else {"first_bucket": FirstBucket(lambda: MeanState(total, {}))}
             part.update(flat, part.init(flat), flat, weight=None, **extra)
 
 

@@ -12,7 +12,7 @@ from .._axis_env import bound
 from .._lane import Lane, check_lane
 from .._spec import factory
 from .._transform import Transform, check_transform
-from .._tree import State, Tree, all_finite, check_same, on
+from .._tree import State, Tree, all_finite, check_same, to_device
 from .._weights import check_weight
 from ..axes._collectives import axis_size, psum
 from ..optimizers._mixed_precision import masters_of, with_masters
@@ -126,7 +126,7 @@ def pipeline_of(
         inner = PipelineState(
             effect.keep(hook_state, old.hook), optimizer_state, after_state, old.step + 1, torch.zeros_like(own)
         )
-        return params, effect.settle(skips, outer._replace(inner=inner)) if skips else inner
+        return params, effect.update_counters(skips, outer._replace(inner=inner)) if skips else inner
 
     return Pipeline(init, step, hook, optimizer, after, skips=skips)
 
@@ -150,7 +150,7 @@ def _judge(
         assert plan.hook.sums is not None
         agreed = plan.hook.sums(hook_state).lane["weight"]
     elif axes and not (alike and not skips):
-        agreed, bad = psum(torch.stack([on(fine.device, own), (~fine).to(own.dtype)]), axes)
+        agreed, bad = psum(torch.stack([to_device(fine.device, own), (~fine).to(own.dtype)]), axes)
         fine = bad == 0
     elif axes:
         agreed = own * axis_size(axes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._check import whole_number
 from .._spec import factory
-from .._tree import State, Tree, named_leaves, on
+from .._tree import State, Tree, named_leaves, to_device
 from ._pipeline import Pipeline, Skips
 from ._skip_nonfinite import guarded, no_calls
 
@@ -88,15 +88,15 @@ def dynamic_loss_scale(
     def begin(inner: State) -> LossScaleState:
         return LossScaleState(inner, torch.tensor(init_scale, dtype=torch.float32), no_calls(), no_calls())
 
-    def settle(state: LossScaleState, fine: Tensor) -> LossScaleState:
-        scale, streak, skipped = (on(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped))
+    def update_counters(state: LossScaleState, fine: Tensor) -> LossScaleState:
+        scale, streak, skipped = (to_device(fine.device, t) for t in (state.scale, state.streak + 1, state.skipped))
         due = streak == growth_interval
         grown, shrunk = ((scale.double() * factor).float() for factor in (growth_factor, backoff_factor))
         kept = torch.where(due & torch.isfinite(grown), grown, scale)
         streak = torch.where(fine & ~due, streak, torch.zeros_like(streak))
         return LossScaleState(state.inner, torch.where(fine, kept, shrunk), streak, skipped + ~fine)
 
-    made = guarded(pipeline, Skips(begin, settle, scaled=True), _unscaled)
+    made = guarded(pipeline, Skips(begin, update_counters, scaled=True), _unscaled)
 
     def init(params: Tree) -> State:
         refuse_float16(params)
@@ -107,7 +107,7 @@ def dynamic_loss_scale(
 
 def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
     factor = 1 / state.scale.to(torch.float64)
-    return optree.tree_map(lambda g: overflow_as_nan((g * on(g.device, factor)).to(g.dtype)), grads)
+    return optree.tree_map(lambda g: overflow_as_nan((g * to_device(g.device, factor)).to(g.dtype)), grads)
 
 
 def overflow_as_nan(grad: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class Skips(NamedTuple):
     """The state of a pipeline around that of another one, whose steps it leaves out where they are not finite."""
 
     begin: Callable[[State], Any]  # state of what it runs -> its own, which has that in the field `inner`
-    settle: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
+    update_counters: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
     scaled: bool = False  # whether it takes gradients of the loss times `state.scale`
 
 

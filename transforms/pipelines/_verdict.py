@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._transform import Transform
-from .._tree import State, Tree, choose_state, on, on_host, where
+from .._tree import State, Tree, choose_state, readable_without_sync, to_device, where
 from .._weights import check_weight
 from ._pipeline import Skips
 
@@ -46,17 +46,17 @@ class Effect(NamedTuple):
             return where(self.steps, new, old)
         return new if self.steps else old
 
-    def settle(self, skips: Skips, outer: Any) -> Any:
+    def update_counters(self, skips: Skips, outer: Any) -> Any:
         """The counts of a pipeline that leaves steps out. A step without input is none of them."""
         if self.live is False:
             return outer
-        counted = skips.settle(outer, torch.as_tensor(self.fine))
+        counted = skips.update_counters(outer, torch.as_tensor(self.fine))
         return counted if self.live is True else choose_state(self.live, counted, outer)
 
     def weight(self, weight: Any) -> Any:
         """The weight of this step among others: 0 for one without effect."""
         if isinstance(self.steps, Tensor):
-            weight = on(self.steps.device, check_weight(weight))
+            weight = to_device(self.steps.device, check_weight(weight))
             return torch.where(self.steps, weight, torch.zeros_like(weight))
         return weight if self.steps else 0.0
 
@@ -85,4 +85,4 @@ def both(a: Flag, b: Flag) -> Flag:
 
 def flag(condition: Tensor) -> Flag:
     """A bool, where Python may look at it without a wait for a device."""
-    return bool(condition) if on_host(condition) else condition
+    return bool(condition) if readable_without_sync(condition) else condition

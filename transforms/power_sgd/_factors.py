@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._tree import on_host, plain
+from .._tree import plain, readable_without_sync
 from ..axes._collectives import axis_size, psum
 from ..codecs._codec import Codec
 from ..codecs._random_bits import Noise, key_of, places_of
@@ -79,8 +79,8 @@ class Exchange(NamedTuple):
         if not parts and not words.numel():
             return joined, words, None
         one = words.new_ones(())
-        places = places_of({f"{name} of {self.leaf}": joined}, joined.device) if self.wire.noisy else None
-        reduced = coded_mean(self.wire, joined, one, words, self.axis, one if self.feeds else None, places)
+        positions = places_of({f"{name} of {self.leaf}": joined}, joined.device) if self.wire.stochastic else None
+        reduced = coded_mean(self.wire, joined, one, words, self.axis, one if self.feeds else None, positions)
         return reduced.mean * axis_size(self.axis), reduced.words, reduced.lost
 
 
@@ -156,32 +156,34 @@ def right(block: Block, p: Tensor, share: Owing, old: Mapping[str, Tensor]) -> t
     after this step: M - P Q."""
     own: list[Tensor] = []
     owes: dict[str, Tensor] = {}
-    for i, (path, thin) in enumerate(zip(block.paths, p.unbind(0), strict=True)):
+    for i, (path, p_t) in enumerate(zip(block.paths, p.unbind(0), strict=True)):
         sent = None if block.sent is None else block.sent[i]
-        own.append(torch.zeros_like(block.start[i]) if sent is None else torch.mm(thin, sent))
+        own.append(torch.zeros_like(block.start[i]) if sent is None else torch.mm(p_t, sent))
         if path not in old:
             continue
         if sent is not None and share.known and plain([sent]):
             # Nobody else's: see `Owing.owed`. Transposed, which takes three quarters of the time.
-            owes[path] = sent.T.addmm_(own[i].T, thin, alpha=-1.0).T
+            owes[path] = sent.T.addmm_(own[i].T, p_t, alpha=-1.0).T
             continue
         kept = as_dtype(old[path], p.dtype).reshape(p.shape[2], -1)
         base = kept if sent is None else sent if share.known is not None else torch.where(share.sends, sent, kept)
-        owes[path] = torch.addmm(base, thin.T, own[i], alpha=-1.0)
+        owes[path] = torch.addmm(base, p_t.T, own[i], alpha=-1.0)
     return own, owes
 
 
-def products(blocks: list[Block], p: list[Tensor], q: list[Tensor], places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def products(
+    blocks: list[Block], p: list[Tensor], q: list[Tensor], positions: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """By path the matrices P Q, of blocks' P^T and Q; where there is a place for one, it is written there."""
     made: dict[str, Tensor] = {}
-    for block, thin, factor in zip(blocks, p, q, strict=True):
+    for block, p_t, factor in zip(blocks, p, q, strict=True):
         if block.alone:
             factor = factor.clone()  # which begins anywhere
-        for path, thin_one, factor_one in zip(block.paths, thin.unbind(0), factor.unbind(0), strict=True):
+        for path, p_t_one, factor_one in zip(block.paths, p_t.unbind(0), factor.unbind(0), strict=True):
             # In half the time of `mm`: zeros bring the place into the cache.
-            place = places.get(path)
-            zeros = thin_one.new_zeros(thin_one.shape[1], factor_one.shape[1]) if place is None else place.zero_()
-            made[path] = zeros.addmm_(thin_one.T, factor_one)
+            place = positions.get(path)
+            zeros = p_t_one.new_zeros(p_t_one.shape[1], factor_one.shape[1]) if place is None else place.zero_()
+            made[path] = zeros.addmm_(p_t_one.T, factor_one)
     return made
 
 
@@ -215,7 +217,7 @@ def look(qs: list[Tensor], counted: Tensor) -> Outcome:
     live = counted != 0
     told = torch.cat([scale.view(-1) for scale in scales]) if scales else counted.view(1)
     whole = False
-    if on_host(told) and on_host(counted):
+    if readable_without_sync(told) and readable_without_sync(counted):
         whole = bool(live & (told > 0).all() & torch.isfinite(told).all())
     return Outcome(scales, live, whole)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried, part_of
+from .._bucketwise import FirstBucket, substate
 from .._check import flag, positive, real, some_axes, whole_number
 from .._counter import counts_steps
 from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
@@ -19,7 +19,7 @@ from .._tree import Tree, device_of, named_leaves, plain
 from .._weights import Over, check_over, share_of, unless_idle
 from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
-from ..reductions._mean import MeanState, carried_state, init_mean, mean
+from ..reductions._mean import MeanState, init_mean, mean, state_of_first
 from ..reductions._residuals import Memory
 from ._factors import Exchange, Owing, as_dtype, blocks_of, cut, look, next_start, orthonormal, products, right, shaped
 from ._residuals import owing, owing_of_loose
@@ -57,19 +57,19 @@ def check_settings(given: Settings) -> None:
     flag("warm_start", given.warm_start)
 
 
-class Given(NamedTuple):
+class CallArgs(NamedTuple):
     """What a call has been given besides gradients."""
 
     weight: Any
     lane: Lane | None
-    carried: Carried | None
+    first_bucket: FirstBucket | None
     wire: Codec | None
     errors: dict[str, Tensor]  # by path
     flush: bool
     donated: bool  # whether the means may take the gradients' memory
 
 
-class Made(NamedTuple):
+class Result(NamedTuple):
     """What has come of a call."""
 
     means: dict[str, Tensor]  # by path, in the leaves' shapes and dtypes
@@ -79,10 +79,10 @@ class Made(NamedTuple):
     counted: Tensor
 
 
-Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, Given], Made]
+Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, CallArgs], Result]
 
 
-def reducing(
+def make_transform(
     settings: Settings, needs: Needs, start: Callable[[Tree], dict[str, Tensor]], reduce: Reduce,
     loses: Callable[[Tree], list[str]],
 ) -> Transform:  # fmt: skip
@@ -97,16 +97,16 @@ def reducing(
     @counts_steps
     def update(
         grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
+        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
         persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
         grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
         if axis_size(axis) == 1:
             out, reduced = alone.update(
-                grads, state.reduced, weight=weight, lane=lane, carried=part_of(carried, "reduced"),
+                grads, state.reduced, weight=weight, lane=lane, first_bucket=substate(first_bucket, "reduced"),
                 persistent=persistent, **extra,
             )  # fmt: skip
-            counted = share_of(weight, over).factor if carried is None else carried.get().counted
+            counted = share_of(weight, over).factor if first_bucket is None else first_bucket.get().counted
             return out, state._replace(reduced=reduced, counted=counted, step=step)
         leaves = named_leaves(grads)
         real(leaves, "power_sgd")
@@ -116,7 +116,7 @@ def reducing(
         if memory is not None:
             mine = {path: leaf for path, leaf in leaves.items() if path in memory}
             known = dict(zip(mine, memory.owed(mine, share), strict=True))
-        given = Given(weight, lane, carried, wire, known, memory is not None and memory.flush, donated)
+        given = CallArgs(weight, lane, first_bucket, wire, known, memory is not None and memory.flush, donated)
         made = reduce(leaves, state, given)
         if memory is not None:
             memory.keep(made.errors, made.errors.values(), share, made.reduced.total)
@@ -135,13 +135,13 @@ def reducing(
 
 
 def low_rank_mean(
-    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], fresh: Callable[[str, Tensor], Tensor], settings: Settings, given: Given
-) -> Made:  # fmt: skip
+    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], fresh: Callable[[str, Tensor], Tensor], settings: Settings, given: CallArgs
+) -> Result:  # fmt: skip
     """The mean of leaves, of which those in `q` travel as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = device_of(leaves.values())
     mine = Owing(*share_of(given.weight, over).to(device), given.flush)
-    named = {} if given.carried is not None else {"total": mine.factor, **(given.lane or {})}
+    named = {} if given.first_bucket is not None else {"total": mine.factor, **(given.lane or {})}
     check_lane(given.lane)
     coded = given.wire is not None
     dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())
@@ -154,50 +154,52 @@ def low_rank_mean(
         return mine.owed(leaves[path], errors.get(path), dtype)
 
     blocks = blocks_of(leaves, q, owed, dtype)
-    loose = [path for path, leaf in leaves.items() if path not in q and leaf.numel()]
-    parts = [s if (s := owed(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in loose]
-    flat, told, lost = exchange("P", [*(part for block in blocks for part in block.parts), *parts], words)
+    uncompressed = [path for path, leaf in leaves.items() if path not in q and leaf.numel()]
+    parts = [
+        s if (s := owed(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in uncompressed
+    ]
+    flat, lane_words, lost = exchange("P", [*(part for block in blocks for part in block.parts), *parts], words)
     left_sizes, right_sizes = [block.sizes[0] for block in blocks], [block.sizes[1] for block in blocks]
     size = sum(shape.numel() for shape in left_sizes)
-    thin = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], left_sizes)]
+    p_t = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], left_sizes)]
 
     own: list[Tensor] = []
     owes: dict[str, Tensor] = {}
-    for block, p in zip(blocks, thin, strict=True):
+    for block, p in zip(blocks, p_t, strict=True):
         some, errors_of_some = right(block, p, mine, errors)
         own += some
         owes.update(errors_of_some)
-    second, _, gone = exchange("Q", own, words[:0])
+    second, _, q_residual = exchange("Q", own, words[:0])
     totals = cut(second, right_sizes)
 
-    if given.carried is None:
-        lane = decode_lane(told, named, 1 if coded else ranks)
+    if given.first_bucket is None:
+        lane = decode_lane(lane_words, named, 1 if coded else ranks)
         counted = lane.pop("total")
         reduced = MeanState(torch.full_like(counted, ranks) if over == "world" else counted, lane)
     else:
-        reduced, counted = carried_state(given.carried.at("reduced")), given.carried.get().counted
+        reduced, counted = state_of_first(given.first_bucket.substate("reduced")), given.first_bucket.get().counted
     outcome = look(totals, counted)
     divisor = reduced.total if outcome.whole else torch.where(outcome.live, reduced.total, torch.ones_like(counted))
 
     def divided(x: Tensor) -> Tensor:
         return x / divisor if outcome.whole else torch.where(outcome.live, x / divisor.to(x.dtype), torch.zeros_like(x))
 
-    places: dict[str, Tensor] = {}
+    positions: dict[str, Tensor] = {}
     if given.donated and plain(list(leaves.values())):
         matrices = {path: leaves[path] for path in q}
-        places = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
-    means = products(blocks, thin, cut(divided(second), right_sizes), places)
-    shapes = {path: leaves[path].shape for path in loose}
-    means.update(zip(loose, cut(divided(flat[size:]), list(shapes.values())), strict=True))
+        positions = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
+    means = products(blocks, p_t, cut(divided(second), right_sizes), positions)
+    shapes = {path: leaves[path].shape for path in uncompressed}
+    means.update(zip(uncompressed, cut(divided(flat[size:]), list(shapes.values())), strict=True))
     new_q: dict[str, Tensor] = {}
     if settings.warm_start:
         for i, (block, total) in enumerate(zip(blocks, totals, strict=True)):
             new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
-    missed = None if gone is None else cut(gone, right_sizes)
-    new_errors = owing(blocks, thin, owes, missed, errors, outcome)
+    missed = None if q_residual is None else cut(q_residual, right_sizes)
+    new_errors = owing(blocks, p_t, owes, missed, errors, outcome)
     if lost is not None:
         new_errors.update(owing_of_loose(shapes, lost[size:], flat[size:], errors, mine, outcome))
-    return Made(
+    return Result(
         {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
         {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},
         {path: as_dtype(new, q[path].dtype) for path, new in new_q.items()},

@@ -17,7 +17,7 @@ from .._weights import Over
 from ..combinators._conditional import switch_after
 from ..reductions._mean import mean
 from ._factors import draw
-from ._mean import Given, Made, PowerSGDState, Settings, check_settings, low_rank_mean, reducing
+from ._mean import CallArgs, PowerSGDState, Result, Settings, check_settings, low_rank_mean, make_transform
 
 
 @factory
@@ -102,14 +102,14 @@ def power_sgd(
     def again(path: str, like: Tensor) -> Tensor:
         return draw(seed, path, 0, like.shape[0], like.shape[1], like)
 
-    def reduce(leaves: dict[str, Tensor], state: PowerSGDState, given: Given) -> Made:
+    def reduce(leaves: dict[str, Tensor], state: PowerSGDState, given: CallArgs) -> Result:
         q = kept(leaves, state) if warm_start else drawn(leaves, state.step)
         return low_rank_mean(leaves, q, again, settings, given)
 
     def first(params: Tree) -> dict[str, Tensor]:
         return drawn(named_leaves(params), 0)
 
-    return reducing(settings, Needs.LEAVES, first, reduce, lambda params: list(shapes(named_leaves(params))))
+    return make_transform(settings, Needs.LEAVES, first, reduce, lambda params: list(shapes(named_leaves(params))))
 
 
 @factory
@@ -160,7 +160,7 @@ def batched_power_sgd(
         leaves = named_leaves(params)
         return dict.fromkeys(leaves, drawn(leaves, 0)) if size(leaves)[1] else {}
 
-    def reduce(leaves: dict[str, Tensor], state: PowerSGDState, given: Given) -> Made:
+    def reduce(leaves: dict[str, Tensor], state: PowerSGDState, given: CallArgs) -> Result:
         side, rank = size(leaves)
         if not rank:
             return low_rank_mean(
@@ -184,7 +184,7 @@ def batched_power_sgd(
         leaves = named_leaves(params)
         return list(leaves) if size(leaves)[1] else []
 
-    return reducing(settings, Needs.LAYOUT, first, reduce, loses)
+    return make_transform(settings, Needs.LAYOUT, first, reduce, loses)
 
 
 def _inside(whole: Tensor, corner: Tensor) -> Tensor:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried
+from .._bucketwise import FirstBucket
 from .._check import one_axis
 from .._lane import Lane, check_lane, decode_lane, encode_lane
 from .._spec import factory
 from .._transform import Needs, Reduction, Transform
-from .._tree import Tree, device_of, on
-from .._weights import not_zero, share_of, unless_idle
+from .._tree import Tree, device_of, to_device
+from .._weights import nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
-from ._mean import MeanState, carried_state, init_mean
+from ._mean import MeanState, init_mean, state_of_first
 
 
 @factory
@@ -55,7 +55,7 @@ def adasum(axis: AxisName) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, persistent: bool = False, **extra: Any,
+        first_bucket: FirstBucket | None = None, persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         check_lane(lane)
@@ -63,12 +63,12 @@ def adasum(axis: AxisName) -> Transform:
         grads = optree.tree_map(torch.as_tensor, grads)
         # Contiguous, as what comes from others: sums over other strides round in another order.
         wide = optree.tree_map(
-            lambda g: share.silenced(g).to(torch.promote_types(g.dtype, torch.float32)).contiguous(), grads
+            lambda g: share.masked(g).to(torch.promote_types(g.dtype, torch.float32)).contiguous(), grads
         )
         summed = _over_ranks(wide, axis)
         out = optree.tree_map(lambda s, g: s.to(g.dtype), summed, grads)
-        if carried is not None:
-            return out, carried_state(carried)
+        if first_bucket is not None:
+            return out, state_of_first(first_bucket)
         named = {"total": share.factor, **(lane or {})}
         leaves = optree.tree_leaves(grads)
         words = encode_lane(named, torch.float64, 1, device_of(leaves))
@@ -91,7 +91,7 @@ def _over_ranks(own: Tree, axis: str) -> Tree:
         step *= 2
     if rest:
         back = ppermute(own, axis, [(r, power + r) for r in range(rest)])
-        own = optree.tree_map(lambda a, b: torch.where(on(a.device, me >= power), b, a), own, back)
+        own = optree.tree_map(lambda a, b: torch.where(to_device(a.device, me >= power), b, a), own, back)
     return own
 
 
@@ -100,10 +100,10 @@ def _both(own: Tree, other: Tree, here: Tensor) -> Tree:
 
     def add(a: Tensor, b: Tensor) -> Tensor:
         # Of values near 1, whose squares neither overflow nor vanish.
-        size = not_zero(torch.maximum(_largest(a), _largest(b)))
+        size = nonzero_or_one(torch.maximum(_largest(a), _largest(b)))
         dot, aa, bb = (torch.sum(p / size * (q / size)) for p, q in ((a, b), (a, a), (b, b)))
-        summed = (1 - dot / (2 * not_zero(aa))) * a + (1 - dot / (2 * not_zero(bb))) * b
-        return torch.where(on(a.device, here), summed, a)
+        summed = (1 - dot / (2 * nonzero_or_one(aa))) * a + (1 - dot / (2 * nonzero_or_one(bb))) * b
+        return torch.where(to_device(a.device, here), summed, a)
 
     return optree.tree_map(add, own, other)
 

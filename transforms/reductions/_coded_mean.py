@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._tree import on, plain
+from .._tree import plain, to_device
 from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import names, note
 from ..codecs._codec import Codec, as_bytes, read
-from ..codecs._stochastic import Dice
+from ..codecs._stochastic import StochasticEncoder
 
 
 class Reduced(NamedTuple):
@@ -33,7 +33,7 @@ class Reduced(NamedTuple):
 
 def coded_mean(
     codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    places: Tensor | None = None, settle: Callable[[Tensor], Tensor] = lambda mean: mean, out: Tensor | None = None,
+    positions: Tensor | None = None, update_counters: Callable[[Tensor], Tensor] = lambda mean: mean, out: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
     """sum_r factor_r flat_r / sum_r factor_r, with the floats encoded while they travel; 0 where all factors are.
 
@@ -57,34 +57,36 @@ def coded_mean(
     for i, name in reversed(list(enumerate(names(axis)))):
         note(name, f"{flat.numel()} floats")
         # Ranks that hold the same throw the same.
-        rank, group = (axis_index(names(axis)[:n]) if codec.noisy and n else 0 for n in (i + 1, i))
-        dice = Dice(codec, flat, places, rank, i, group)
-        reduced = _over_one(codec, dice, flat, factor, words, name, times, settle, out)
+        rank, group = (axis_index(names(axis)[:n]) if codec.stochastic and n else 0 for n in (i + 1, i))
+        dice = StochasticEncoder(codec, flat, positions, rank, i, group)
+        reduced = _over_one(codec, dice, flat, factor, words, name, times, update_counters, out)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
     return reduced
 
 
 def _over_one(
-    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
-    settle: Callable[[Tensor], Tensor], out: Tensor | None,
+    codec: Codec, dice: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
+    update_counters: Callable[[Tensor], Tensor], out: Tensor | None,
 ) -> Reduced:  # fmt: skip
     ranks, n = axis_size(axis), flat.numel()
     if ranks == 1:
         return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
     if ranks == 2:
         reduced = _gathered(codec, dice, flat, factor, words, axis, times, out)
-        return reduced._replace(mean=settle(reduced.mean))
+        return reduced._replace(mean=update_counters(reduced.mean))
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    head, here = len(own), on(flat.device, axis_index(axis))
+    head, here = len(own), to_device(flat.device, axis_index(axis))
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
     chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
-    places = cut(dice.places, ranks, size) if codec.noisy else dice.places
-    codes = dice.encode(chunks, places)
-    rows, said = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
-    mean, total = _mean(iter(rows.unbind(0)), said[:, :head])
-    mean = settle(mean)
-    coded = dice.encode(mean.unsqueeze(0), places.index_select(0, here.view(1)) if codec.noisy else places, back=True)
-    back, summed = _read(codec, all_gather(_row(coded, said[:, head:].sum(0, keepdim=True))[0], axis), size, share)
+    positions = cut(dice.positions, ranks, size) if codec.stochastic else dice.positions
+    codes = dice.encode(chunks, positions)
+    rows, header = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
+    mean, total = _mean(iter(rows.unbind(0)), header[:, :head])
+    mean = update_counters(mean)
+    coded = dice.encode(
+        mean.unsqueeze(0), positions.index_select(0, here.view(1)) if codec.stochastic else positions, back=True
+    )
+    back, summed = _read(codec, all_gather(_row(coded, header[:, head:].sum(0, keepdim=True))[0], axis), size, share)
     lost = decoded = None
     if times is not None:
         is_here = torch.arange(ranks, device=flat.device).unsqueeze(1) == here
@@ -97,26 +99,26 @@ def _over_one(
 
 def gathered_mean(
     codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    places: Tensor | None = None, out: Tensor | None = None,
+    positions: Tensor | None = None, out: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
     """`coded_mean` in which every rank gets all ranks' codes and takes the mean itself: encoded once, ranks / 2 times the bytes."""
     note(axis, f"{flat.numel()} floats")
-    dice = Dice(codec, flat, places, axis_index(axis) if codec.noisy else 0)
+    dice = StochasticEncoder(codec, flat, positions, axis_index(axis) if codec.stochastic else 0)
     return _gathered(codec, dice, flat, factor, words, axis, times, out)
 
 
 def _gathered(
-    codec: Codec, dice: Dice, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None,
+    codec: Codec, dice: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None,
     out: Tensor | None,
 ) -> Reduced:  # fmt: skip
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    codes, mine = dice.encode(flat.unsqueeze(0), dice.places.unsqueeze(0)), torch.cat([own, words])
+    codes, mine = dice.encode(flat.unsqueeze(0), dice.positions.unsqueeze(0)), torch.cat([own, words])
     data = all_gather(_row(codes, mine.unsqueeze(0))[0], axis)
-    said, n = _words(data, len(mine)), flat.numel()
+    header, n = _words(data, len(mine)), flat.numel()
     each = data[:, : codec.width(n)].split(1)
     rows = (codec.decode(row, n)[0] for row in each)  # one at a time: a cache does not hold all
-    mean, total = _mean(rows, said[:, : len(own)], out)
-    summed = said[:, len(own) :].sum(0)
+    mean, total = _mean(rows, header[:, : len(own)], out)
+    summed = header[:, len(own) :].sum(0)
     if times is None:
         return Reduced(mean, total, summed)
     coded = codec.decode(codes, n)[0]
@@ -132,12 +134,12 @@ def cut(x: Tensor, rows: int, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
 
 
-def _mean(rows: Iterator[Tensor], said: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _mean(rows: Iterator[Tensor], header: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
-    total = said[:, 0].sum()
+    total = header[:, 0].sum()
     one = total / total  # but NaN where it is infinite: x / inf would be 0
     # Where nobody counts, what is flushed is not taken.
-    first, *others = torch.where(total == 0, 0.0, said[:, -1] / total * one).to(torch.float32).unbind(0)
+    first, *others = torch.where(total == 0, 0.0, header[:, -1] / total * one).to(torch.float32).unbind(0)
     mean = torch.mul(next(rows), first, out=out)
     for row, factor in zip(rows, others, strict=True):
         mean = mean.addcmul_(row, factor) if plain(row) else mean.addcmul(row, factor)

@@ -12,7 +12,7 @@ from .._axis_env import AxisName
 from .._check import whole_number
 from .._counter import counts_steps
 from .._spec import factory
-from .._transform import Compression, Inner, Needs, Transform, check_transform, lend
+from .._transform import Compression, Inner, Needs, Transform, check_transform, donate_kwargs
 from .._tree import State, Tree, named_leaves
 from .._weights import Over
 from ..codecs._blocks import fp8
@@ -146,12 +146,12 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         raise TypeError(f"{hook!r} is to be encoded by {codec!r}, but encodes already; leave one of them out")
     needs = Needs.NOTHING if codec.elementwise else Needs.LAYOUT
     inner, lossy = Inner(hook), Compression(named_leaves)
-    if not codec.noisy:
+    if not codec.stochastic:
 
         def update(
             grads: Tree, state: State, params: Tree = None, *, donated: bool = False, **extra: Any
         ) -> tuple[Tree, State]:
-            return hook.update(grads, state, params, **lend(hook, donated), **{**extra, "wire": codec})
+            return hook.update(grads, state, params, **donate_kwargs(hook, donated), **{**extra, "wire": codec})
 
         reduces = hook.reduces and hook.reduces._replace(fusable=False)
         return Transform(hook.init, update, needs, reduces, lossy)
@@ -160,7 +160,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         return CompressState(hook.init(params), 0)
 
     @counts_steps
-    def noisy(
+    def stochastic(
         grads: Tree, state: CompressState, params: Tree = None, *, donated: bool = False, **extra: Any
     ) -> tuple[Tree, CompressState]:
         wire = replace(codec, key=(seed, state.step))
@@ -168,4 +168,4 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         return out, CompressState(new, state.step + 1)
 
     # Random bits are keyed by path.
-    return Transform(init, noisy, needs | Needs.PATHS, inner.reduction(same=True), lossy)
+    return Transform(init, stochastic, needs | Needs.PATHS, inner.reduction(same=True), lossy)

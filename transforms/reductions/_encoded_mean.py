@@ -12,8 +12,8 @@ from torch import Tensor
 from .._axis_env import AxisName
 from .._check import real
 from .._lane import Lane, check_lane, decode_lane, encode_lane
-from .._tree import Tree, device_of, named_leaves, on_host, plain
-from .._weights import Over, Share, share_of, unless_idle
+from .._tree import Tree, device_of, named_leaves, plain, readable_without_sync
+from .._weights import Over, RankWeight, share_of, unless_idle
 from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
 from ..codecs._random_bits import places_of
@@ -51,14 +51,14 @@ def encoded_mean(
     share = share.to(device)
     flat, words = ravel(of.values(), device), encode_lane(lane or {}, torch.float64, 1, device)
     room = flat if donated and plain(flat) and flat.is_contiguous() else None
-    flat = share.silenced(flat)
-    places = places_of(of, device) if wire.noisy else None
+    flat = share.masked(flat)
+    positions = places_of(of, device) if wire.stochastic else None
     if memory is None:
-        reduced = reduce(wire, flat, share.factor, words, axis, places=places, out=room)
+        reduced = reduce(wire, flat, share.factor, words, axis, positions=positions, out=room)
     else:
         errors = memory.owed(of, share)
         owed = Owed(flat, ravel(errors, device), share, memory.flush)
-        reduced = reduce(wire, owed.given, share.factor, words, axis, times=owed.times, places=places, out=room)
+        reduced = reduce(wire, owed.given, share.factor, words, axis, times=owed.times, positions=positions, out=room)
         divisor = reduced.total
         if over in (None, "world"):
             divisor = torch.full_like(divisor, 1 if over is None else axis_size(axis))
@@ -83,7 +83,7 @@ class Owed:
     times: What it counts, 0-d float64: the rank's factor, or 1 where that is 0 and the error is flushed.
     """
 
-    def __init__(self, flat: Tensor, error: Tensor, share: Share, flush: bool) -> None:
+    def __init__(self, flat: Tensor, error: Tensor, share: RankWeight, flush: bool) -> None:
         self._error = error
         factor, known = share
         if known is None:
@@ -107,7 +107,7 @@ class Owed:
         else:
             left = lost if self._sends else self._owed + lost
         counted = reduced.total != 0
-        if on_host(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
+        if readable_without_sync(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
             return left
         return torch.where(torch.isfinite(reduced.mean).all() & counted, left, self._error)
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried
+from .._bucketwise import FirstBucket
 from .._check import some_axes
 from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from .._spec import factory
 from .._transform import Needs, Reduction, Transform
 from .._tree import Tree, device_of
-from .._weights import Over, check_over, not_zero, share_of, unless_idle
+from .._weights import Over, check_over, nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import all_gather, axis_size
 from ..codecs._bit_packing import pack, unpack, width
 from ..codecs._codec import Codec, as_bytes, poison, read
@@ -58,29 +58,29 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
+        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
         persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
-        told = lane if carried is None else None
+        told = lane if first_bucket is None else None
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(
                 wire, grads, axis, weight, over, told, memory, gathered_mean, donated, persistent
             )
-            return out, mean_state(total, sums, carried)
+            return out, mean_state(total, sums, first_bucket)
         check_lane(told)
         ranks, share = axis_size(axis), share_of(weight, over)
         leaves = optree.tree_leaves(grads)
         dtype, device = lane_dtype(leaf.dtype for leaf in leaves), device_of(leaves)
         named = {"total": share.factor, **(told or {})}
         all_grads, words = all_gather(
-            (optree.tree_map(share.silenced, grads), encode_lane(named, dtype, 1, device)), axis
+            (optree.tree_map(share.masked, grads), encode_lane(named, dtype, 1, device)), axis
         )
         each = [decode_lane(row, named, 1) for row in words.unbind(0)]
         sums = {name: torch.stack([one[name] for one in each]).sum(0) for name in named}
         total = torch.full_like(sums["total"], ranks) if over == "world" else sums["total"]
-        parts = [one["total"] / not_zero(total) for one in each]
+        parts = [one["total"] / nonzero_or_one(total) for one in each]
 
         def mean(rows: Tensor) -> Tensor:
             wide = torch.promote_types(rows.dtype, torch.float32)
@@ -90,7 +90,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
             return out.to(rows.dtype)
 
         out = unless_idle(sums.pop("total"), optree.tree_map(mean, all_grads), grads, persistent)
-        return out, mean_state(total, sums, carried)
+        return out, mean_state(total, sums, first_bucket)
 
     return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over))
 
@@ -130,19 +130,19 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, **extra: Any,
+        first_bucket: FirstBucket | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         told: Over = "weight" if over == "weight" else "live"
-        lane = lane if carried is None else None
-        reduce = functools.partial(coded_mean, settle=functools.partial(_outcome, axis_size(axis)))
+        lane = lane if first_bucket is None else None
+        reduce = functools.partial(coded_mean, update_counters=functools.partial(_outcome, axis_size(axis)))
         out, total, sums = encoded_mean(votes, grads, axis, weight, told, lane, None, reduce)
         if axis_size(axis) == 1:
             out = optree.tree_map(lambda g: torch.sign(g) + 0 * g, out)
         if over == "world":
             total = torch.full_like(total, axis_size(axis))
-        return out, mean_state(total, sums, carried)
+        return out, mean_state(total, sums, first_bucket)
 
     return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state))
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._bucketwise import Carried
+from .._bucketwise import FirstBucket
 from .._check import one_axis, real
 from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
 from .._spec import factory
 from .._transform import Compression, Needs, Reduction, Transform
-from .._tree import Tree, device_of, named_leaves, on
-from .._weights import Over, Share, check_over, not_zero, share_of, unless_idle
+from .._tree import Tree, device_of, named_leaves, to_device
+from .._weights import Over, RankWeight, check_over, nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..codecs._codec import Codec, check_codec, refuse_derivative
 from ..codecs._random_bits import places_of
@@ -58,7 +58,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
     local, node = one_axis("hierarchical_mean: local", local), one_axis("hierarchical_mean: node", node)
     if local == node:
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
-    if wire is not None and check_codec("wire", wire).noisy:
+    if wire is not None and check_codec("wire", wire).stochastic:
         raise ValueError(
             f"{wire!r} throws dice, which are keyed by steps; write compress({wire!r}, hierarchical_mean(...))"
         )
@@ -66,7 +66,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, wire: Codec | None = None, memory: Memory | None = None,
+        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: Memory | None = None,
         persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
@@ -78,9 +78,9 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [
             torch.zeros(0, dtype=dtype, device=device_of(()))
         ]
-        own = share.silenced(flat[0] if len(flat) == 1 else torch.cat(flat))
+        own = share.masked(flat[0] if len(flat) == 1 else torch.cat(flat))
         own = own if share.known == 1.0 else own * share.factor.to(own.dtype)
-        named = {"total": share.factor, **({} if carried is not None else lane or {})}
+        named = {"total": share.factor, **({} if first_bucket is not None else lane or {})}
         words = encode_lane(named, dtype, inside * nodes, own.device)
         size = -(-own.numel() // inside)
         rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
@@ -90,13 +90,15 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
             part = psum(part, node)
             sums = decode_lane(part[size:], named, inside * nodes)
             total = sums.pop("total")
-            part = part[:size] / not_zero(total).to(part)
+            part = part[:size] / nonzero_or_one(total).to(part)
         else:
             refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
             sums = decode_lane(part[size:], named, inside * nodes)
             here = sums.pop("total")
-            said = torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)
-            reduced = _across(codec, part[:size], here, said, local, node, of, memory, over)
+            header = (
+                torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)
+            )
+            reduced = _across(codec, part[:size], here, header, local, node, of, memory, over)
             total, part = reduced.total, reduced.mean
             sums = dict(zip(sums, reduced.words.unbind(0), strict=True))
         counted = total
@@ -104,7 +106,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
             part, total = part * (total / (inside * nodes)).to(part), torch.full_like(total, inside * nodes)
         whole = all_gather(part, local).flatten()
         out = unless_idle(counted, unravel(whole[: own.numel()], grads), grads, persistent)
-        return out, mean_state(total, sums, carried)
+        return out, mean_state(total, sums, first_bucket)
 
     needs = Needs.NOTHING if wire is None or wire.elementwise else Needs.LAYOUT
     lossy = wire is not None
@@ -115,7 +117,8 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
 
 
 def _across(
-    codec: Codec, part: Tensor, here: Tensor, said: Tensor, local: str, node: str, of: dict[str, Tensor], memory: Memory | None, over: Over
+    codec: Codec, part: Tensor, here: Tensor, header: Tensor, local: str, node: str, of: dict[str, Tensor],
+    memory: Memory | None, over: Over,
 ) -> Reduced:  # fmt: skip
     """The mean over the nodes of this rank's part of the gradients.
 
@@ -126,21 +129,21 @@ def _across(
         part: (size,) sum of the node's weight * gradient.
         here: The node's total, 0-d float64.
     """
-    mean, inside, size = (part / not_zero(here).to(part)).float(), axis_size(local), len(part)
-    at = on(part.device, axis_index(local)).view(1)
+    mean, inside, size = (part / nonzero_or_one(here).to(part)).float(), axis_size(local), len(part)
+    at = to_device(part.device, axis_index(local)).view(1)
 
     def mine(whole: Tensor) -> Tensor:
         return cut(whole, inside, size).index_select(0, at)[0]
 
-    places = mine(places_of(of, part.device)) if codec.noisy else None
+    positions = mine(places_of(of, part.device)) if codec.stochastic else None
     if memory is None:
-        return coded_mean(codec, mean, here, said, node, places=places)
+        return coded_mean(codec, mean, here, header, node, positions=positions)
     if memory.per_rank:
         raise TypeError("between nodes a rank keeps what its node has lost, which ef21 cannot use; use error_feedback")
-    share = Share(here, None)
+    share = RankWeight(here, None)
     errors = memory.owed(of, share)
     owed = Owed(mean, mine(ravel(errors, part.device)), share, memory.flush)
-    reduced = coded_mean(codec, owed.given, here, said, node, owed.times, places)
+    reduced = coded_mean(codec, owed.given, here, header, node, owed.times, positions)
     ranks = inside * axis_size(node)
     divisor = torch.full_like(reduced.total, ranks) if over == "world" else reduced.total
     rows = torch.arange(inside, device=part.device).unsqueeze(1) == at

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import Carried
+from .._bucketwise import FirstBucket
 from .._check import some_axes
 from .._lane import Lane, check_lane, decode_lane, encode_lane
 from .._lane import lane_dtype as dtype_of_lane
 from .._spec import factory
 from .._transform import Needs, Reduction, Transform, init_empty
 from .._tree import Tree, device_of, plain
-from .._weights import Over, check_over, not_zero, share_of, unless_idle
+from .._weights import Over, check_over, nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import axis_size, psum
 from ..codecs._codec import Codec
 from ._encoded_mean import encoded_mean
@@ -40,7 +40,7 @@ def init_mean(params: Tree) -> MeanState:
 
 
 def _weighted_sum(
-    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, carried: Carried | None,
+    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, first_bucket: FirstBucket | None,
     dtype: torch.dtype | None, unit: float,
 ) -> tuple[Tree, MeanState]:  # fmt: skip
     """The sum, times `unit`, a power of two, with which it fits the gradients' dtype."""
@@ -48,14 +48,14 @@ def _weighted_sum(
     factor, known = share
 
     def scale(g: Tensor) -> Tensor:
-        g = share.silenced(g)
+        g = share.masked(g)
         if known == 0.0 or (known == 1.0 and unit == 1.0):
             return g
         return g * ((factor * unit).to(g.dtype) if known is None else known * unit)
 
     scaled = optree.tree_map(scale, grads)
-    if carried is not None:
-        return psum(scaled, axis), carried_state(carried)
+    if first_bucket is not None:
+        return psum(scaled, axis), state_of_first(first_bucket)
     check_lane(lane)
     full = {"total": factor, **(lane or {})}
     leaves = optree.tree_leaves(grads)
@@ -72,7 +72,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        carried: Carried | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
+        first_bucket: FirstBucket | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
         memory: Memory | None = None, donated: bool = False, persistent: bool = False, unit: float = 1.0,
         **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
@@ -85,21 +85,21 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
                 axis,
                 weight,
                 over,
-                None if carried else lane,
+                None if first_bucket else lane,
                 memory,
                 donated=donated,
                 persistent=persistent,
             )
-            return out, mean_state(total, sums, carried)
+            return out, mean_state(total, sums, first_bucket)
         unit = unit if over in (None, "weight") else 1.0
-        summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", carried, lane_dtype, unit)
+        summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", first_bucket, lane_dtype, unit)
         counted = new.total
         if over is None:
             summed = summed if unit == 1.0 else optree.tree_map(lambda g: g / unit, summed)
             return unless_idle(counted, summed, grads, persistent), new
-        if over == "world" and carried is None:
+        if over == "world" and first_bucket is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
-        divisor = not_zero(new.total) * unit
+        divisor = nonzero_or_one(new.total) * unit
         leaves = optree.tree_leaves(summed)
         if leaves and plain(leaves):  # psum's results are fresh
             torch._foreach_div_(leaves, divisor)
@@ -110,17 +110,17 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over, fusable=True))
 
 
-def mean_state(total: Tensor, lane: dict[str, Tensor], carried: Carried | None) -> MeanState:
+def mean_state(total: Tensor, lane: dict[str, Tensor], first_bucket: FirstBucket | None) -> MeanState:
     """The state after a call: of what its own message brought, or what the first bucket's did."""
-    return MeanState(total, lane) if carried is None else carried_state(carried)
+    return MeanState(total, lane) if first_bucket is None else state_of_first(first_bucket)
 
 
-def carried_state(carried: Carried) -> MeanState:
-    state = carried.get()
+def state_of_first(first_bucket: FirstBucket) -> MeanState:
+    state = first_bucket.get()
     if not isinstance(state, MeanState):
         raise TypeError(
-            f"extra['carried'] gave a {type(state).__name__} where this stage's own MeanState was expected; a transform that "
-            f"runs another must hand on carried.at(field) of its state"
+            f"extra['first_bucket'] gave a {type(state).__name__} where this stage's own MeanState was expected; a transform that "
+            f"runs another must hand on first_bucket.substate(field) of its state"
         )
     return state
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName, lookup
-from .._tree import Tree, on
+from .._tree import Tree, to_device
 from ..axes._collectives import (
     all_gather,
     all_to_all,
@@ -113,7 +113,7 @@ def _ppermute(codec: Codec, x: Tree, axis: str, perm: Sequence[tuple[int, int]])
         out = _move(codec, flat, axis, lambda codes: ppermute(codes, axis, perm))
         targets = torch.tensor([int(target) for _, target in perm], dtype=torch.int64)
         # No message means zeros, which bytes of zeros need not be.
-        return torch.where(on(out.device, (axis_index(axis) == targets).any()), out, torch.zeros_like(out))
+        return torch.where(to_device(out.device, (axis_index(axis) == targets).any()), out, torch.zeros_like(out))
 
     return _on_floats(x, axis, lambda floats: packed(floats, 0, run), lambda rest: ppermute(rest, axis, perm))
 

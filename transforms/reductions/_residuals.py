@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tree import Tree, named_leaves, on, on_host
-from .._weights import Share, not_zero
+from .._tree import Tree, named_leaves, readable_without_sync, to_device
+from .._weights import RankWeight, nonzero_or_one
 
 
 class Memory:
@@ -44,7 +44,7 @@ class Memory:
     def __contains__(self, path: str) -> bool:
         return path in self._error
 
-    def owed(self, of: Mapping[str, Tensor], share: Share) -> list[Tensor]:
+    def owed(self, of: Mapping[str, Tensor], share: RankWeight) -> list[Tensor]:
         """What is to be sent of what is owed, of leaves in their order."""
         rows, table = self._rows(of)
         sent = _scalars(_sent(table, share)) if rows else []
@@ -54,7 +54,7 @@ class Memory:
             found.append(_times(error, sent[rows[path]]) if path in rows else error)
         return found
 
-    def keep(self, paths: Iterable[str], left: Iterable[Tensor], share: Share, divisor: Tensor) -> None:
+    def keep(self, paths: Iterable[str], left: Iterable[Tensor], share: RankWeight, divisor: Tensor) -> None:
         """Raises ValueError where something has been kept of a path already.
 
         Args:
@@ -103,18 +103,18 @@ def init_last(tree: Tree) -> dict[str, Tensor]:
     }
 
 
-def _sent(last: Tensor, share: Share) -> Tensor:
+def _sent(last: Tensor, share: RankWeight) -> Tensor:
     """The parts of what is owed that are sent, (rows,)."""
-    factor, worth = on(last.device, share.factor), last[:, 0]
-    return torch.where((factor > 0) & (worth > 0), (factor / not_zero(worth)).clamp(max=1.0), 1.0)
+    factor, worth = to_device(last.device, share.factor), last[:, 0]
+    return torch.where((factor > 0) & (worth > 0), (factor / nonzero_or_one(worth)).clamp(max=1.0), 1.0)
 
 
-def _change(last: Tensor, share: Share, divisor: Tensor, flush: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _change(last: Tensor, share: RankWeight, divisor: Tensor, flush: bool) -> tuple[Tensor, Tensor, Tensor]:
     """How many times the divisors of before the new one is, (rows,); what stays of the errors beside what is left of those
     sent, (rows,); and what is last now."""
-    factor, now = on(last.device, share.factor), on(last.device, divisor, last.dtype)
+    factor, now = to_device(last.device, share.factor), to_device(last.device, divisor, last.dtype)
     (worth, before), counts = last.unbind(1), torch.isfinite(now) & (now > 0)
-    grown = torch.where(counts & (before > 0), now / not_zero(before), 1.0)
+    grown = torch.where(counts & (before > 0), now / nonzero_or_one(before), 1.0)
     stays = grown - _sent(last, share)
     # What a rank without input keeps is worth what it was, of a larger or smaller divisor.
     new = torch.where((factor > 0) | flush, torch.maximum(stays.abs() * worth, factor), grown * worth)
@@ -123,7 +123,7 @@ def _change(last: Tensor, share: Share, divisor: Tensor, flush: bool) -> tuple[T
 
 def _scalars(x: Tensor) -> list[Any]:
     """Numbers where the host may look, else 0-d tensors."""
-    return x.tolist() if on_host(x) else list(x.unbind(0))
+    return x.tolist() if readable_without_sync(x) else list(x.unbind(0))
 
 
 def _times(x: Tensor, factor: float | Tensor) -> Tensor:

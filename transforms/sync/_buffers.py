@@ -11,7 +11,7 @@ from .._axis_env import AxisName
 from .._check import some_axes
 from .._spec import factory
 from .._transform import Needs, Transform, init_empty
-from .._tree import State, Tree, device_of, map_with_path, named_leaves, on
+from .._tree import State, Tree, device_of, map_with_path, named_leaves, to_device
 from .._weights import check_weight
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
@@ -48,7 +48,7 @@ def average_buffers(axis: AxisName) -> Transform:
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
         held = named_leaves(buffers)
-        factor = on(device_of(held.values()), check_weight(weight))
+        factor = to_device(device_of(held.values()), check_weight(weight))
         has = factor > 0
         wide = {path: _wide(path, b) for path, b in held.items()}
         terms = {path: torch.where(has, b * factor, 0.0) for path, b in wide.items() if b.is_floating_point()}
@@ -89,8 +89,8 @@ def broadcast_buffers(axis: AxisName) -> Transform:
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
         held, ranks = named_leaves(buffers), axis_size(axis)
-        here = on(device_of(held.values()), axis_index(axis))
-        first = pmin(torch.where(on(here.device, check_weight(weight)) > 0, here, ranks), axis)
+        here = to_device(device_of(held.values()), axis_index(axis))
+        first = pmin(torch.where(to_device(here.device, check_weight(weight)) > 0, here, ranks), axis)
         new = {
             path: torch.where(first < ranks, b, held[path]) for path, b in from_one(held, first == here, axis).items()
         }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._check import some_axes
-from .._tree import State, device_of, on
+from .._tree import State, device_of, to_device
 from ..axes._collectives import axis_index, axis_size, pmin
 from ..axes._from_one import from_one
 
@@ -65,7 +65,7 @@ def last_joiner(is_last_joiner: Any, axis: AxisName) -> Tensor:
 
 def _last(is_last_joiner: Any, axis: AxisName, device: torch.device | None) -> Tensor:
     mine = torch.where(torch.as_tensor(is_last_joiner), axis_index(axis), torch.tensor(axis_size(axis)))
-    found: Tensor = pmin(on(device, mine), axis)
+    found: Tensor = pmin(to_device(device, mine), axis)
     return found
 
 
