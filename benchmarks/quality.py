@@ -167,7 +167,7 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
         f"The demo's transformer with {size:,} parameters, on simulated ranks, {SEQUENCES} sequences of {CONTEXT} bytes each,",
         f"weighted by tokens; the loss, in nats per byte, on text that no rank has seen, after {args.steps} steps: the mean of",
         f"{args.seeds} seeds and their spread. All methods of one optimizer have its rate; none was tuned for a method. Bytes: what",
-        "a rank sends in a step by a ring, as `explain` says and `tests/shell/test_wire.py` counts, in one bucket; of methods with a",
+        "a rank sends in a step by a ring, as `explain` says and `tests/reducer/test_wire.py` counts, in one bucket; of methods with a",
         "warm-up, after it.",
         "",
         "Feedback makes up for what is left out (top_k, signs), not for dice of large variance: a code must lose less than it is",

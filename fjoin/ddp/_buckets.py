@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -69,3 +69,11 @@ def first_buckets(ddp: DistributedDataParallel, params: Mapping[str, Tensor]) ->
 
 def _bucket(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
     return Bucket(paths, (), numel, like.dtype, like.device, True, ())
+
+
+def divide(outs: Iterable[DDPBucket], divisor: float) -> None:
+    """Make means of sums."""
+    for out in outs:
+        if (rest := divisor * out.unit) not in (0.0, 1.0):
+            out.grads.div_(rest)
+        out.unit = 1.0

@@ -28,15 +28,13 @@ from ..transforms._bucketwise import merge, restrict
 from ..transforms._transform import Transform, donate_kwargs
 from ..transforms._tree import check_dense
 from ..transforms.combinators._chain import stages
-from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._explain import explain_cut
 from ..transforms.pipelines._explanation import Explanation
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
-from ..transforms.pipelines._verdict import Effect
 from ..transforms.plan._plan import make_plan
 from ..transforms.reductions._mean import MeanState
-from ._buckets import DDPBucket, first_buckets
+from ._buckets import DDPBucket, divide, first_buckets
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
 from ._unused_params import UsedParameters, keep_unused_state
@@ -232,7 +230,7 @@ class DDPRun:
         elif self._calls:
             new, found = self._called()
         if not self._bare:
-            self._divide(divisor)
+            divide(self._outs, divisor)
             divisor = 1.0
         states = self.hook_state[len(new) :]
         if rest := self._stages[len(new) :]:
@@ -264,13 +262,6 @@ class DDPRun:
         lane = {"weight": torch.tensor(self._sum.weight, dtype=torch.float64)} if self._transforms else {}
         divisor = 1.0 if over is None else float(self._sum.ranks) if over == "world" else total
         return MeanState(torch.tensor(total, dtype=torch.float64), lane), divisor
-
-    def _divide(self, divisor: float) -> None:
-        """Make means of sums."""
-        for out in self._outs:
-            if (rest := divisor * out.unit) not in (0.0, 1.0):
-                out.grads.div_(rest)
-            out.unit = 1.0
 
     def _called(self) -> tuple[tuple[Any, ...], MeanState | None]:
         """The states of the stages that ran bucket by bucket, and the sums of the last of them that reduces."""
@@ -318,7 +309,7 @@ class DDPRun:
         if by_kernels and divisor != 1.0:
             scale = torch.tensor(divisor, dtype=torch.float64)
         else:
-            self._divide(divisor)
+            divide(self._outs, divisor)
         self.hook_state = decision.effect.keep(
             keep_unused_state(used, state, self.hook_state, self.leaves), self.hook_state
         )
@@ -331,17 +322,18 @@ class DDPRun:
         elif decision.error is not None and self.skips is None:
             return
         if pipeline.after is not None:
-            self._run_after(pipeline.after, sums["weight"], decision.effect)
-
-    def _run_after(self, after: Transform, weight: float, effect: Effect) -> None:
-        """Transform the new parameters, or their master copies."""
-        params = {path: p.detach() for path, p in self.leaves.items()}
-        masters = masters_of(params, {path: self.stepper.states[path] for path in params})
-        lent = [*self.flats, *masters.values()]
-        self.after_state = run_after(after, self._mesh, masters, self.after_state, lent, weight, effect, self.step)
-        for path, param in params.items():
-            if masters[path] is not param:
-                param.copy_(masters[path])
+            held, weight = {path: p.detach() for path, p in self.leaves.items()}, sums["weight"]
+            self.after_state = run_after(
+                pipeline.after,
+                self._mesh,
+                held,
+                self.stepper.states,
+                self.after_state,
+                self.flats,
+                weight,
+                decision.effect,
+                self.step,
+            )
 
     def _used_anywhere(self) -> set[str] | None:
         """The parameters that some rank has used; None: all."""

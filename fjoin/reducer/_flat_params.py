@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transforms._tree import fields, with_fields
-from ..transforms.optimizers._mixed_precision import master_of, masters_of
+from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.optimizers._optimizer import Optimizer
 from ..transforms.optimizers._rates import check_rates
 from ..transforms.plan._buckets import Bucket, Span
@@ -28,6 +28,7 @@ class Storage:
         leaves: Path -> view into it that requires a gradient, in the order of `params`.
         slots: For each bucket and span the optimizer's state, on the flat range.
         float16: Whether some parameters are float16.
+        has_masters: Whether the optimizer keeps master copies of some.
     """
 
     def __init__(self, layout: tuple[Bucket, ...], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
@@ -74,7 +75,7 @@ class Storage:
             for bucket, states in zip(self.layout, slots, strict=True)
             for span, state in zip(bucket.spans, states, strict=True)
         ]
-        self._has_masters = any(master_of(state) is not None for _, state in parts)
+        self.has_masters = any(master_of(state) is not None for _, state in parts)
         self._watched = list({id(part): (part.watched, state.step) for part, state in parts if part.watched}.values())
         self._ranges = [
             [
@@ -143,18 +144,6 @@ class Storage:
                     ]
                     out[path] = with_fields(state, own)
         return {path: out[path] for path in self.shapes}
-
-    def masters(self) -> dict[str, Tensor]:
-        """Path -> the parameter, in its master copy where its optimizer keeps one; views, to be written in place."""
-        leaves = {path: leaf.detach() for path, leaf in self.leaves.items()}
-        return masters_of(leaves, self.optimizer_states()) if self._has_masters else leaves
-
-    def read_masters(self) -> None:
-        """Make the parameters what their master copies have become."""
-        for states in self._ranges:
-            for _, param, _, state in states:
-                if (master := master_of(state)) is not None:
-                    param.copy_(master)
 
     def clone(self) -> Storage:
         """The same values in memory of its own, gradients that are being accumulated included."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..reducer._step_check import Decision
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
 from ..transforms.optimizers._checked import unchecked
+from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._verdict import Effect
 from ._state import StateData
 
@@ -43,18 +44,31 @@ def step_bucket(body: StateData, index: int, out: GradBuffer, decision: Decision
 
 
 def run_after(
-    after: Transform, mesh: Mesh, params: dict[str, Tensor], state: Any, lent: Iterable[Tensor], weight: Any, effect: Effect,
+    after: Transform,
+    mesh: Mesh,
+    params: dict[str, Tensor],
+    states: Mapping[str, Any] | None,
+    old: Any,
+    lent: Iterable[Tensor],
+    weight: Any,
+    effect: Effect,
     step: int,
-) -> Any:  # fmt: skip
-    """Run the parameter transform on the new parameters, in place; its new state.
+) -> Any:
+    """Run the parameter transform in place on the new parameters, or on their master copies; its new state.
 
     Args:
-        lent: The memory that the parameters lie in, which a state must not share.
+        states: Those of the optimizer, by path, where it keeps master copies of some parameters; else None.
+        old: The state of the transform.
+        lent: The memory that the parameters lie in, which its state must not share.
         weight: The sum of the weights of all ranks that share the gradients.
         step: The number of steps before this one.
     """
+    masters: dict[str, Tensor] = params if states is None else masters_of(params, dict(states))
     with bind_axes(mesh.axes):
-        new, fresh = effect.after(after, params, state, weight, step)
-    fresh = copy_if_aliased(fresh, lent)
-    assign_(params, new)
+        new, fresh = effect.after(after, masters, old, weight, step)
+    fresh = copy_if_aliased(fresh, [*lent, *masters.values()])
+    assign_(masters, new)
+    for path, param in params.items():
+        if masters[path] is not param:
+            param.copy_(masters[path])
     return fresh

@@ -306,10 +306,20 @@ class Run:
         """
         effect = decision.effect
         if self.pipeline.after is not None:
-            masters, after = body.storage.masters(), self.pipeline.after
-            lent = [*body.storage.flats, *masters.values()]
-            body.after = run_after(after, self.mesh, masters, body.after, lent, sums["weight"], effect, body.step)
-            body.storage.read_masters()
+            storage = body.storage
+            params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+            states = storage.optimizer_states() if storage.has_masters else None
+            body.after = run_after(
+                self.pipeline.after,
+                self.mesh,
+                params,
+                states,
+                body.after,
+                storage.flats,
+                sums["weight"],
+                effect,
+                body.step,
+            )
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)
             with bind_axes(self.mesh.axes):

@@ -6,7 +6,7 @@ import collections
 import statistics
 import sys
 
-sys.path[:0] = ["tests", "tests/shell"]
+sys.path[:0] = ["tests", "tests/training", "tests/groups"]
 
 from .outcomes import inflict, problems, times_of_notice  # noqa: E402
 from .plan import plan  # noqa: E402

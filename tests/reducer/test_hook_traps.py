@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._interleave import Interleaver, Task
+from fjoin.reducer._interleave import Coroutine, Interleaver
 
 
 def _smooth() -> tx.Transform:
@@ -251,7 +251,7 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, w
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     waves = Interleaver({})
-    tasks = [Task(waves, lambda pause: pause()) for _ in range(2)]
+    tasks = [Coroutine(waves, lambda pause: pause()) for _ in range(2)]
     waves._tasks.extend(tasks)
     tasks[1].go_on()
     if where == "acquire":
