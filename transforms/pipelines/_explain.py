@@ -154,7 +154,11 @@ class _Run:
             per_bucket: Whether it runs on each bucket.
         """
         if part.spec.name == "partition" and self._at_step is None and changes_with_steps(part):
-            return [row for one in parts_alone(part) for row in self.rows(one, in_hook, per_bucket)]
+            return [
+                row
+                for one in parts_alone(part)
+                for row in self.rows(one, in_hook and one.reduces is not None, per_bucket)
+            ]
 
         def sends(inside: Transform, step: int) -> tuple[Message, ...]:
             return self._messages(inside, step, False, False)

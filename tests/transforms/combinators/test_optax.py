@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.transforms.combinators import _optax
 
 ADD = tx.sgd(1.0, maximize=True)  # what an optax optimizer returns is to be added
 OPTIMIZERS: dict[str, Any] = {
@@ -42,7 +43,7 @@ def _trees(dtype: torch.dtype, n: int = 6) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(("dtype", "room"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("alone", [4, 2**16])  # the least size of leaves that cross alone
 def test_it_is_optax(name: str, dtype: torch.dtype, room: float, alone: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tx._optax, "_ALONE", alone)
+    monkeypatch.setattr(_optax, "_ALONE", alone)
     start, *grads = _trees(dtype)
     pipeline = tx.fuse(tx.from_optax(OPTIMIZERS[name]()), ADD)
     params, state = start, pipeline.init(start)
