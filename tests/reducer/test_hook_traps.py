@@ -258,7 +258,7 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, w
         tasks[0]._back = Interrupted(tasks[0]._back, where)  # type: ignore[assignment]
     else:
         tasks[0].go_on()
-        tasks[0]._iteration = Interrupted(tasks[0]._iteration, where)  # type: ignore[assignment]
+        tasks[0]._turn = Interrupted(tasks[0]._turn, where)  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         tasks[0].go_on()
     waves.clear()

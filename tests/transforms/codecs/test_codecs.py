@@ -26,7 +26,7 @@ ON_AVERAGE: dict[str, Any] = {
     "terngrad": lambda: tx.terngrad(block=16),
     "natural": tx.natural,
     "random_k": lambda: tx.random_k(0.25, scaled=True),
-    "top_k of dice": lambda: tx.top_k(1.0, tx.qsgd()),
+    "top_k of noise": lambda: tx.top_k(1.0, tx.qsgd()),
 }
 
 
@@ -62,9 +62,9 @@ def test_as_exact_as_it_says(make: Any, part: float) -> None:
 
 
 def test_the_largest_value_is_never_rounded_beyond_the_largest_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the scale's rounding lifts it a little above: 127.00001 and dice near 1 would be 128, a byte of -128."""
+    """Where the scale's rounding lifts it a little above: 127.00001 and random bits near 1 would give 128, a byte of -128."""
     x = torch.rand(3000, 8, generator=torch.Generator().manual_seed(0)) + 1.0
-    monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.places.shape, 1 - 2.0**-24))
+    monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.positions.shape, 1 - 2.0**-24))
     over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
     assert over > 0
     for codec in (
@@ -74,13 +74,13 @@ def test_the_largest_value_is_never_rounded_beyond_the_largest_code(monkeypatch:
         tx.terngrad(),
         tx.fp8(stochastic=True),
     ):
-        dice = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
-        assert (codec.decode(codec.encode(x, dice), 8) > 0).all(), codec
+        noise = tx.Noise(torch.zeros(3000, 8, dtype=torch.int32), torch.tensor(0), torch.tensor(0))
+        assert (codec.decode(codec.encode(x, noise), 8) > 0).all(), codec
 
 
 @pytest.mark.parametrize("block", [7, None])
 def test_a_long_row_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
-    """Which nobody can tell: dice belong to places."""
+    """Which nobody can tell: noise belong to places."""
     codec, x = tx.terngrad(block, clip=2.5), torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
     places = torch.arange(3000, dtype=torch.int32).view(3, 1000)
     noise = tx.Noise(places, torch.tensor(1), torch.tensor(2))
@@ -112,7 +112,7 @@ def test_dice_depend_on_seed_step_and_path_and_on_nothing_else() -> None:
     one = tx.simulate(lambda: three("one"), {"data": 2})[0]
     assert same_bits(one, tx.simulate(lambda: three("each"), {"data": 2})[0])
     assert not torch.equal(one[0]["a"], one[1]["a"]) and not torch.equal(one[0]["a"], one[0]["b"].flatten()[:300])
-    # Two ranks throw dice of their own: with the same ones all means would be one of two neighbours.
+    # Two ranks throw noise of their own: with the same ones all means would be one of two neighbours.
     assert len(one[0]["a"].unique()) == 3
 
 
@@ -122,7 +122,7 @@ def test_codes_that_throw_dice_need_a_hook_that_counts_steps() -> None:
     def bare() -> Any:
         return coded_mean(tx.qsgd(), torch.ones(4), torch.ones((), dtype=torch.float64), torch.zeros(0), "data")
 
-    raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "throws dice", "compress")
+    raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "throws noise", "compress")
     raises_text(ValueError, lambda: tx.quantized_mean("data", tx.qsgd(), seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
 
 
