@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ def _arrows() -> dict[str, set[str]]:
                 target = ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
                 found.setdefault(".".join(here), set()).add(_room(target))
     return {room: others - {room} for room, others in found.items()}
+
+
+def test_the_package_holds_every_room() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        packages = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    assert sorted(packages) == sorted({_module(file).rpartition(".")[0] for file in _sources()})
 
 
 def test_imports_between_rooms_run_one_way() -> None:
