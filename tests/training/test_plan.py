@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import max_diff, raises_text
 from torch import Tensor
+from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
@@ -146,6 +147,32 @@ def test_loops_end_over_the_axes_of_the_buffers_too() -> None:
     out = tx.simulate(one, NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
     # The buffers: the mean of 1, 3, 2, 2, then of the one rank that has input. The first node takes one step only.
     assert out == [(2, -2.0, 6.0)] * 2 + [(2, -6.0, 6.0)] * 2
+
+
+def test_explain_has_the_buffers_and_the_message_of_those_that_loop_together(pool: Any) -> None:
+    """Over the union of the axes: counted at torch.distributed."""
+    pipeline, over = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node")), tx.average_buffers(("node", "local"))
+    buffers = {"n": torch.zeros(3), "count": torch.tensor(1)}
+    what = tx.explain(pipeline, start(), NODES, buffers=buffers, on_buffers=over)
+    assert [row.stage for row in what.rows if row.messages] == [
+        "mean('local')", "(the step's own counts)", "mean('node')", "average_buffers(('node', 'local'))"
+    ]  # fmt: skip
+    announced = sorted(m.payload_bytes for row in what.rows for m in row.messages)
+    assert [sorted(sent) for sent in pool.run(4, sent_with_buffers, NODES)] == [announced] * 4
+    raises_text(ValueError, lambda: tx.explain(pipeline, start(), NODES, on_buffers=over), "without buffers")
+
+
+def sent_with_buffers(axes: dict[str, int]) -> list[int]:
+    """The bytes of the messages of a step."""
+    step = fjoin.train_step(
+        lambda p, buffers, b: (product(p, b), None, {**buffers, "n": buffers["n"] + b}),
+        tx.fuse(tx.mean("local"), SGD, after=tx.mean("node")), mesh=fjoin.mesh(axes), on_buffers=tx.average_buffers(("node", "local")),
+    )  # fmt: skip
+    state = step.init(start(), {"n": torch.zeros(3), "count": torch.tensor(1)})
+    state, _ = step(state, 1.0)
+    with watched() as sent:
+        step(state, 2.0)
+    return [one.bytes for one in sent]
 
 
 # -- weights -------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from .._axis_env import bind_axes
 from .._bucketwise import FirstBucket, restrict
 from .._check import axis_sizes, whole_number
 from .._lane import encode_lane, lane_dtype, mask_words, step_lane
-from .._transform import Needs, Transform
+from .._transform import Needs, Transform, check_transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..combinators._chain import stages
@@ -45,6 +45,8 @@ def explain(
     *,
     bucket_bytes: int = BUCKET_BYTES,
     at_step: int | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    on_buffers: Transform | None = None,
 ) -> Explanation:
     """What each stage of a pipeline sends and keeps, per rank and step, before anything runs.
 
@@ -59,13 +61,15 @@ def explain(
         bucket_bytes: As in `fjoin.train_step`.
         at_step: Only this step, counted from 0. By default a stage has a row for each phase in which it sends something else, such
             as a warm-up.
+        buffers, on_buffers: As in `fjoin.train_step`: the buffers, path -> tensor, and their transform.
 
     Returns:
         An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
 
     Raises:
         TypeError: neither pipeline nor transform; a stage that reads a tensor's value; a leaf that is no dense tensor.
-        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks; a negative step.
+        ValueError: no axis, a size that is no whole number from 1, or more than 2^20 ranks; a negative step; `on_buffers` without
+            buffers.
 
     >>> from fjoin import transforms as tx
     >>> pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9))
@@ -76,9 +80,15 @@ def explain(
     whole_number("bucket_bytes", bucket_bytes, 1)
     if at_step is not None:
         whole_number("at_step", at_step, 0)
-    return explain_cut(
-        pipeline, params, axes, lambda leaves: make_layout(leaves, lambda path: 0, bucket_bytes), at_step=at_step
-    )
+    if on_buffers is not None:
+        check_transform(on_buffers, "explain: on_buffers")
+        if buffers is None:
+            raise ValueError(f"on_buffers={on_buffers!r} was given without buffers")
+
+    def cut(leaves: dict[str, Tensor]) -> tuple[Bucket, ...]:
+        return make_layout(leaves, lambda path: 0, bucket_bytes)
+
+    return explain_cut(pipeline, params, axes, cut, None, at_step, buffers, on_buffers)
 
 
 def explain_cut(
@@ -88,6 +98,8 @@ def explain_cut(
     cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
     module_words: int | None = None,
     at_step: int | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    on_buffers: Transform | None = None,
 ) -> Explanation:
     """`explain` for buckets that are cut in some way.
 
@@ -103,7 +115,7 @@ def explain_cut(
         check_dense(f"params[{path!r}]", leaf)
     recorders = {name: Recorder(name, n, notes, sizes) for name, n in sizes.items()}
     with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(recorders), torch.no_grad():  # type: ignore[arg-type]
-        run = _Run(pipeline, params, cut, sizes, module_words is not None, notes, at_step)
+        run = _Run(pipeline, params, cut, sizes, module_words is not None, notes, at_step, on_buffers)
         rows = run.hook_rows(hook)
         if optimizer is not None:
             rows += run.lane_rows(pipeline.skips is not None)  # type: ignore[union-attr]
@@ -113,6 +125,9 @@ def explain_cut(
             rows += _optimizer_rows(optimizer, run.params)
         for part in [] if after is None else stages(after):
             rows += run.rows(part)
+        if on_buffers is not None:
+            run.params = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
+            rows += [row for part in stages(on_buffers) for row in run.rows(part)]
         if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
             own = pipeline.skips.begin(())
             rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), _state_bytes(own)))
@@ -130,12 +145,12 @@ class _Run:
 
     def __init__(
         self, pipeline: Pipeline | Transform, params: Tree, cut: Callable[[dict[str, Tensor]], tuple[Bucket, ...]],
-        sizes: dict[str, int], in_module: bool, notes: list[Message], at_step: int | None,
+        sizes: dict[str, int], in_module: bool, notes: list[Message], at_step: int | None, on_buffers: Transform | None,
     ) -> None:  # fmt: skip
         paths, leaves, _ = flatten_in_insertion_order(params)
         self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
         hook, _, after = _parts(pipeline)
-        self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, tuple(sizes), after), notes
+        self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, tuple(sizes), after, on_buffers), notes
         self._sizes, self._in_module, self._at_step = sizes, in_module, at_step
         own = ("weight",) * (after is not None) if in_module else step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
         self.lane = dict.fromkeys(own, 0.0) or None
