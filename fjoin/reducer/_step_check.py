@@ -17,7 +17,7 @@ from torch import Tensor
 from .._errors import DesyncError, NonFinite
 from ..groups._mesh import Mesh
 from ..transforms._lane import decode_lane, host_lane, ranks_in
-from ..transforms.pipelines._verdict import Effect
+from ..transforms.pipelines._effect import Effect
 from ._buckets import GradBuffer
 from ._lane import StepLane
 

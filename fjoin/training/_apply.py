@@ -17,7 +17,7 @@ from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
 from ..transforms.optimizers._checked import unchecked
 from ..transforms.optimizers._mixed_precision import masters_of
-from ..transforms.pipelines._verdict import Effect
+from ..transforms.pipelines._effect import Effect
 from ._state import StateData
 
 

@@ -19,7 +19,7 @@ from ..optimizers._mixed_precision import masters_of, with_masters
 from ..optimizers._optimizer import Optimizer
 from ..plan._plan import Plan, make_plan
 from ._pipeline import Pipeline, Skips
-from ._verdict import Effect, flag
+from ._effect import Effect, flag
 
 
 class PipelineState(NamedTuple):
