@@ -56,7 +56,7 @@ class DDPRun:
         self._mesh, self.pipeline, self._hook, self._stages = mesh, pipeline, hook, stages(hook)
         self.skips = None if pipeline is None else pipeline.skips
         self.outer: Any = self.skips.begin(()) if self.skips else None
-        self._plan = plan = make_plan(hook, tuple(mesh.shape), pipeline.after if pipeline else None)
+        self._plan = plan = make_plan(hook, mesh.shape, pipeline.after if pipeline else None)
         # Whether the parameters are transformed, which the sum of the weights of those that share gradients counts in.
         self._transforms = pipeline is not None and pipeline.after is not None
         ignored = ddp.parameters_to_ignore

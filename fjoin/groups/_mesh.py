@@ -58,6 +58,8 @@ class Mesh:
 
     def reduce_(self, buffer: Tensor, names: tuple[str, ...]) -> Work:
         """Start summing a buffer over some axes, in place."""
+        if not names:
+            return Done()
         *first, last = self.over(names)
         for axis in first:
             _reduce_(axis, buffer).wait()

@@ -90,7 +90,7 @@ def train_step(
     whole_number("accumulate", accumulate, 1)
     whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})
-    plan = make_plan(pipeline.hook, tuple(mesh.shape))
+    plan = make_plan(pipeline.hook, mesh.shape)
     if accumulate > 1 and plan.reduce is not None and not plan.by_weight:
         raise ValueError(
             f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "

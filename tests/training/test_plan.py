@@ -275,6 +275,18 @@ def test_every_in_every_counts_runs() -> None:
     assert [int(params["w"][0]) for params in seen] == [1] * 5 + [2] * 6 + [3]
 
 
+def test_an_axis_of_one_rank_needs_no_message() -> None:
+    pipeline = tx.fuse(tx.mean("local"), SGD, after=tx.every(2, tx.mean("node")))
+    sent = [row.stage for row in tx.explain(pipeline, start(), {"node": 1, "local": 2}).rows if row.messages]
+    assert "(the step's own counts)" not in sent
+    alone = tx.fuse(tx.mean("node"), SGD, after=tx.every(2, tx.mean("local")))
+    for other in (pipeline, alone):
+        axes, batches = {"node": 1, "local": 2}, UNEVEN["uneven"][:2]
+        want = tx.simulate(lambda own: purely(other, own)[0], axes, batches)  # noqa: B023
+        got = tx.simulate(lambda own: by_step(other, axes, own, False)[0], axes, batches)  # noqa: B023
+        assert max_diff(got, want) < 1e-12
+
+
 # -- verdicts -------------------------------------------------------------------------------------------
 
 

@@ -150,7 +150,7 @@ class _Run:
         paths, leaves, _ = flatten_in_insertion_order(params)
         self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
         hook, _, after = _parts(pipeline)
-        self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, tuple(sizes), after, on_buffers), notes
+        self.layout, self.plan, self._notes = cut(self.params), make_plan(hook, sizes, after, on_buffers), notes
         self._sizes, self._in_module, self._at_step = sizes, in_module, at_step
         own = ("weight",) * (after is not None) if in_module else step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
         self.lane = dict.fromkeys(own, 0.0) or None

@@ -18,8 +18,8 @@ from ..axes._collectives import axis_size, psum
 from ..optimizers._mixed_precision import masters_of, with_masters
 from ..optimizers._optimizer import Optimizer
 from ..plan._plan import Plan, make_plan
-from ._pipeline import Pipeline, Skips
 from ._effect import Effect, flag
+from ._pipeline import Pipeline, Skips
 
 
 class PipelineState(NamedTuple):
@@ -82,7 +82,7 @@ def pipeline_of(
         skips: Where steps whose gradients are not finite behind the hook are left out: how it keeps count of them.
         prepare: `(grads, state) -> grads`, what comes before the hook; the state is that of `skips`.
     """
-    plans: dict[tuple[str, ...], Plan] = {}
+    plans: dict[tuple[tuple[str, int], ...], Plan] = {}
 
     def init(params: Tree) -> State:
         state = PipelineState(
@@ -111,9 +111,9 @@ def pipeline_of(
         if grads is None:  # accumulating: nothing to step with in this call
             inner = old._replace(hook=hook_state, window=own)
             return params, outer._replace(inner=inner) if skips else inner
-        axes = tuple(bound())
+        axes = tuple((name, axis.size) for name, axis in bound().items())
         if axes not in plans:
-            plans[axes] = make_plan(hook, axes)
+            plans[axes] = make_plan(hook, dict(axes))
         effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, weight is None, bool(skips))
         new = params, old.optimizer
         if effect.steps is not False:

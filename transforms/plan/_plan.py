@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from .._spec import _FACTORIES
@@ -82,19 +82,19 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    hook: Transform, mesh_axes: Collection[str], after: Transform | None = None, on_buffers: Transform | None = None
+    hook: Transform, sizes: Mapping[str, int], after: Transform | None = None, on_buffers: Transform | None = None
 ) -> Plan:
     """The plan of a pipeline, or of a hook alone.
 
     Args:
         hook: What happens to the gradients.
-        mesh_axes: The names of the axes that are bound where it runs.
+        sizes: Axis name -> number of ranks, of the axes that are bound where it runs. Those of one rank need no message.
         after, on_buffers: What happens to the parameters and to the buffers, if anything does.
     """
-    mesh_axes = tuple(mesh_axes)
-    reach = axes_of(hook, mesh_axes)
-    union = reach.union(*(axes_of(part, mesh_axes) for part in (after, on_buffers) if part is not None))
-    agree = (*(name for name in mesh_axes if name in union), *sorted(union - set(mesh_axes))) or mesh_axes
+    mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
+    reach = axes_of(hook, sizes)
+    union = reach.union(*(axes_of(part, sizes) for part in (after, on_buffers) if part is not None))
+    agree = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
     parts = stages(hook)
     first = parts[0] if parts else None
     # Where a later stage communicates too, only the last one knows the sums over all ranks.

@@ -107,7 +107,7 @@ def test_two_fields_are_enough() -> None:
 
     mine = tx.Transform(lambda params: 1, update)
     assert mine.needs == Needs.TREE and mine.reduces is mine.compression is None and not mine.pauses
-    assert make_plan(mine, ("node", "local")).reduced(0) == (("node", "local"), False)
+    assert make_plan(mine, {"node": 2, "local": 2}).reduced(0) == (("node", "local"), False)
     raises_text(TypeError, lambda: tx.Transform(lambda params: 1, update, "leaf"), "Needs.LEAVES", "'leaf'")  # type: ignore[arg-type]
 
 
