@@ -138,7 +138,7 @@ def _compare_digests(values: list[Any]) -> Any:
 
 
 def sum_names(mesh: Mesh, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
-    """The names in aux["sum"], agreed on by the ranks of some axes; None if no rank has a batch.
+    """The names in aux["sum"], agreed on by the ranks of some axes; None if no rank knows them.
 
     Only ranks with a batch know the names.
 

@@ -207,7 +207,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
     before = event_loops()
 
     def connect() -> dict[str, Any]:
-        # Groups of our own with the same members: taking them down must not take the user's.
+        # Groups of our own with the same members: taking them down must leave the user's groups intact.
         groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
         return (
             groups
@@ -215,8 +215,8 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
             else {**groups, "": _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)}
         )
 
-    # They stay until the program ends: torch makes the names of such groups from their ranks, and from the number of groups that
-    # there are, so that a name would come again, and with it the addresses of the group before.
+    # These groups stay until the program ends. torch names such groups by their ranks and by the current number of groups, so a
+    # later group could get the name of a destroyed one, and with it the addresses of that group.
     return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered, owned=False)
 
 
