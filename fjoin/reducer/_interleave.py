@@ -154,7 +154,7 @@ class Interleaver:
                 task.go_on()
 
     def clear(self) -> None:
-        """Drop all coroutines, and unwind the unfinished ones."""
+        """Drop all coroutines and unwind the unfinished ones."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.abandon()
