@@ -26,7 +26,7 @@ def gradients(bucket: GradBucket) -> list[Tensor]:
     """
     views = []
     for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # it keeps the strides of tensors without gaps
+        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # strides without gaps
         views.append(
             g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
         )

@@ -123,7 +123,7 @@ def powerSGD_hook(
         ValueError, TypeError: an argument is none of these.
 
     Same as: torch's powerSGD_hook with PowerSGDState, DDPCommHookType.POWER_SGD and, with rank 2, POWER_SGD_RANK2. It has no
-        compression_stats_logging_frequency: `handle.explain()` tells; nor batch_tensors_with_same_shape, which it decides.
+        compression_stats_logging_frequency: `handle.explain()` shows them; nor batch_tensors_with_same_shape, which it decides.
 
     >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
     switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))

@@ -57,15 +57,15 @@ class DDPHook(JoinHook):
         self._in_window = False  # whether the parameters hold gradients of no_sync passes
         self._kept_flag: bool | None = None
         # The Join's setting under torch's name, where other code reads it.
-        self._told, self._told_before = {"_divide_by_initial_world_size": by_world}, dict[str, Any]()
+        self._settings, self._settings_before = {"_divide_by_initial_world_size": by_world}, dict[str, Any]()
         self._kept: list[Tensor | None] = []
 
     def enter(self) -> None:
         ddp = self.ddp
         if ddp.logger is not None:  # sets join_uneven_inputs in DDP's log
             ddp.logger._set_uneven_input_join()
-        self._told_before = {name: vars(ddp)[name] for name in self._told if name in vars(ddp)}
-        vars(ddp).update(self._told)
+        self._settings_before = {name: vars(ddp)[name] for name in self._settings if name in vars(ddp)}
+        vars(ddp).update(self._settings)
         ddp._sync_buffers = self._sync_buffers  # type: ignore[method-assign]
         self._handles = [ddp.register_forward_hook(self._after_forward)]
         if not self._by_world:
@@ -75,9 +75,9 @@ class DDPHook(JoinHook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for name in ("_sync_buffers", *self._told):
+        for name in ("_sync_buffers", *self._settings):
             vars(self.ddp).pop(name, None)
-        vars(self.ddp).update(self._told_before)
+        vars(self.ddp).update(self._settings_before)
 
     # -- on a rank with input ------------------------------------------------------------------
 
