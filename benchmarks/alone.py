@@ -1,8 +1,8 @@
-"""What a step costs where nothing else has run in its processes: page faults, CPU time, memory.
+"""The cost of a step in processes that have run nothing else: page faults, CPU time, memory.
 
     python benchmarks/alone.py [VARIANT ...]
 
-Interleaved, the variants of `run.py` warm up each other's memory; here each has two processes of its own, over loopback.
+The interleaved variants of `run.py` warm up each other's memory; here each has two processes of its own, over loopback.
 """
 
 from __future__ import annotations

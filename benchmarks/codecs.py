@@ -1,4 +1,4 @@
-"""How fast codecs encode and decode, on one core: GB of float32 a second, on one bucket's flat buffer.
+"""The speed of codecs on one core: GB of float32 per second, on one bucket's flat buffer.
 
 OMP_NUM_THREADS=1 python benchmarks/codecs.py
 """
@@ -35,7 +35,7 @@ CODECS: dict[str, Callable[[], tx.Codec]] = {
 
 
 def rate(run: Callable[[], Any]) -> float:
-    """GB of float32 a second."""
+    """GB of float32 per second."""
     return 4 * ELEMENTS / seconds(run, 9, 5) / 1e9
 
 
@@ -47,7 +47,7 @@ def main() -> None:
         rate(tx.Noise(places, torch.tensor(1), torch.tensor(2)).uniform),
         rate(lambda: torch.rand(1, ELEMENTS)),
     )
-    print(f"dice: {noise_rate:.2f} GB/s of float32, torch.rand: {rand_rate:.2f}\n")
+    print(f"random bits: {noise_rate:.2f} GB/s of float32, torch.rand: {rand_rate:.2f}\n")
     print("| codec | encode GB/s | decode GB/s | bytes per element |\n|---|---|---|---|")
     for name, make in CODECS.items():
         codec = make()

@@ -1,4 +1,4 @@
-"""What PowerSGD's thin factors cost on one core: how they lie in memory, how they are made orthonormal, and all of a step.
+"""The cost of PowerSGD's thin factors on one core: memory layout, orthonormalization, and a whole step.
 
 OMP_NUM_THREADS=1 python benchmarks/factors.py
 """
@@ -40,16 +40,16 @@ def cholesky(p: Tensor) -> Tensor:
 
 
 def off(u: Tensor) -> float:
-    """How far rows are from orthonormal."""
+    """The largest deviation of rows from orthonormality."""
     return (u.double() @ u.double().mT - torch.eye(RANK, dtype=torch.float64)).abs().max().item()
 
 
 def all_matrices() -> None:
-    """What PowerSGD with error feedback has to compute of the 10M transformer in a step, everything in place."""
+    """Time PowerSGD's matrix products with error feedback in a step of the 10M transformer, all in place."""
     grads = [torch.randn(p.shape) for p in models.model("10m").parameters() if p.dim() == 2 and p.numel() > 10_000]
     errors, means = [torch.randn_like(g) for g in grads], [torch.empty_like(g) for g in grads]
     left, right = [torch.randn(RANK, g.shape[0]) for g in grads], [torch.randn(RANK, g.shape[1]) for g in grads]
-    other = torch.randn(2 * 10**7)  # what else goes through the caches in a step
+    other = torch.randn(2 * 10**7)  # stands for the other data that a step moves through the caches
 
     def to_p() -> None:
         for e, g, q in zip(errors, grads, right, strict=True):
@@ -80,7 +80,7 @@ class Echo:
 
 
 def whole_hook() -> None:
-    """The same and all that belongs to it, as our hook does it in one bucket."""
+    """Time a whole update of our hook in one bucket."""
     hook = tx.error_feedback(tx.power_sgd("data", RANK))
     params = {path: p.detach() for path, p in models.model("10m").named_parameters()}
     source, grads = ({path: torch.randn_like(p) for path, p in params.items()} for _ in range(2))

@@ -1,8 +1,9 @@
-"""How gathered messages fill a slow link, whole and in pieces, while the processor computes as in a backward pass.
+"""The use of a slow link by gathered messages, whole and in pieces, while the processor computes as in a backward pass.
 
-    python benchmarks/gather.py [--ranks N] [RATE ...]          as `tc` writes them: 1gbit 100mbit
+    python benchmarks/gather.py [--ranks N] [RATE ...]          rates in the notation of `tc`: 1gbit 100mbit
 
-Seven messages of 2.6 MB, the codes of 5 MiB of gradients in bfloat16, begun every 22 ms: the time until all are there.
+Seven messages of 2.6 MB, the codes of 5 MiB of gradients in bfloat16, start every 22 ms; it measures the time until all have
+arrived.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def measure(rate: str) -> dict[str, float]:
         "ours, in pieces": ours(_axis._PIECE_BYTES),
     }
     if axis.size > 2:
-        ways = {name: way for name, way in ways.items() if not name.startswith("ours")}  # which are gloo's there
+        ways = {name: way for name, way in ways.items() if not name.startswith("ours")}  # ours are gloo's there
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     order, shuffle = list(ways), random.Random(0).shuffle
     for _ in range(ROUNDS.get(rate, 5)):

@@ -1,4 +1,4 @@
-"""Start one process per rank, on this machine or in network namespaces, and read what they measured."""
+"""Start one process per rank, on this machine or in network namespaces, and read their measurements."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def launch(
     """Run `step.py`, or another script, on as many ranks as there are prefixes.
 
     Args:
-        what, model, count, variants: The arguments of the script; the fourth is where it leaves its result.
-        prefixes: What to put before each rank's command.
-        address: Where rank 0 can be reached.
+        what, model, count, variants: The arguments of the script; the path of its result comes before `variants`.
+        prefixes: The words to put before each rank's command.
+        address: The address of rank 0.
         interfaces: Each rank's network interface.
-        timeout_s: After this the ranks are killed.
-        script: Beside this file.
+        timeout_s: The seconds after which the ranks are killed.
+        script: A file in this folder.
 
     Returns:
         Each rank's result.
@@ -66,7 +66,7 @@ def launch(
 
 
 def wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Wait for all; once one has failed the others would hang, so they are killed."""
+    """Wait for all ranks; once one has failed the others would hang, so they are killed."""
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     for rank in ranks:
         threading.Thread(target=lambda rank=rank: ended.put(rank.wait()), daemon=True).start()
@@ -94,7 +94,7 @@ def free_port() -> int:
 
 
 def combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """A timed group as one: the slower rank's wall time and both ranks' CPU time, per round."""
+    """A timed group as one result: the slower rank's wall time and the sum of all ranks' CPU times, per round."""
     first = ranks[0]
     return {
         **first,

@@ -1,7 +1,7 @@
 """Network namespaces joined by slow links, one for each rank: two by a wire, more by a switch.
 
-Over loopback, gloo's messages cost more processor time than waiting time, so nothing can hide behind
-computation. A slow link is where the overlap of messages with the backward pass shows.
+Over loopback, gloo's messages cost more processor time than waiting time, so no message can overlap with
+computation. A slow link shows the overlap of messages with the backward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Unavailable(Exception):
-    """This machine cannot make the link; the text says why."""
+    """This machine cannot make the link; the text has the reason."""
 
 
 @contextmanager
@@ -23,14 +23,14 @@ def link(rate: str, ranks: int = 2) -> Iterator[dict[str, Any]]:
     """Make the links, and take them down at the end.
 
     Args:
-        rate: Of each link and direction, as `tc` writes it, such as "1gbit".
-        ranks: How many hosts.
+        rate: The rate of each link in each direction, in the notation of `tc`, such as "1gbit".
+        ranks: The number of hosts.
 
     Yields:
         The keyword arguments for `launch`.
 
     Raises:
-        Unavailable: a tool or a right is missing.
+        Unavailable: a tool or a permission is missing.
     """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
@@ -59,12 +59,12 @@ def link(rate: str, ranks: int = 2) -> Iterator[dict[str, Any]]:
             _slow(space, f"veth{rank}", rate)
         yield {"prefixes": inside, "address": "10.77.0.1", "interfaces": [f"veth{rank}" for rank in range(ranks)]}
     finally:
-        for space in (*spaces, switch):  # which takes its ends of the links along
+        for space in (*spaces, switch):  # this also deletes its ends of the links
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
 
 
 def _slow(space: str, interface: str, rate: str) -> None:
-    # The burst must hold a whole segment of 64 KB, and stay small against a message.
+    # The burst must hold a whole segment of 64 KB, and be small compared with a message.
     limit = ["rate", rate, "burst", "256kb", "latency", "50ms"]
     _do("tc", "-n", space, "qdisc", "add", "dev", interface, "root", "tbf", *limit)
 

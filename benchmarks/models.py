@@ -1,4 +1,4 @@
-"""The models that are trained, each with one fixed batch per rank."""
+"""The models of the measurements, each with one fixed batch per rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Case(NamedTuple):
-    """A model, and how many steps make a block long enough to be timed (>= 50 ms)."""
+    """A model, and the number of steps in a block long enough to be timed (>= 50 ms)."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
@@ -74,7 +74,7 @@ CASES = {
 
 
 def model(name: str) -> nn.Module:
-    """The same values on every rank and in every variant."""
+    """The model, with the same values on every rank and in every variant."""
     torch.manual_seed(0)
     return CASES[name].build()
 

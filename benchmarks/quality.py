@@ -1,9 +1,9 @@
-"""What a model learns in equal steps, against the bytes that a rank sends: the demo's transformer on simulated ranks.
+"""The loss of a model after equal steps, against the bytes that a rank sends: the demo's transformer on simulated ranks.
 
 OMP_NUM_THREADS=1 python benchmarks/quality.py --ranks 8 16 --seeds 3 --steps 200
 
-Each rank trains on files of its own, in batches weighted by their tokens. What has been run is kept in --runs and not run
-again; the table goes to --out, the picture beside it.
+Each rank trains on files of its own, in batches weighted by their tokens. Finished runs are kept in --runs and not repeated;
+the table is written to --out, and the picture to the same folder.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def make_optimizer(name: str, steps: int) -> tx.Optimizer:
 
 
 def train(method: str, ranks: int, seed: int, steps: int) -> dict[str, Any]:
-    """The loss on text that no rank has seen, after so many steps."""
+    """The loss on text that no rank has trained on, after `steps` steps."""
     torch.manual_seed(seed)
     apply, params, _ = fjoin.functional(Decoder(**MODEL))
     hook, optimizer = METHODS[method].hook(steps), make_optimizer(METHODS[method].optimizer, steps)
@@ -210,7 +210,7 @@ def picture(points: dict[int, list[tuple[str, float, float, float]]], file: path
         shown = sorted((p for p in some if p[2] <= 1.4 * best), key=lambda p: p[1])
         for i, (method, sent, mean, spread) in enumerate(shown):
             axes.errorbar(sent, mean, spread / 2, fmt="o", markersize=4, linewidth=1)
-            # Neighbours' names go to different heights.
+            # Put neighbours' names at different heights.
             axes.annotate(
                 method, (sent, mean), textcoords="offset points", xytext=(5, (4, -10, 16, -22)[i % 4]), fontsize=7
             )

@@ -127,11 +127,11 @@ ROWS = [
 
 
 def bounded(name: str, group: dict[str, Any]) -> dict[str, Any]:
-    """The group with two derived series: the lower bound, and DDP with the bucket size that suits it best."""
+    """The group with two derived series: the lower bound, and DDP with its best bucket size."""
     wall, cpu = dict(group["wall"]), dict(group["cpu"])
     if {"C", "M", "O"} <= wall.keys():
         rows = zip(wall["C"], wall["M"], wall["O"], strict=True)
-        # Over loopback messages keep the processors busy, so nothing hides; over a link they can hide wholly.
+        # Over loopback messages keep the processors busy and overlap with nothing; over a link they can overlap wholly.
         wall["bound"] = [max(c + o, m) if name in LINKS else c + m + o for c, m, o in rows]
     sizes = [v for v in wall if v in ("ddp", "ddp 5", "ddp 10")]
     if len(sizes) > 1:
@@ -240,7 +240,7 @@ def page(
     command: str,
     notes: str,
 ) -> str:
-    """The whole page; `notes` is the hand-written end of the last one."""
+    """The whole page; `notes` is the handwritten end of the previous page."""
     mb = 1e6
     groups = {name: bounded(name, group) for name, group in groups.items()}
     versions = f"Python {platform.python_version()}, torch {version('torch')}, fjoin {version('fjoin')}"

@@ -1,7 +1,7 @@
 """Measure fjoin against torch's DDP, side by side, and write RESULTS.md.
 
     python benchmarks/run.py                        everything
-    python benchmarks/run.py --quick                few rounds, to see that it runs; prints only
+    python benchmarks/run.py --quick                few rounds, to check that it runs; prints only
     python benchmarks/run.py --only tiny link       some groups; prints only
 
 A missed target is a result, not an error: only a crash makes the exit code non-zero.
@@ -25,13 +25,13 @@ from link import Unavailable, link
 
 
 class Group(NamedTuple):
-    """What runs interleaved in one pair of processes."""
+    """Variants that run interleaved in one pair of processes."""
 
     model: str
     rounds: int
     quick: int
     variants: tuple[str, ...]
-    rate: str = ""  # of the link between the processes; over loopback where there is none
+    rate: str = ""  # of the link between the processes; "" for loopback
 
 
 DDP, PIECES, OPTIMIZERS = ("ddp", "ddp again"), ("C", "M", "O"), ("ddp foreach", "ddp sgd", "ours sgd")
@@ -60,7 +60,7 @@ GROUPS = {
     "join": Group("10m epoch", 6, 1, (*DDP, "ddp join", "ddp our join", "ours join uneven")),
     "step 10m": Group("10m", 40, 3, STEPS),
     "step 1m": Group("1m", 60, 3, STEPS),
-    "step 50m": Group("50m", 15, 2, tuple(s for s in STEPS if "optax" not in s)),  # for which memory is short
+    "step 50m": Group("50m", 15, 2, tuple(s for s in STEPS if "optax" not in s)),  # they need too much memory
     "link": Group("10m", 30, 2, (*DDP, "ddp 5", "ddp 10", "ours", "ours overlap_step", *PIECES), "1gbit"),
     "wire": Group("10m", 24, 2, (*DDP, "ddp bf16", "ddp bf16 5", "ours", *WIRES), "1gbit"),
     "slow wire": Group("10m", 6, 1, (*DDP, "ddp bf16", "ours", *WIRES), "100mbit"),
@@ -80,7 +80,7 @@ def timed(name: str, quick: bool) -> dict[str, Any]:
 
 
 def memory(quick: bool) -> dict[str, Any]:
-    """The larger rank's memory, each variant in a pair of processes of its own."""
+    """The memory of the rank that uses more, with each variant in a pair of processes of its own."""
     out = {}
     for variant in ("ddp", "ours"):
         ranks = launch("alone", "50m", 2 if quick else 5, [variant])

@@ -1,6 +1,6 @@
 """Time and memory of the simulator: three training steps of a small MLP on N ranks in one process.
 
-`simulate.py ENGINE RANKS` prints a JSON object. It is a process of its own, so that the peak is its own.
+`simulate.py ENGINE RANKS` prints a JSON object. It runs in a process of its own, to measure only its own peak.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
         tx.simulate(one_rank, {"data": n}, x, y, engine=engine)
         return time.perf_counter() - before
 
-    run(2)  # what is set up once
+    run(2)  # warm up
     with open("/proc/self/statm") as f:
         rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     seconds = statistics.median(run(ranks) for _ in range(RUNS))

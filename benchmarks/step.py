@@ -29,7 +29,7 @@ WARM_UP_STEPS = 3
 
 
 def measure(name: str, rounds: int, names: list[str], mesh: Any) -> dict[str, Any]:
-    """Time all variants interleaved: what disturbs the machine for a while disturbs them alike."""
+    """Time all variants interleaved, so that a temporary disturbance of the machine affects them equally."""
     steps = models.CASES[name].steps
     batch = models.batch(name, dist.get_rank())
     start = flat(list(models.model(name).parameters()))
@@ -64,11 +64,11 @@ def flat(params: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check_equal(reached: dict[str, torch.Tensor], start: torch.Tensor) -> None:
-    """Refuse to compare the speed of variants that do not compute the same.
+    """Refuse to compare the speed of variants that do not compute the same result.
 
-    The bound is loose because Adam takes full steps on the rounding noise of gradients that are truly
-    zero, such as an attention's key bias. Uneven inputs are another computation: there the ranks differ. So are
-    messages that lose something.
+    The bound is loose because Adam takes full steps on the rounding noise of gradients whose true value is
+    zero, such as that of an attention's key bias. Variants with uneven inputs or lossy messages are not
+    checked, since they compute something else.
     """
     for variant, got in reached.items():
         want = reached["ddp sgd" if variant.endswith("sgd") else "ddp"]
@@ -82,8 +82,12 @@ def check_equal(reached: dict[str, torch.Tensor], start: torch.Tensor) -> None:
 
 
 def alone(name: str, steps: int, variant: str, mesh: Any) -> dict[str, Any]:
-    """Peak RSS of this process, and its RSS after some steps, in bytes; of a step the page faults, and the CPU seconds outside and
-    inside the kernel."""
+    """The memory of this process and the cost of a step.
+
+    Returns:
+        "peak" and "steady": the peak RSS, and the RSS after some steps, in bytes. "faults", "user" and "system": the page faults
+        and the CPU seconds outside and inside the kernel, per step.
+    """
     run, _ = variants.MAKE[variant](name, models.batch(name, dist.get_rank()), mesh)
     run(WARM_UP_STEPS)
     before = resource.getrusage(resource.RUSAGE_SELF)
@@ -113,7 +117,7 @@ def main() -> None:
     with open(out, "w") as f:
         json.dump(result, f)
     dist.barrier()
-    # No tear-down: the hooks of torch's DDP hold groups that may be gone by the interpreter's end.
+    # No tear-down: the hooks of torch's DDP hold groups that may be destroyed before the interpreter ends.
     sys.stdout.flush()
     os._exit(0)
 

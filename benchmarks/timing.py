@@ -1,4 +1,4 @@
-"""How long a call takes."""
+"""Timing of calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def seconds(run: Callable[[], Any], blocks: int, calls: int = 1, between: Callable[[], Any] = lambda: None) -> float:
-    """Of one call, the median of several blocks of calls; `between` runs before each block, and is not counted."""
+    """The seconds of one call: the median over several blocks of calls; `between` runs before each block, untimed."""
     times = []
     for _ in range(blocks):
         between()

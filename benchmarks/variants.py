@@ -1,7 +1,7 @@
-"""The ways to take a training step, and the pieces that no way can do without.
+"""The variants of a training step, and the pieces that every variant needs.
 
-Each function sets one variant up and returns `(run, params)`: `run(n)` takes n steps, `params()` gives
-the parameters reached so far, or None for a variant that trains nothing of its own.
+Each function sets up one variant and returns `(run, params)`: `run(n)` takes n steps, `params()` returns
+the current parameters; `params` is None for a variant that trains nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fjoin.reducer import _interleave as _interleaver
 from fjoin.reducer._flat_params import Storage
 from fjoin.transforms.plan._buckets import make_layout
 
-with contextlib.redirect_stderr(io.StringIO()):  # they announce their deprecation past all filters
+with contextlib.redirect_stderr(io.StringIO()):  # the import prints a deprecation notice that filters do not catch
     from torch.distributed.optim.functional_adamw import _FunctionalAdamW
     from torch.distributed.optim.functional_sgd import _FunctionalSGD
 
@@ -39,13 +39,13 @@ Variant = tuple[Callable[[int], None], Callable[[], list[Tensor]] | None]
 
 
 def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: Any = None, **options: Any) -> Variant:
-    """torch's DistributedDataParallel with the fused AdamW, or another optimizer: as a whole, in torch's or our Join, or
-    stepped in its hook, by torch or by our adapter."""
+    """torch's DistributedDataParallel with the fused AdamW or another optimizer: alone, in torch's or our Join, or stepped in
+    its hook, by torch or by our adapter."""
     x, y = batch
     model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
     optimizer = (make or ADAMW)(model.parameters())
     if hook == "bf16":
-        # A DistributedDataParallel on CPUs refuses it by its name.
+        # A DistributedDataParallel on CPUs refuses torch's hook by its name.
         model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         hook = ""
     elif hook.startswith("power"):
@@ -55,7 +55,7 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
     elif hook == "ours":
         fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)))
     elif hook == "torch":
-        with contextlib.redirect_stderr(io.StringIO()):  # it announces its deprecation past all filters
+        with contextlib.redirect_stderr(io.StringIO()):  # it prints a deprecation notice that filters do not catch
             model._register_fused_optim(torch.optim.AdamW, lr=LR)
 
     def run(n: int) -> None:
@@ -73,7 +73,7 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
 
 
 def share(n: int) -> int:
-    """How many of n batches this rank has where inputs are uneven: 14 against 10."""
+    """The number of this rank's batches, out of n, where inputs are uneven: 14 against 10."""
     return n if dist.get_rank() == 0 else n * 10 // 14
 
 
@@ -88,7 +88,7 @@ def pieces(name: str, optimizer: tx.Optimizer) -> tuple[Callable[[Any, Any], Ten
 
 
 def pages_given_back(*args: Any, **settings: Any) -> Variant:
-    """fjoin's step where glibc gives back what the hooks free, as it does by itself; for `alone.py`, since it is for the whole process."""
+    """fjoin's step where glibc returns freed memory to the kernel, its default; for `alone.py`, since it affects the process."""
     _interleaver.keep_freed = lambda: None
     return ours(*args, **settings)
 
@@ -102,7 +102,7 @@ def ours(
     hook: tx.Transform | None = None,
     **settings: Any,
 ) -> Variant:
-    """fjoin's step: as it is, or inside its join on even or uneven inputs."""
+    """fjoin's step: alone, or inside its join on even or uneven inputs."""
     loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
     pipeline = tx.fuse(hook, pipeline.optimizer) if hook else pipeline
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
@@ -123,7 +123,7 @@ def ours(
 
 
 def pure(name: str, batch: Any, mesh: Any) -> Variant:
-    """The reference: torch.func.grad and the pure pipeline, everything out of place."""
+    """The reference: torch.func.grad and the pure pipeline, all out of place."""
     loss_fn, params, pipeline = pieces(name, tx.adamw(LR))
     grad = torch.func.grad(loss_fn)
     state = pipeline.init(params)
@@ -179,7 +179,7 @@ def with_grads(name: str) -> torch.nn.Module:
 
 
 def optimizer(name: str, batch: Any, mesh: Any, make: Callable[[Any], Any] = ADAMW) -> Variant:
-    """An optimizer's step alone; O is torch's fused AdamW."""
+    """The step of an optimizer alone; O is torch's fused AdamW."""
     stepped = make(with_grads(name).parameters())
 
     def run(n: int) -> None:
@@ -221,7 +221,7 @@ def flat(name: str, batch: Any, mesh: Any, made: tx.Optimizer) -> Variant:
 
 
 def with_optax(name: str, batch: Any, mesh: Any, flat: bool) -> Variant:
-    """optax's AdamW as a stage, and the addition of what it gives: on the tree, or on one flat tensor."""
+    """optax's AdamW as a stage, and the addition of its updates: on the tree, or on one flat tensor."""
     import optax  # jax takes its time to load
 
     params = {path: p.detach() for path, p in models.model(name).named_parameters()}
@@ -259,10 +259,10 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours int8, pages given back": lambda *a: pages_given_back(*a, hook=tx.quantized_mean("data", tx.int8())),
     "ours int8 fed back": lambda *a: ours(*a, hook=tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
     "ours int4": lambda *a: ours(*a, hook=tx.quantized_mean("data", tx.int4())),
-    # In one bucket, since with several torch's hook hangs on gloo.
+    # One bucket, since torch's hook hangs on gloo with several.
     "ddp power": lambda *a: ddp(*a, hook="power", bucket_cap_mb=10**4),
     "ddp power batched": lambda *a: ddp(*a, hook="power, batched", bucket_cap_mb=10**4),
-    # Little of a bucket is sent, and each has two messages.
+    # Large buckets, since little of each is sent, in two messages.
     "ours power": lambda *a: ours(*a, hook=power_sgd(), bucket_bytes=20 * 2**20),
     "ours power 5": lambda *a: ours(*a, hook=power_sgd()),
     "ours power bf16": lambda *a: ours(*a, hook=power_sgd(torch.bfloat16), bucket_bytes=20 * 2**20),

@@ -25,15 +25,15 @@ MakePipeline = Callable[[int, float], tx.Pipeline]
 
 
 class Report:
-    """Prints a line per check and remembers whether one failed, alike on all ranks."""
+    """Prints a line per check and records whether one failed, equally on all ranks."""
 
     def __init__(self, mesh: fjoin.Mesh) -> None:
         self.mesh, self.first, self.failed = mesh, mesh.rank == 0, False
 
-    def check(self, what: str, ok: bool, detail: str) -> None:
+    def check(self, claim: str, ok: bool, detail: str) -> None:
         ok = all(gather(ok))
         self.failed = self.failed or not ok
-        self.say(f"  {'ok    ' if ok else 'FAILED'}  {what}: {detail}")
+        self.say(f"  {'ok    ' if ok else 'FAILED'}  {claim}: {detail}")
 
     def say(self, text: str) -> None:
         if self.first:
@@ -47,7 +47,7 @@ class Report:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's value, by torch.distributed, in the order of ranks."""
+    """Every rank's value, by torch.distributed, in rank order."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -64,17 +64,17 @@ def digest(tree: Any) -> str:
 
 
 def equal_on_all_ranks(report: Report, state: fjoin.TrainState) -> None:
-    """Parameters and optimizer state have the same bits everywhere, though the ranks had uneven inputs."""
+    """Check that parameters and optimizer state have the same bits on all ranks, despite uneven inputs."""
     if report.mesh.size == 1:
         return report.say("  skipped equality between ranks: there is one rank")
-    for what, tree in (("parameters", state.params), ("optimizer state", state.pipeline.optimizer)):
+    for name, tree in (("parameters", state.params), ("optimizer state", state.pipeline.optimizer)):
         digests = gather(digest(tree))
         ok = len(set(digests)) == 1
-        report.check(f"{what} equal on all ranks, to the bit", ok, " ".join(d[:12] for d in digests))
+        report.check(f"{name} equal on all ranks, to the bit", ok, " ".join(d[:12] for d in digests))
 
 
 def equal_to_one_process(report: Report, make_pipeline: MakePipeline) -> None:
-    """A few steps on uneven ranks move the parameters as plain torch does on all their batches together."""
+    """Check that steps on uneven ranks move the parameters as plain torch does on all their batches together."""
     world, rank = report.mesh.size, report.mesh.rank
     counts = [4] + [2] * (world - 1)
     batches = [uneven_batches(seed=r, count=n) for r, n in enumerate(counts)]
@@ -110,7 +110,7 @@ def equal_to_one_process(report: Report, make_pipeline: MakePipeline) -> None:
 
 
 def train_with_torch(model: nn.Module, batches: list[list[Batch]], peak: float) -> int:
-    """The same training in one process: all ranks' batches of a step as one batch. Returns the steps clipped."""
+    """Train in one process, with all ranks' batches of a step as one batch; returns the number of clipped steps."""
     steps = max(map(len, batches))
     named = dict(model.named_parameters())
     plain = [p for path, p in named.items() if "norm" in path or path.endswith("bias")]
@@ -133,7 +133,7 @@ def train_with_torch(model: nn.Module, batches: list[list[Batch]], peak: float) 
 def one_message_per_bucket(
     report: Report, step: fjoin.TrainStep, state: fjoin.TrainState, loader: list[Batch], announced: int
 ) -> None:
-    """Count what torch itself sends: nothing but the buckets, and one message before the first step."""
+    """Count torch's own messages: only the buckets, and one message before the first step."""
     own = 3 if report.mesh.rank == 0 else 2  # uneven here as well
     steps = 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -160,7 +160,7 @@ def one_message_per_bucket(
 
 
 def next_to_torch_join(report: Report, make_pipeline: MakePipeline) -> None:
-    """How far ranks drift apart after an epoch of uneven inputs: fjoin, and torch's DDP with Join."""
+    """Compare how far ranks drift apart after an epoch of uneven inputs: fjoin, and torch's DDP with Join."""
     if report.mesh.size == 1:
         return report.say("  skipped the comparison with torch's Join: there is one rank")
     batches = uneven_batches(seed=10 + report.mesh.rank, count=4 if report.mesh.rank == 0 else 2)
@@ -168,8 +168,8 @@ def next_to_torch_join(report: Report, make_pipeline: MakePipeline) -> None:
     model = Decoder(**SMALL)
     apply, params, _ = fjoin.functional(model)
 
-    # Both: two epochs, keeping the parameters as they are after the first step of the second. There all
-    # ranks have a batch; what differs is the optimizer state they come with.
+    # Both train for two epochs and keep the parameters after the first step of the second epoch. In that
+    # step all ranks have a batch; only their optimizer states can differ.
     step = fjoin.train_step(
         lambda p, b: cross_entropy(apply(p, {}, b.inputs), b),
         make_pipeline(8, PEAK),

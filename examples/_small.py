@@ -1,4 +1,4 @@
-"""The problem of the recipes: batches of uneven number and size, and what one process makes of them."""
+"""The problem of the recipes: batches of uneven number and size, and the reference result of one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEARNING_RATE = 0.05
 
 
 def start() -> tuple[int, int]:
-    """Join the other ranks; (this rank, number of ranks)."""
+    """Join the other ranks; returns (this rank, number of ranks)."""
     torch.set_num_threads(1)
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -44,9 +44,9 @@ def one_process(ranks: int, every_sample_counts: bool) -> dict[str, Tensor]:
     """The parameters after one epoch in plain torch.
 
     Args:
-        ranks: How many ranks' batches to train on.
-        every_sample_counts: Take the mean over all samples of a step; else the ranks' own means, added and divided by
-            the number of ranks, as DistributedDataParallel does.
+        ranks: The number of ranks whose batches to train on.
+        every_sample_counts: Whether to take the mean over all samples of a step; otherwise the sum of the ranks' own means
+            divided by the number of ranks, as DistributedDataParallel does.
     """
     model, batches = make_model(), [make_batches(rank) for rank in range(ranks)]
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
@@ -61,7 +61,7 @@ def one_process(ranks: int, every_sample_counts: bool) -> dict[str, Tensor]:
 
 
 def finish(params: dict[str, Tensor], every_sample_counts: bool) -> None:
-    """Compare with one process, say so, and exit."""
+    """Compare with one process, print the difference, and exit, with 1 if it is too large."""
     want = one_process(dist.get_world_size(), every_sample_counts)
     worst = max(float((params[path] - p).abs().max()) for path, p in want.items())
     print(f"rank {dist.get_rank()}: {worst:.1e} from one process on all data", flush=True)

@@ -21,8 +21,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
-        # No bias: softmax does not see a key's bias, so its true gradient is zero, and Adam would
-        # make steps of full size out of the rounding noise in it.
+        # No bias: a key's bias does not change the softmax, so its true gradient is zero, and Adam would
+        # take steps of full size on the rounding noise in it.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         for path, param in self.named_parameters():
             if param.dim() == 2:
-                # What a block adds to the stream starts small, so that the embedding is heard through all of them.
+                # A block's contribution to the residual stream starts small, so the embedding passes through all blocks.
                 adds = path.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(param, std=0.05 / (2 * layers) ** 0.5 if adds else 0.05)
             elif path.endswith("bias"):
@@ -63,11 +63,11 @@ class Decoder(nn.Module):
 
 class Batch(NamedTuple):
     inputs: Tensor  # int64 [sequences, context]
-    targets: Tensor  # the same, one byte further on; IGNORE where a file has ended
+    targets: Tensor  # the inputs shifted by one byte; IGNORE where a file has ended
 
     @property
     def tokens(self) -> int:
-        """The targets that count. They differ from batch to batch, since files end where they end."""
+        """The number of targets that count. It differs from batch to batch, since files have different lengths."""
         return int((self.targets != IGNORE).sum())
 
 
@@ -77,7 +77,7 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def source_files(total_bytes: int, largest: int = 40_000) -> list[pathlib.Path]:
-    """Source files of Python's standard library, in order of name, of about this size together."""
+    """Source files of Python's standard library in order of name, with about this total size."""
     chosen, size = [], 0
     for path in sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         if size < total_bytes and 1 < path.stat().st_size <= largest:

@@ -1,4 +1,4 @@
-"""A loop of one's own on uneven data: gradients by torch.func, a pure pipeline, every sample counted once.
+"""A custom loop on uneven data: gradients by torch.func, a pure pipeline, every sample counted once.
 
 torchrun --nproc-per-node 2 examples/custom_loop.py
 """

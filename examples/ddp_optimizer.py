@@ -1,4 +1,4 @@
-"""DistributedDataParallel and an optimizer of torch on uneven data, with optimizer state equal on all ranks.
+"""DistributedDataParallel and a torch optimizer on uneven data, with equal optimizer state on all ranks.
 
 torchrun --nproc-per-node 2 examples/ddp_optimizer.py
 """

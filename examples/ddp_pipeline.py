@@ -18,6 +18,6 @@ with fjoin.Join([model]):
     for batch in _small.make_batches(rank):
         model.zero_grad()
         handle.weight(len(batch[1]))
-        _small.loss(model, batch).backward()  # sends the gradients, and takes the step
+        _small.loss(model, batch).backward()  # sends the gradients and takes the step
 
 _small.finish({path: p.detach() for path, p in model.module.named_parameters()}, every_sample_counts=True)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own, of torch.jit
+    warnings.simplefilter("ignore")  # torch's own warnings about torch.jit
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 rank, ranks = _small.start()

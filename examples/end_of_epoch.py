@@ -1,4 +1,4 @@
-"""What to do when an epoch of uneven inputs has ended on all ranks: a barrier, work once, a callback in each epoch.
+"""The end of an epoch of uneven inputs on all ranks: a barrier, work done once, a callback in each epoch.
 
 torchrun --nproc-per-node 2 examples/end_of_epoch.py
 """
@@ -23,7 +23,7 @@ folder = [tempfile.mkdtemp() if rank == 0 else None]
 dist.broadcast_object_list(folder)
 log = pathlib.Path(str(folder[0])) / f"rank{rank}"
 
-# 1. A loop over fjoin.join, or step.join, ends on all ranks together. What follows it runs once an epoch, after the last
+# 1. A loop over fjoin.join, or step.join, ends on all ranks together. The code after it runs once per epoch, after the last
 #    batch of any rank: no hook is needed.
 for epoch in range(2):
     for _ in fjoin.join(batches):
@@ -34,8 +34,8 @@ for epoch in range(2):
         torch.save(ddp.module.state_dict(), log.with_suffix(f".{epoch}.pt"))
 
 
-# 2. A rank leaves fjoin.Join when all have ended too; what must communicate at the end, in one order on all ranks, is a
-#    post hook. This one counts the samples of all ranks.
+# 2. A rank also leaves fjoin.Join only when all ranks have ended. Code that must communicate at the end, in the same order on
+#    all ranks, is a post hook. This one counts the samples of all ranks.
 def count(samples: int, is_last_joiner: bool) -> int:
     with log.open("a") as file:
         file.write(f"post hook, {'' if is_last_joiner else 'not '}among the last\n")
@@ -56,7 +56,7 @@ with fjoin.Join([fjoin.as_joinable(tx.JoinHook())]):
         file.write("before the barrier\n")
 others = [log.with_name(f"rank{r}").read_text().splitlines() for r in range(ranks)]
 
-last = "" if rank == ranks - 1 else "not "  # the highest rank has most batches
+last = "" if rank == ranks - 1 else "not "  # the highest rank has the most batches
 assert log.read_text().splitlines() == [
     "epoch 0 ended", "epoch 1 ended", f"post hook, {last}among the last", "before the barrier",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A learning rate learned by gradient descent: the derivative of a training by its rate and momentum.
+"""A learning rate learned by gradient descent: the derivative of a training run by its rate and momentum.
 
 python examples/learn_the_rate.py
 """
@@ -31,7 +31,7 @@ def after_training(hyper: dict[str, Tensor]) -> Tensor:
 
 hyper = {"log_rate": torch.tensor(0.01).log().double(), "momentum": torch.tensor(0.5).double()}
 
-# The derivative is that of finite differences.
+# Check the derivative against finite differences.
 slopes, first = grad_and_value(after_training)(hyper)
 for name, slope in slopes.items():
     h = 1e-5

@@ -1,4 +1,4 @@
-"""Sixteen learning rates in one call: a whole training as a function of its rate, mapped over it.
+"""Sixteen learning rates in one call: a whole training run as a function of its rate, mapped over the rates.
 
 python examples/sweep.py
 """

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/uneven_text.py
     python examples/uneven_text.py
 
-Each rank has files of its own, so the ranks hold different numbers of batches, and batches different
-numbers of tokens. fjoin trains on them as one process would on all the data together. The script ends
-by checking that against plain torch; it exits with 1 if a check fails.
+Each rank has files of its own, so the ranks have different numbers of batches, and batches have different
+numbers of tokens. fjoin trains on them as one process would on all the data together. At its end the
+script checks this against plain torch; it exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BUCKET_BYTES = 2**20  # small, so that even this model's gradients travel in sev
 
 
 def make_pipeline(steps: int, peak: float = 3e-3) -> tx.Pipeline:
-    """What becomes of the gradients: the mean over all tokens, clipped, then AdamW."""
+    """The pipeline: the mean of the gradients over all tokens, clipped, then AdamW."""
     schedule = tx.warmup_cosine(peak, warmup_steps=max(1, steps // 10), total_steps=steps)
     plain = tx.adamw(schedule, betas=(0.9, 0.99), weight_decay=0.0)
     decayed = tx.adamw(schedule, betas=(0.9, 0.99), weight_decay=0.1)
@@ -45,10 +45,10 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps torch's profiler, which counts messages, silent
     torch.set_num_threads(1)  # the ranks share this machine
     torch.manual_seed(0)
-    mesh = fjoin.mesh({"data": -1})  # under torchrun its processes, else one rank
+    mesh = fjoin.mesh({"data": -1})  # torchrun's processes, or one rank without torchrun
     world, first = mesh.size, mesh.rank == 0
 
-    # Data: every rank reads its own files. The schedule needs to know who has most.
+    # Data: every rank reads its own files. The schedule needs the largest number of batches of any rank.
     files = source_files(world * BYTES_PER_RANK)
     loaders = [batches_of(files[rank::world], CONTEXT, SEQUENCES) for rank in range(world)]
     loader, steps = loaders[mesh.rank], max(map(len, loaders))
@@ -68,7 +68,7 @@ def main() -> None:
             )
         print(f"\n{plan}\n", flush=True)
 
-    # Training: this is all that uneven inputs ask of a loop.
+    # Training: `step.join` is the only addition for uneven inputs.
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, weight=lambda b: b.tokens, bucket_bytes=BUCKET_BYTES)
     state = step.init(params)
     losses, progress = [], Progress(steps, shown=first)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 class Progress:
-    """A line of progress: rewritten in place on a terminal, now and then a new one elsewhere."""
+    """A line of progress: rewritten in place on a terminal; otherwise a new line at intervals."""
 
     def __init__(self, steps: int, shown: bool) -> None:
         self.steps, self.shown, self.terminal = steps, shown, sys.stdout.isatty()
@@ -126,7 +126,7 @@ def generate(apply: fjoin.Apply, params: dict[str, Tensor], prompt: str, count: 
 
 
 def plot(losses: list[float], ends: list[int]) -> None:
-    """The loss curve as a picture, where matplotlib is installed; `ends` marks the ranks that run out of input."""
+    """Save the loss curve as a picture, where matplotlib is installed; `ends` are the steps at which ranks run out of input."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""Lightning on uneven data, every sample counted once: the dataset is the loop, and hands its scale to the training step.
+"""Lightning on uneven data, every sample counted once: the dataset is the loop, and passes its scale to the training step.
 
 pip install lightning
 torchrun --nproc-per-node 2 examples/with_lightning.py
@@ -18,7 +18,7 @@ import fjoin
 
 
 class UnevenDataset(IterableDataset[Any]):
-    """This rank's batches, as often on all ranks; Lightning runs the training step on each."""
+    """This rank's batches, equally many on all ranks; Lightning runs the training step on each."""
 
     def __iter__(self) -> Iterator[Any]:
         loop = fjoin.join(_small.make_batches(dist.get_rank()), weight=lambda batch: len(batch[1]))
@@ -45,6 +45,6 @@ trainer = lightning.Trainer(
     accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), strategy="ddp", max_epochs=1, use_distributed_sampler=False,
     logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
-# No workers: the loop talks to the other ranks, which only this process can.
+# No workers: the loop communicates with the other ranks, and only this process can.
 trainer.fit(model, DataLoader(UnevenDataset(), batch_size=None))
 _small.finish({path: p.detach() for path, p in model.net.named_parameters()}, every_sample_counts=True)

@@ -1,18 +1,18 @@
-"""Distributed data-parallel training as pure functions, and the small shell that runs them.
+"""Distributed data-parallel training as pure functions, and a small shell that runs them.
 
 train_step  TrainState  Metrics     the step, on uneven inputs
-join  Loop                          uneven inputs in a loop of one's own
+join  Loop                          uneven inputs in a custom loop
 evaluate  Evaluation                metrics over uneven shards
-Join  Joinable  JoinHook            torch's generic Join, for whatever communicates
+Join  Joinable  JoinHook            torch's generic Join, for any code that communicates
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
 ddp.register                        hooks and pipelines in DistributedDataParallel
 ddp.register_comm_hook_type         torch's communication hooks, by name
 auto_quantize                       torch's collectives, encoded
-Optimizer                           ours in the shape of torch.optim's
+Optimizer                           our optimizers in the shape of torch.optim's
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
-testing                             the laws, for transforms, optimizers and codecs of one's own
+testing                             the laws, to check custom transforms, optimizers and codecs
 transforms                          the pure part: `from fjoin import transforms as tx`
 """
 

@@ -1,4 +1,4 @@
-"""Errors of the shell. Each names the rank and the step, where it knows them."""
+"""Errors of the shell. Each names the rank and the step, where these are known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class FjoinError(RuntimeError):
 
     Attributes:
         rank: The rank that is at fault, or None.
-        step: The step in which it was noticed, or None.
+        step: The step in which the error was detected, or None.
     """
 
     def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
@@ -21,7 +21,7 @@ class PeerLost(FjoinError):
 
 
 class CollectiveTimeout(FjoinError):
-    """Another rank did not come to a meeting in time."""
+    """Another rank did not arrive in time."""
 
 
 class DesyncError(FjoinError):
@@ -33,11 +33,11 @@ class EarlyTermination(FjoinError):
 
 
 class JoinError(FjoinError):
-    """A loop or a Join was used in a way that would leave other ranks waiting for ever."""
+    """A loop or a Join was used in a way that would leave other ranks waiting forever."""
 
 
 class NoBatch(FjoinError):
-    """A rank that never had a batch used the stand-in for it."""
+    """A rank that never had a batch used the placeholder `NO_BATCH`."""
 
 
 class NonFinite(FjoinError):
@@ -45,7 +45,7 @@ class NonFinite(FjoinError):
 
     Attributes:
         ranks: The ranks whose loss is not finite.
-        paths: The parameters whose summed gradient is not finite, where that was looked up.
+        paths: The parameters whose summed gradient is not finite, where they were determined.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class NonFinite(FjoinError):
 
 
 class DonatedState(FjoinError):
-    """A state was used again after a step had taken its memory."""
+    """A state was used again after a step, or `with_hyperparameters`, had taken its memory."""
 
 
 class TornState(FjoinError):
     """A state cannot be stepped: a step failed after it had changed some of the parameters, or within an accumulation window.
 
-    In the second case the state can still be read and cloned; it is that of the last completed step.
+    In the second case the state can still be read and cloned; it is the state of the last completed step.
     """

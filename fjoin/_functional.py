@@ -13,17 +13,18 @@ from torch import Tensor, nn
 class Apply:
     """The forward pass of a module as a pure function; made by `functional`.
 
-    `apply(params, buffers, *args, **kwargs)` returns what the module returns and leaves `buffers` as
-    they are; `apply.with_buffers(...)` returns `(out, buffers)` with those that the module updated,
-    such as running statistics. The first call of `apply(...)` that throws such an update away warns.
-    What is missing in `buffers` has the value it had when `functional` was called; `params` must be
-    complete, since no second copy of them is kept.
+    - `apply(params, buffers, *args, **kwargs)` returns the module's output and leaves `buffers` unchanged. The first
+      call that discards an update of buffers warns.
+    - `apply.with_buffers(...)` returns `(out, buffers)` with the buffers that the module updated, such as running
+      statistics.
+    - Entries missing in `buffers` have their values from the call of `functional`. `params` must be complete, since no
+      second copy of them is kept.
     """
 
     def __init__(self, module: nn.Module, trained: frozenset[str]) -> None:
         self._module, self._trained = module, trained
-        # Path -> the dicts that hold this tensor, several for a shared one. Writing into them is what
-        # torch.func.functional_call does too, after looking all of this up again in each call.
+        # Path -> the dicts that hold this tensor, several for a shared one. torch.func.functional_call also
+        # writes into these dicts, but looks them up again in each call.
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
         self._own: list[tuple[dict[str, Any], str, Any]] = []
         self._updated: dict[str, Tensor] = {}
@@ -45,7 +46,7 @@ class Apply:
         """The forward pass.
 
         Warns:
-            UserWarning: once, where the module updates buffers: what it makes of them is thrown away.
+            UserWarning: once, where the module updates buffers: the update is discarded.
 
         Raises:
             ValueError: a path that the module does not have.
@@ -66,7 +67,7 @@ class Apply:
         kwargs: dict[str, Any],
         keeps: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
-        # The module writes into its buffers in place: let it write into copies.
+        # The module writes into its buffers in place, so give it copies.
         new = {path: buffers.get(path, b).clone() for path, b in self._updated.items()} if self._updated else {}
         given = {**params, **buffers, **new}
         if torch.compiler.is_compiling():
@@ -89,7 +90,7 @@ class Apply:
                 holder[name] = tensor
 
     def _warn_of_updates(self, new: dict[str, Tensor]) -> None:
-        """Warn if the module has updated buffers, given as they were: written in place, or replaced by assignment."""
+        """Warn if the module has updated one of the buffers `new` that it was given, in place or by assignment."""
         updated = []
         for path, tensor in new.items():
             holder, name = self._places[path][0]
@@ -107,7 +108,7 @@ class Apply:
         )
 
     def _after(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers as the module has left them: written in place, or replaced by assignment."""
+        """The buffers after the call, with the module's updates in place or by assignment."""
         out = {}
         for path in buffers:
             holder, name = self._places[path][0]
@@ -123,9 +124,9 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
 
     Returns:
         apply: An `Apply`, called as `apply(params, buffers, *args, **kwargs)`.
-        params: Path -> tensor, what is trained: the parameters that require a gradient, detached, in
-            the order of registration. A shared parameter stands once, under its first path.
-        buffers: Path -> tensor, what is not trained: the module's buffers and its frozen parameters.
+        params: Path -> tensor, the trained values: the parameters that require a gradient, detached, in
+            the order of registration. A shared parameter appears once, under its first path.
+        buffers: Path -> tensor, the untrained values: the module's buffers and its frozen parameters.
 
     Raises:
         TypeError: `module` is no nn.Module.

@@ -1,4 +1,4 @@
-"""The buckets of torch's DistributedDataParallel, as messages of ours."""
+"""The buckets of torch's DistributedDataParallel as gradient buffers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..transforms.plan._buckets import Bucket
 
 
 def gradients(bucket: GradBucket) -> list[Tensor]:
-    """The gradients in one of the module's buckets, lying there as the parameters do.
+    """The gradients in one of the module's buckets, as views with the parameters' strides.
 
-    The views that torch gives are contiguous in shape, over memory in the parameters' own order.
+    torch's own views are contiguous, but the memory is in the parameters' order.
     """
     views = []
     for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # it keeps the strides of what has no gaps
+        dense = torch.empty_like(p, device="meta").stride() == p.stride()  # strides without gaps
         views.append(
             g.as_strided(p.size(), p.stride(), g.storage_offset()) if dense and g.stride() != p.stride() else g
         )
@@ -37,7 +37,7 @@ class DDPBucket(GradBuffer):
     """One of the module's buckets in one backward pass.
 
     Attributes:
-        unit: What its gradients are multiplied with while they travel.
+        unit: The factor that scales its gradients in the message.
     """
 
     unit = 1.0
@@ -54,11 +54,11 @@ class DDPBucket(GradBuffer):
 
 
 def first_buckets(ddp: DistributedDataParallel, params: Mapping[str, Tensor]) -> tuple[Bucket, ...]:
-    """The buckets of a module's first pass, which come in this order."""
+    """The buckets of a module's first pass, in the order of the pass."""
     paths, first = list(params), [_DEFAULT_FIRST_BUCKET_BYTES] if ddp.bucket_bytes_cap_default else []
     limits = getattr(ddp, "bucket_bytes_cap_list", None)
     if not limits and (ddp.static_graph or not ddp.find_unused_parameters):
-        limits = [sys.maxsize]  # until it knows the order in which gradients come
+        limits = [sys.maxsize]  # one bucket, until the module knows the order in which gradients arrive
     limits = limits or [*first, ddp.bucket_bytes_cap]
     groups, _ = _compute_bucket_assignment_by_size(list(params.values()), limits)
     return tuple(
@@ -72,7 +72,7 @@ def _bucket(paths: tuple[str, ...], numel: int, like: Tensor) -> Bucket:
 
 
 def divide(outs: Iterable[DDPBucket], divisor: float) -> None:
-    """Make means of sums."""
+    """Divide summed gradients by the divisor and their unit, in place."""
     for out in outs:
         if (rest := divisor * out.unit) not in (0.0, 1.0):
             out.grads.div_(rest)

@@ -1,4 +1,4 @@
-"""torch's communication hooks, by its names and with its defaults, as transforms."""
+"""torch's communication hooks as transforms, with torch's names and defaults."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transfor
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
-        over: What to divide by, see `tx.mean`; with "weight" ranks count as `handle.weight(w)` says.
+        over: The divisor, see `tx.mean`; with "weight" each rank counts by its `handle.weight(w)`.
 
     Returns:
-        A `Transform`, for `fjoin.ddp.register`, `tx.fuse`, `tx.chain` and so on; so do all hooks here.
+        A `Transform`, for `fjoin.ddp.register`, `tx.fuse`, `tx.chain` and so on, as for all hooks here.
 
     Raises:
         ValueError: `over` is none of the three.
@@ -45,7 +45,7 @@ def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transfor
 
 
 def fp16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
-    """The mean in float16, beside a power of two that makes everything fit; sums are taken in float32.
+    """The mean in float16, scaled by a power of two that is sent along, so that all values fit; sums are taken in float32.
 
     Args, Raises: as `allreduce_hook`.
 
@@ -71,7 +71,7 @@ def bf16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Tran
 
 
 def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
-    """The mean in bytes, one scale for all that a rank sends another of a bucket.
+    """The mean in bytes, with one scale for each rank's message to another rank about a bucket.
 
     Args, Raises: as `allreduce_hook`.
 
@@ -85,7 +85,7 @@ def quantization_pertensor_hook(*, axis: AxisName = "data", over: Over = "world"
 
 
 def quantization_perchannel_hook(bucket_size: int = 512, *, axis: AxisName = "data", over: Over = "world") -> Transform:
-    """The mean in bytes, a scale for every `bucket_size` elements.
+    """The mean in bytes, with one scale for every `bucket_size` elements.
 
     Args:
         bucket_size: Elements that share a scale, at least 1.
@@ -107,23 +107,23 @@ def powerSGD_hook(
     use_error_feedback: bool = True, warm_start: bool = True, orthogonalization_epsilon: float = 0.0, random_seed: int = 0, *,
     axis: AxisName = "data", over: Over = "world",
 ) -> Transform:  # fmt: skip
-    """The mean in which matrices travel as two thin factors, from some pass on; see `tx.power_sgd`.
+    """The mean with matrices sent as two thin factors, after an initial number of passes; see `tx.power_sgd`.
 
     Args:
         matrix_approximation_rank: Columns of the factors, at least 1.
-        start_powerSGD_iter: Passes with a plain mean before; 0 is allowed, since nothing is kept by bucket.
+        start_powerSGD_iter: The number of initial passes with a plain mean; 0 is allowed, since no state is kept by bucket.
         min_compression_rate: A matrix is compressed where (rows + columns) * rank * this < rows * columns.
-        use_error_feedback: Whether each rank keeps what it could not send, for the next passes.
-        warm_start: Start from the last pass's factors, else from random ones.
-        orthogonalization_epsilon: Added to norms that divide; what is 0 is no danger without it.
-        random_seed: Of the random factors.
+        use_error_feedback: Whether each rank keeps the residual of its compression for the next passes.
+        warm_start: Whether to start from the last pass's factors; otherwise from random ones.
+        orthogonalization_epsilon: Added to norms that divide; norms of 0 are safe without it.
+        random_seed: The seed of the random factors.
         axis, over: as `allreduce_hook`.
 
     Raises:
         ValueError, TypeError: an argument is none of these.
 
     Same as: torch's powerSGD_hook with PowerSGDState, DDPCommHookType.POWER_SGD and, with rank 2, POWER_SGD_RANK2. It has no
-        compression_stats_logging_frequency: `handle.explain()` tells; nor batch_tensors_with_same_shape, which it decides.
+        compression_stats_logging_frequency: `handle.explain()` shows them; nor batch_tensors_with_same_shape, which it decides.
 
     >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
     switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
@@ -178,16 +178,17 @@ def post_localSGD_hook(
     start_localSGD_iter: int, post_local_gradient_allreduce: bool = True, *, axis: AxisName = ("node", "local"),
     subgroup: AxisName = "local", over: Over = "world",
 ) -> Transform:  # fmt: skip
-    """The mean over all ranks at first, then over a subgroup, or over none.
+    """The mean over all ranks at first, then over a subgroup, or over no ranks.
 
-    It goes to `fjoin.ddp.register` with a mesh that has the axes, `fjoin.mesh({"node": -1, "local": ranks of a node})`. Something
-    else must average the parameters from then on.
+    Pass it to `fjoin.ddp.register` with a mesh that has the axes, `fjoin.mesh({"node": -1, "local": ranks of a node})`. From then
+    on other code must average the parameters.
 
     Args:
-        start_localSGD_iter: Passes with the mean over all ranks.
-        post_local_gradient_allreduce: Whether gradients are averaged over the subgroup afterwards; else they are left alone.
+        start_localSGD_iter: The number of passes with the mean over all ranks.
+        post_local_gradient_allreduce: Whether gradients are averaged over the subgroup afterwards; otherwise they are left
+            unchanged.
         axis: The axes of all ranks.
-        subgroup: Those of them that a rank's subgroup has.
+        subgroup: The axes, out of `axis`, of a rank's subgroup.
         over: As `allreduce_hook`.
 
     Raises:
@@ -219,12 +220,12 @@ _OF_TYPE: dict[str, Callable[..., Transform]] = {
 
 
 def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", over: Over = "world") -> Transform:
-    """The transform that does what one of torch's `DDPCommHookType` does, with its settings.
+    """The transform equivalent to one of torch's `DDPCommHookType`, with torch's settings.
 
     Args:
         comm_hook_type: A member of torch's DDPCommHookType, its name, or torch's BuiltinCommHookType.
         axis: The axis, or a tuple of axes, to average over.
-        over: What to divide by, see `tx.mean`: by default all ranks count alike, as in torch.
+        over: The divisor, see `tx.mean`: by default all ranks count alike, as in torch.
 
     Returns:
         A `Transform`, for `fjoin.ddp.register`, `tx.fuse`, `tx.chain` and so on.

@@ -42,14 +42,14 @@ from ._weighted_sum import Counts, WeightedSum
 
 
 class DDPRun:
-    """What a module's communication hook calls, bucket by bucket, and after the last one.
+    """Runs a hook or pipeline in a module's backward passes: on each bucket, and after the last one.
 
     Attributes:
         leaves: Path -> parameter.
-        flats: The parameters' memory, which what a pure function keeps must not share.
+        flats: The parameters' memory, which the states of pure functions must not share.
     """
 
-    # What a `Call` asks of the hook that it belongs to.
+    # A `Call` reads these; see `BucketHook`.
     flat, fresh = False, False
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
@@ -57,14 +57,14 @@ class DDPRun:
         self.skips = None if pipeline is None else pipeline.skips
         self.outer: Any = self.skips.begin(()) if self.skips else None
         self._plan = plan = make_plan(hook, mesh.shape, pipeline.after if pipeline else None)
-        # Whether the parameters are transformed, which the sum of the weights of those that share gradients counts in.
+        # Whether the pipeline transforms parameters, which needs the sum of the weights of the ranks that share gradients.
         self._transforms = pipeline is not None and pipeline.after is not None
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
         self._step_check = StepCheck(mesh.size, skips=self.skips is not None)
-        self._late: Counts | None = None  # on its way in this pass: which ranks have left the step before out
+        self._late: Counts | None = None  # this pass's message about the ranks that left out the step before
         self._lane: dict[str, float] | None = None
         held = {path: p.detach() for path, p in params.items()}
         if pipeline is not None:
@@ -81,46 +81,46 @@ class DDPRun:
             items = [(path, pipeline.optimizer.at(path), p, None) for path, p in held.items()]
             self.stepper.begin(items)
             self._watched = [item for item in items if item[1].watched]
-        # Whether nothing stands between a plain sum and the optimizer, and whether the kernels can divide it.
+        # Whether the optimizer directly follows a plain sum, and whether its kernels can divide.
         self._bare = pipeline is not None and plan.reduce is not None and len(self._stages) == 1
         self._kernels_divide = pipeline is not None and all(
             divides(part, dtype)
             for part, dtype in {(pipeline.optimizer.at(path), p.dtype) for path, p in params.items()}
         )
         self.step, self.total = 0, math.nan
-        self.loaded = False  # a state, from which the next pass goes on
-        self.pending: float | None = None  # the weight of the next pass that is synchronised
+        self.loaded = False  # whether a state has been loaded since the last pass
+        self.pending: float | None = None  # the weight for the next synchronised pass
         self._weight = 1.0
         self._outs: list[DDPBucket] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
-        self._missing = set[str]()  # the parameters whose buckets are still to come in this pass
+        self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
         self._calls: list[Call] = []
         self._interleaver: Interleaver | None = None
         self._side: SideStream | None = None  # on CUDA
         self._sum: WeightedSum | None = None
         self._buckets = first_buckets(ddp, params)
         self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
-        # Of a parameter that no rank uses nothing is stepped, so that what a hook sends of it is lost.
+        # A parameter that no rank uses is not stepped, and the hook's state for it must stay unchanged.
         asks = (pipeline is not None or hook.compression is not None) and (
             ddp.find_unused_parameters or ddp.static_graph
         )
         self._used = UsedParameters(params, mesh) if asks else None
 
     def explain(self) -> Explanation:
-        """What a pass sends, with the buckets of the last one, or of the first."""
+        """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
         words = 0 if self._used is None else len(self.leaves)
         return explain_cut(self.pipeline or self._hook, self.leaves, self._mesh.shape, lambda _: self._buckets, words)
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Send one bucket; what is returned is complete once the last one has been."""
+        """Send one bucket; the returned future completes after the last bucket."""
         if bucket.buffer().is_sparse:
             raise TypeError(
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
         out = DDPBucket(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
-        # Not by `index` and `is_last`: in the first pass of a static graph all buckets have index 0, and none is the last.
+        # `index` and `is_last` are not used: in a static graph's first pass all buckets have index 0, and none is the last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if out.grads.is_cuda else None
         )
@@ -139,7 +139,7 @@ class DDPRun:
             failure = self._mesh.root_cause(error, self.step)
             try:
                 if isinstance(failure, (PeerLost, CollectiveTimeout)):
-                    # The group stays: the module's reducer, which runs this, holds it. Other errors may be those of all ranks.
+                    # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other errors alike.
                     self._mesh.report(failure, self.step)
                 if failure is error:
                     raise
@@ -163,7 +163,7 @@ class DDPRun:
             self._late = Counts(self._mesh, self._plan.agree, 0.0, self._step_check.left_out)
 
     def _forget(self) -> None:
-        """Drop a pass that has ended, or failed."""
+        """Discard a pass that has ended or failed."""
         if self._interleaver is not None:
             self._interleaver.clear()
         self._outs, self._futures, self._calls, self._interleaver, self._sum, self._missing = (
@@ -180,7 +180,7 @@ class DDPRun:
         if self.scaling is not None:
             unscale(out.grads, 1 / self.outer.scale.double())
             if self.scaling.missed:
-                out.grads.fill_(math.nan)  # so that all ranks leave the step out
+                out.grads.fill_(math.nan)  # makes all ranks leave the step out
         if self._plan.reduce is not None:
             if self._sum is None:
                 self._sum = WeightedSum(self._mesh, self._plan, self._weight, self._transforms, out.grads.device)
@@ -189,7 +189,7 @@ class DDPRun:
         if self._plan.early is None:
             return
         if not self._calls:
-            axes, buckets = self._mesh.axes, self._buckets  # those of the pass before, as many on all ranks
+            axes, buckets = self._mesh.axes, self._buckets  # the last pass's buckets, the same number on all ranks
             self._interleaver = Interleaver(axes) if travel(axes, buckets, "cpu") else None
             self._side = self._side or (SideStream(out.grads.device) if travel(axes, buckets, "cuda") else None)
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
@@ -209,18 +209,18 @@ class DDPRun:
                 call()
 
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
-        """Call the stages that run bucket by bucket."""
+        """Call the stages that run bucket by bucket; returns their gradients and state."""
         early = self._plan.early
         assert early is not None
         return early.update(*args, lane_dtype=torch.float64, step=self.step, **donate_kwargs(early), **extra)
 
-    # -- after the last -----------------------------------------------------------------------------------
+    # -- after the last bucket ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
         for out in self._outs:
             out.wait()
             if self._bare:
-                self._step_check.observe(out)  # while the messages behind it are still under way
+                self._step_check.observe(out)  # while later messages are still under way
         new: tuple[Any, ...] = ()
         found: MeanState | None = None  # the sums of the last reduction
         divisor = 1.0
@@ -256,7 +256,7 @@ class DDPRun:
         self._forget()
 
     def _summed(self) -> tuple[MeanState, float]:
-        """The sums of a plain reduction, and what the gradients are still to be divided by."""
+        """The sums of a plain reduction, and the remaining divisor of the gradients."""
         assert self._sum is not None
         total, over = self._sum.total, self._plan.over
         lane = {"weight": torch.tensor(self._sum.weight, dtype=torch.float64)} if self._transforms else {}
@@ -273,9 +273,10 @@ class DDPRun:
         return new, early.sums(states[0]) if early.sums is not None else None
 
     def _step(self, pipeline: Pipeline, state: tuple[Any, ...], divisor: float, found: MeanState | None) -> None:
-        """Judge the gradients, which are still to be divided, and step the module's parameters in place.
+        """Decide on the step, and step the module's parameters in place; the gradients are not yet divided.
 
         Args:
+            divisor: The remaining divisor of the gradients.
             found: The sums of the hook's last reduction.
         """
         outs, used = self._outs, self._used_anywhere()
@@ -286,7 +287,7 @@ class DDPRun:
         if equal:
             assert found is not None
             sums: dict[str, Any] = {"weight": float(found.lane["weight"] if self._transforms else found.total)}
-        else:  # the ranks' gradients differ, and so may what they make of them
+        else:  # the ranks' gradients differ, and so may their decisions
             sums = Counts(self._mesh, axes, self._weight, float(self._step_check.bad(outs))).wait()
             self.total = sums["weight"] if axes else math.nan
         sums.update(total=sums["weight"], loss=0.0)
@@ -336,9 +337,9 @@ class DDPRun:
             )
 
     def _used_anywhere(self) -> set[str] | None:
-        """The parameters that some rank has used; None: all."""
+        """The parameters that some rank has used; None for all parameters."""
         return None if self._used is None else self._used.anywhere()
 
 
-# The modules whose hook is ours: it divides by itself.
+# The modules that have a hook of ours, which divides by itself.
 REGISTERED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Errors that are raised once the backward pass has ended."""
+"""Errors that are raised after the backward pass has ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def raise_after_backward(error: Exception) -> None:
-    """Raise once the module has finished its pass, which would be unusable if its hook raised."""
+    """Raise an error after the module has finished its pass; the module would be unusable if its hook raised."""
     if torch._C._current_graph_task_id() < 0:
         raise error
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -14,4 +14,4 @@ def raise_after_backward(error: Exception) -> None:
     def last() -> None:
         raise error
 
-    engine.queue_callback(lambda: engine.queue_callback(last))  # behind the module's own, which is still to come
+    engine.queue_callback(lambda: engine.queue_callback(last))  # after the module's own callback, not yet queued

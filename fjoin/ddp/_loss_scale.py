@@ -1,4 +1,4 @@
-"""Whether the backward passes of a module come from losses that were scaled."""
+"""Loss scaling for a module, with a check that its backward passes start from scaled losses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class ScaledLoss:
-    """Scales losses, and notices backward passes of others.
+    """Scales losses, and detects backward passes of losses that were not scaled.
 
     Attributes:
-        missed: Whether some pass since the last step came from a loss that was not scaled.
+        missed: Whether a pass since the last step came from a loss that was not scaled.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -30,11 +30,11 @@ class ScaledLoss:
             p.register_post_accumulate_grad_hook(arrived)
 
     def __call__(self, loss: Tensor, scale: Tensor) -> Tensor:
-        """The loss times its scale, which tells when its backward pass begins and ends."""
+        """The loss times its scale, with a hook that marks its backward pass as running."""
         scaled = loss * scale.to(loss.device)
 
         def begins(grad: Tensor) -> None:
-            # Held by the pass alone, and so until it ends or fails; nested passes, of checkpoints, belong to it.
+            # Only the pass itself holds this object, until it ends or fails. Nested passes, of checkpoints, are part of it.
             running = _Pass()
             self._running = weakref.ref(running)
             torch.autograd.Variable._execution_engine.queue_callback(running)  # type: ignore[attr-defined]
@@ -43,11 +43,11 @@ class ScaledLoss:
         return scaled
 
     def check(self) -> None:
-        """Called in every backward pass."""
+        """Record whether the current backward pass comes from a scaled loss; called in every backward pass."""
         self.missed = self.missed or self._running() is None
 
     def take_error(self) -> RuntimeError | None:
-        """At a step: what is to be raised."""
+        """The error to raise in this step, or None; clears `missed`."""
         missed, self.missed = self.missed, False
         if not missed:
             return None

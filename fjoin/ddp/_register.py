@@ -31,17 +31,17 @@ class Handle:
     """A registered hook; made by `fjoin.ddp.register`.
 
     Attributes:
-        step: Synchronised backward passes so far.
-        skipped: Steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
-        total: The sum of the ranks' weights in the last of them, or the number of ranks that had one where the mean is over
-            those; NaN where the hook does not reduce.
+        step: The number of synchronised backward passes so far.
+        skipped: The number of steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
+        total: The sum of the ranks' weights in the last synchronised pass, or the number of ranks with a weight above 0 where
+            the mean counts ranks; NaN where the hook does not reduce.
     """
 
     def __init__(self, run: DDPRun) -> None:
         self._run = run
 
     def weight(self, weight: float) -> None:
-        """Set this rank's weight in the mean, for the next backward pass that is synchronised; 1 where it is not set.
+        """Set this rank's weight in the mean for the next synchronised backward pass; 1 where it is not set.
 
         Raises:
             ValueError: a weight that is negative or not finite.
@@ -59,7 +59,7 @@ class Handle:
         return 0 if self._run.outer is None else int(self._run.outer.skipped)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on, where the pipeline is a `dynamic_loss_scale`: times its scale.
+        """The loss times its scale, to call backward on; for a pipeline in `dynamic_loss_scale`.
 
         Raises:
             TypeError: the pipeline scales no losses.
@@ -73,10 +73,10 @@ class Handle:
         return self._run.total
 
     def explain(self) -> Explanation:
-        """What a synchronised backward pass sends, as by `fjoin.transforms.explain`, before any has run.
+        """The messages of a synchronised backward pass, as `fjoin.transforms.explain` shows them; also before any has run.
 
-        The buckets are those of the last pass, and before the first those of the first. From the second on the module has
-        others, cut in the order in which gradients come.
+        The buckets are those of the last pass; before the first pass, those of the first. From the second pass on the module
+        uses other buckets, cut in the order in which gradients arrive.
         """
         return self._run.explain()
 
@@ -93,7 +93,7 @@ class Handle:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, for the same pipeline and parameters. All ranks must load the same step.
+        """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
 
         Raises:
             ValueError: the state of another pipeline, or of other parameters.
@@ -120,36 +120,39 @@ class Handle:
 
 
 class _Live(list[Any]):
-    """The hooks of a module that is registered. A copy of the module, pickled or deep, has none: its buckets are its own."""
+    """The hooks of a registered module. A pickled or deep copy of the module has no hook, since it has its own buckets."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, ()
 
 
 def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: Mesh | None = None) -> Handle:
-    """Let a hook, or a whole fused pipeline, be the communication hook of a DistributedDataParallel.
+    """Register a hook, or a whole fused pipeline, as the communication hook of a DistributedDataParallel.
 
-    The buckets' messages travel while backward goes on, in a fixed order; after the last bucket come the stages that need
-    all gradients, and with a pipeline the optimizer's step, in place on the module's own parameters. After
-    `loss.backward()` the gradients are what the hook made of them, and with a pipeline the parameters have been stepped:
-    there is no `optimizer.step()`. `zero_grad()` is still needed, since DistributedDataParallel adds what comes next to
-    what is there. Under `no_sync` nothing is sent or stepped; what has been added up then goes with the next pass.
+    The buckets' messages travel during backward, in a fixed order. After the last bucket the stages run that need all
+    gradients, and with a pipeline the optimizer steps the module's own parameters in place. After `loss.backward()`:
 
-    The step is taken before backward returns: what a second backward pass through the same graph, or a gradient of an input,
-    needs of the old parameters, it no longer finds, and torch says so.
+    - The gradients are the hook's result.
+    - With a pipeline the parameters have been stepped: there is no `optimizer.step()`.
+    - `zero_grad()` is still needed, since DistributedDataParallel adds new gradients to the existing ones.
 
-    A mean over weights takes the weight that `handle.weight(w)` has set before backward: one message more, of one number,
+    Under `no_sync` nothing is sent or stepped; the accumulated gradients go with the next pass.
+
+    The step is taken before backward returns. A second backward pass through the same graph, or a gradient of an input, that
+    needs the old parameters no longer finds them, and torch raises an error.
+
+    A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one message, of one number,
     with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input counts 0; so with a
     pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
 
-    The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered again, and the
+    The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered again. The
     state of the hook is in `handle.state_dict()`.
 
     With a pipeline, parameters that no rank uses, where find_unused_parameters or static_graph allow that, are left
-    alone, as by torch.optim: one more small message in each step.
+    unchanged, as by torch.optim. This adds one small message to each step.
 
     Args:
-        model: The module; it can be given one hook.
+        model: The module; it takes only one hook.
         what: A `Transform` or a `Pipeline`.
         mesh: The ranks, where the hook has several axes; by default those of the module's group, as the hook's one axis.
 
@@ -157,15 +160,15 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         A `Handle`.
 
     Warns:
-        UserWarning: on rank 0 of several: nothing in `what` reduces, and no `noop` says that this is meant.
+        UserWarning: on rank 0 of several: nothing in `what` reduces, and no `noop` marks this as intended.
 
     Raises:
         TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline.
-        ValueError: the module has a hook already, or parameters that it keeps from hooks; the hook's axes are not those of
-            the module's group; `accumulate`, whose place no_sync takes.
-        DesyncError: on all ranks: they register different things.
-        NonFinite: out of backward, on all ranks, with a pipeline that leaves no such steps out; nothing is stepped.
-        RuntimeError: out of backward: a pipeline in `dynamic_loss_scale` has got gradients of a loss without `handle.scale`.
+        ValueError: the module already has a hook, or has parameters that it keeps from hooks; the hook's axes are not those of
+            the module's group; `accumulate`, which no_sync replaces.
+        DesyncError: on all ranks: they register different hooks or pipelines.
+        NonFinite: raised by backward, on all ranks, with a pipeline that does not leave such steps out; nothing is stepped.
+        RuntimeError: raised by backward: a pipeline in `dynamic_loss_scale` got gradients of a loss without `handle.scale`.
 
     Same as: register_comm_hook, _register_fused_optim.
     """
@@ -196,7 +199,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state(bucket)
 
-    fjoin_hook.__annotations__ = {}  # which torch compares with objects, not with the texts that they are here
+    fjoin_hook.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
     model.register_comm_hook(run, fjoin_hook)
     model._comm_hooks = _Live(model._comm_hooks)
     REGISTERED.add(model)
@@ -207,17 +210,18 @@ def register_comm_hook_type(
     comm_hook_type: DDPCommHookType | str, model: DistributedDataParallel, state: ProcessGroup | None = None, *,
     optimizer: Optimizer | None = None, over: Over = "world",
 ) -> Handle:  # fmt: skip
-    """Register what does the same as one of torch's communication hooks, chosen as torch's register_ddp_comm_hook chooses it.
+    """Register the equivalent of one of torch's communication hooks, chosen by type as in torch's register_ddp_comm_hook.
 
     It is `register(model, comm_hook(comm_hook_type))`, or with an optimizer `register(model, fuse(comm_hook(...), optimizer))`. For
-    other settings than torch's own give `register` the hook itself, for example `quantization_perchannel_hook(bucket_size=128)`.
+    other settings than torch's defaults pass the hook itself to `register`, for example
+    `quantization_perchannel_hook(bucket_size=128)`.
 
     Args:
         comm_hook_type: A member of torch's DDPCommHookType, its name, or torch's BuiltinCommHookType.
         model: The module.
         state: The module's own process group, or None: a hook has the ranks of its module.
-        optimizer: Steps the module's parameters after the last bucket, so that there is no `optimizer.step()`.
-        over: What to divide by, see `tx.mean`: by default all ranks count alike, as in torch.
+        optimizer: Steps the module's parameters after the last bucket; there is no `optimizer.step()`.
+        over: The divisor, see `tx.mean`: by default all ranks count alike, as in torch.
 
     Returns:
         A `Handle`.

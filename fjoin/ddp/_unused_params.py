@@ -1,4 +1,4 @@
-"""Which of a module's parameters some rank has used, where not all need be."""
+"""The parameters of a module that at least one rank has used, where a pass need not use all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..transforms._tree import to_device
 
 
 class UsedParameters:
-    """Notes which parameters get a gradient, and asks the other ranks.
+    """Records the parameters that get a gradient, on this rank and on the others.
 
     Args:
         params: Path -> parameter.
@@ -28,7 +28,7 @@ class UsedParameters:
             p.register_post_accumulate_grad_hook(lambda _, path=path: here.add(path))  # type: ignore[misc]
 
     def anywhere(self) -> set[str]:
-        """Those that have had a gradient on some rank since the last time: one small message."""
+        """The parameters that have had a gradient on some rank since the last call; sends one small message."""
         bits = to_device(self._mesh.device, torch.tensor([float(path in self._here) for path in self._paths]))
         self._here.clear()
         self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
@@ -38,7 +38,11 @@ class UsedParameters:
 def keep_unused_state(
     used: set[str] | None, new: tuple[Any, ...], old: tuple[Any, ...], paths: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """A hook's states after a pass: what they hold of parameters that no rank has used stays as it was; None: all are used."""
+    """A hook's states after a pass, with the old state for parameters that no rank has used.
+
+    Args:
+        used: The parameters that some rank has used; None for all.
+    """
     if used is None or len(used) == len(paths):
         return new
     rest = paths.keys() - used

@@ -1,4 +1,4 @@
-"""What is summed over the ranks in the buckets of torch's DistributedDataParallel, and beside them."""
+"""Weighted sums over the ranks: of the buckets of torch's DistributedDataParallel, and of the weights."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ._buckets import DDPBucket
 
 
 class Counts:
-    """The sum of some ranks' weights, and a bit for each of those that say something, in a message of its own.
+    """The sum of some ranks' weights, and one bit from each of them, in a message of its own.
 
     Args:
         axes: The axes of these ranks; there may be none.
-        weight: Of this rank.
-        says: Whether this rank says it, 0 or 1.
+        weight: This rank's weight.
+        flag: This rank's bit, 0 or 1.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], weight: float, says: float) -> None:
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], weight: float, flag: float) -> None:
         with bind_axes(mesh.axes):
             word, bit = rank_bit(int(axis_index(axes)) if axes else 0)
         words = torch.zeros(1 + mask_words(math.prod(axis.size for axis in mesh.over(axes))), dtype=torch.float64)
-        words[0], words[1 + word] = weight, says * bit
+        words[0], words[1 + word] = weight, flag * bit
         self._words = to_device(mesh.device, words)
         self._work = mesh.reduce_(self._words, axes) if axes else None
 
     def wait(self) -> dict[str, float]:
-        """The sum, and by name the words with the bits."""
+        """Wait for the message; returns the sum, and by name the words with the bits."""
         if self._work is not None:
             self._work.wait()
         weight, *masks = self._words.tolist()
@@ -42,12 +42,12 @@ class Counts:
 
 
 class WeightedSum:
-    """The sum of one pass; the weights are summed in a message of their own, which goes first.
+    """The sums of one pass; the weights are summed in a message of their own, which is sent first.
 
     Args:
-        weight: Of this rank in this pass.
-        weighs: Whether the sum of the weights is wanted besides what the ranks count in the mean.
-        device: Of the module.
+        weight: This rank's weight in this pass.
+        weighs: Whether the sum of the weights is needed in addition to the divisor of the mean.
+        device: The device of the module.
     """
 
     def __init__(self, mesh: Mesh, plan: Plan, weight: float, weighs: bool, device: torch.device) -> None:
@@ -60,24 +60,24 @@ class WeightedSum:
 
     @functools.cached_property
     def _sums(self) -> list[float]:
-        """What all ranks count together; it is waited for, once."""
+        """The summed words; the first read waits for the message."""
         self._work.wait()
         return list(self._words.tolist())
 
     @property
     def total(self) -> float:
-        """What all ranks count together in the mean."""
+        """The sum of the ranks' factors in the mean: their weights, or 1 for each rank with a weight above 0."""
         return self._sums[0]
 
     @property
     def weight(self) -> float:
-        """The sum of their weights, where it is wanted."""
+        """The sum of the ranks' weights, where `weighs` is set."""
         return self._sums[-1]
 
     def send(self, out: DDPBucket) -> None:
-        """Sum a bucket in place, times its `unit`."""
+        """Start summing a bucket in place, times its `unit`."""
         if out.grads.dtype.itemsize < 4 and 0 < self.total < math.inf:
-            # Sums of gradients times weights would not fit: a power of two near 1 / total, which costs no bit.
+            # Sums of gradients times weights would overflow: scale by a power of two near 1 / total, which loses no bit.
             out.unit = 2.0 ** -math.floor(math.log2(self.total))
         factor = self._factor * out.unit
         if factor == 0.0:

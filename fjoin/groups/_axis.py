@@ -33,11 +33,11 @@ class Done:
 
 
 class _Message:
-    """A message over an axis. While it is under way, a look at failures now and then ends the wait for a rank that has one.
+    """A message over an axis. Its wait polls for failures, so it ends where another rank has failed.
 
     Args:
-        work: The handle of torch, which is let go of after the wait: in a traceback it would keep a broken connection open.
-        cpu: Whether the message is in the memory of the host; otherwise a stream waits, and not the host.
+        work: The handle of torch. The wait drops it: in a traceback it would keep a broken connection open.
+        cpu: Whether the message is in host memory; otherwise a stream waits, and not the host.
         after: Called when the message has arrived.
     """
 
@@ -73,29 +73,29 @@ class _Message:
 
 
 def _named(new: str, old: str) -> Any:
-    """A function of torch.distributed, by its name from torch 2.13 on, or its name before."""
+    """A function of torch.distributed under its name from torch 2.13 on, or under its earlier name."""
     return getattr(dist, new if hasattr(dist, new) else old)
 
 
-# How long a message is waited for before a look at failures.
+# The time between two checks for failures while a message is awaited.
 _LOOK_AFTER = datetime.timedelta(seconds=1)
-# Up to this size two gloo ranks swap buffers and add: one hop in the place of all_reduce's several, the
-# same bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on it
-# gains nothing.
+# Up to this size two gloo ranks swap buffers and add: one hop instead of all_reduce's several, the same
+# bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on there is
+# no gain.
 _SWAP_BYTES = 512 * 1024
-# gloo fills a link only while several messages are under way: what two ranks exchange leaves in pieces of at most this size.
+# gloo fills a link only while several messages are under way: two ranks exchange pieces of at most this size.
 _PIECE_BYTES = 512 * 1024
 
 
 class GroupAxis(Axis):
-    """What a real rank binds to one axis name.
+    """An axis over a process group, which a real rank binds to one axis name.
 
     Args:
         group: The process group.
-        ordered: Sum in rank order, bit for bit as the lockstep simulator does: for tests, since it
-            gathers every rank's value to do so.
-        joint: From axis names to the one axis that covers them all, if there is one.
-        check: Raises where another rank has failed; called now and then while a message is under way.
+        ordered: Sum in rank order, bit for bit as the lockstep simulator does. For tests only, since it
+            gathers every rank's value.
+        joint: Maps axis names to the one axis that covers them all, if there is one.
+        check: Raises where another rank has failed; called at intervals while a message is under way.
     """
 
     def __init__(
@@ -132,24 +132,24 @@ class GroupAxis(Axis):
             return Done()
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(buffer)
-            # a + b = b + a, to the bit: both ranks have the same.
+            # a + b = b + a, to the bit: both ranks have the same sum.
             return _Message(self, self._swap(buffer, received), after=lambda: buffer.add_(received))
         return _Message(self, dist.all_reduce(buffer, group=group, async_op=True), buffer.device.type == "cpu")
 
     def _swap(self, given: Tensor, taken: Tensor) -> Any:
-        """Send the other one of two ranks a flat buffer, and get its."""
+        """Start sending the other of two ranks a flat buffer, and receiving its buffer."""
         sizes = [0, given.numel()] if self.rank == 0 else [given.numel(), 0]
         return dist.all_to_all_single(taken, given, sizes, sizes, group=self.group, async_op=True)
 
     def _gather(self, x: Tensor, out: Tensor) -> list[Any]:
-        """Start filling `out`, (n, ...), with what the ranks have in the place of `x`."""
+        """Start filling `out`, (n, ...), with the ranks' values of `x`."""
         flat, rows = x.view(-1), out.view(self.size, x.numel())
         if x.device.type != "cpu":  # NCCL gathers into one tensor, and copies from there into a list of several
             gather = _named("all_gather_single", "all_gather_into_tensor")
             return [gather(rows.view(-1), flat, group=self.group, async_op=True)]
         if not self._swaps:
             return [dist.all_gather(list(rows.unbind(0)), flat, group=self.group, async_op=True)]
-        # gloo's all_gather copies all that it has received once more.
+        # gloo's all_gather copies the received data once more.
         pieces = max(1, math.ceil(flat.numel() * flat.element_size() / _PIECE_BYTES))
         both = zip(flat.chunk(pieces), rows[1 - self.rank].chunk(pieces), strict=True)
         works = [self._swap(piece, to) for piece, to in both]
@@ -167,7 +167,7 @@ class GroupAxis(Axis):
         return self.begin(op, x, arg)()
 
     def _after(self, out: Tensor, *works: Any) -> Callable[[], Tensor]:
-        """Wait for messages, then give the tensor that they have filled."""
+        """A function that waits for messages and returns the tensor that they fill."""
         messages = [_Message(self, work, out.device.type == "cpu") for work in works]
 
         def wait() -> Tensor:
@@ -178,7 +178,7 @@ class GroupAxis(Axis):
         return wait
 
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
-        """Start a collective; what is returned waits for it and gives the result."""
+        """Start a collective; the returned function waits for it and returns the result."""
         n, group = self.size, self._open()
         x = x.contiguous()
         if self.ordered and op in ("psum", "psum_scatter"):
@@ -205,7 +205,7 @@ class GroupAxis(Axis):
             out = x.new_empty((n, *x.shape))
             return self._after(out, *self._gather(x, out))
         if op == "psum_scatter":
-            if x.device.type == "cpu":  # whose reduce_scatter takes twice its all_reduce
+            if x.device.type == "cpu":  # gloo's reduce_scatter takes twice as long as its all_reduce
                 parts = self.begin("all_to_all", x, None)
                 return lambda: parts().sum(0, dtype=x.dtype)
             out = x.new_empty(x.shape[1:])
@@ -229,7 +229,7 @@ class GroupAxis(Axis):
         return self._after(out.view(x.shape), work)
 
     def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        """The same in operations that torch.compile traces."""
+        """`run` in operations that torch.compile traces."""
         _refuse_traced_vmap(op, x)
         n, group = self.size, self._open()
         if op == "psum":
@@ -262,8 +262,8 @@ def _refuse_traced_vmap(op: str, x: Tensor) -> None:
     """Raise where torch.compile traces a vmap around a collective.
 
     Dynamo drops the vmap rule of an autograd.Function, and torch's functional collectives have none:
-    the result would be an unreduced or partly reduced tensor, without a word. What is wrapped twice
-    cannot be looked into while tracing, so that a derivative of a derivative is refused as well.
+    the result would silently be an unreduced or partly reduced tensor. A tensor that is wrapped twice
+    cannot be inspected while tracing, so a derivative of a derivative is refused as well.
     """
     if torch._C._functorch.is_batchedtensor(x) or _transform_level() > 1:
         raise RuntimeError(

@@ -1,6 +1,6 @@
-"""The TCP connections of process groups: which of them lead to which rank, and which are still open.
+"""The TCP connections of process groups: the rank that each leads to, and whether it is still open.
 
-Read from /proc, on Linux; elsewhere none is found.
+They are read from /proc on Linux; on other systems none is found.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _ESTABLISHED = 1  # a state of TCP
 
 
 def event_loops() -> set[int]:
-    """Descriptors of this process's epoll instances: gloo makes one for each group, which watches its connections."""
+    """Descriptors of this process's epoll instances: gloo makes one per group to watch the group's connections."""
     found = set()
     for fd in _descriptors():
-        with contextlib.suppress(OSError):  # closed meanwhile, such as the listing's own
+        with contextlib.suppress(OSError):  # closed meanwhile, such as the listing's own descriptor
             if os.readlink(f"{_OPEN}/{fd}") == "anon_inode:[eventpoll]":
                 found.add(fd)
     return found
@@ -31,13 +31,13 @@ def _descriptors() -> list[int]:
 
 class _Socket(NamedTuple):
     fd: int
-    inode: int  # a descriptor is a number that another file may have later
+    inode: int  # identifies the socket: the number of a descriptor may later be reused for another file
 
 
 class Connections:
-    """The connections that some event loops watch when this is made; by default all of this process.
+    """The connections that some event loops watch at construction; by default all connections of this process.
 
-    `know` finds those that lead to a rank: a connection has the same two ends in both processes.
+    `know` finds the connections to a rank: a connection has the same two ends in both processes.
     """
 
     def __init__(self, loops: Iterable[int] | None = None) -> None:
@@ -49,7 +49,7 @@ class Connections:
         self._to: dict[int, list[_Socket]] = {}
 
     def addresses(self) -> list[str]:
-        """The ends of these connections, as the process at the other end writes them."""
+        """The ends of these connections in the order in which the process at the other end writes them."""
         return [" ".join(reversed(ends.split(" "))) for ends in self._by_ends]
 
     def know(self, rank: int, addresses: list[str]) -> None:
@@ -60,14 +60,14 @@ class Connections:
         return rank in self._to
 
     def gone(self) -> set[int]:
-        """The ranks to which there were connections of which none is left."""
+        """The ranks whose connections, at least one each, have all ended."""
         return {rank for rank, sockets in self._to.items() if sockets and not any(map(_is_open, sockets))}
 
     def opened(self) -> list[socket.socket]:
         """The connections that are still open, each with a descriptor of its own."""
         found = []
         for one in self._by_ends.values():
-            # Not by the method `dup` of a socket, which lets gloo's end of the descriptor block.
+            # os.dup, since the method `dup` of a socket would make gloo's descriptor blocking.
             with contextlib.suppress(OSError):
                 if os.fstat(one.fd).st_ino == one.inode:
                     found.append(socket.socket(fileno=os.dup(one.fd)))
@@ -75,10 +75,10 @@ class Connections:
 
 
 def shut(connections: Iterable[socket.socket]) -> None:
-    """End connections in both directions, for this process and all that it has forked.
+    """End connections in both directions, for this process and all processes that it has forked.
 
-    Processes forked by a rank, such as the workers of a DataLoader, inherit its sockets. So closing them, which is all that
-    gloo does where a group is destroyed, tells the peers nothing while such a process lives.
+    Processes forked by a rank, such as the workers of a DataLoader, inherit its sockets. gloo only closes the sockets when a
+    group is destroyed, and the peers do not notice this while such a process lives.
     """
     for connection in connections:
         with connection, contextlib.suppress(OSError):  # it may have ended
@@ -112,7 +112,7 @@ def _is_open(one: _Socket) -> bool:
 
 
 def _ends(connection: socket.socket) -> tuple[str, str] | None:
-    """The addresses of this end and of the other one; None where they are not those of a TCP connection."""
+    """The addresses of this end and of the other one; None where `connection` is no established TCP connection."""
     try:
         names = connection.getsockname(), connection.getpeername()
     except OSError:  # it listens, or its peer has gone

@@ -1,4 +1,4 @@
-"""What ranks compare before the first payload, and how a difference is told."""
+"""Checks that all ranks run the same program, made before the first payload."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_program(
     """Raise on all ranks, before any payload, unless they run the same program on the same shapes.
 
     Raises:
-        DesyncError: naming the ranks that differ from most, and in what.
+        DesyncError: naming the ranks that differ from the majority, and the part of the program that differs.
     """
     mine = {
         "pipeline": pipeline.spec.canonical(),
@@ -51,10 +51,10 @@ def check_program(
 
 
 def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
-    """Raise on all ranks of some axes, before the first message, unless they loop alike.
+    """Raise on all ranks of some axes, before the first message, unless they run the same kind of loop.
 
     Raises:
-        DesyncError: naming the ranks that differ from most.
+        DesyncError: naming the first rank that differs from the majority.
     """
     if problem := mesh.exchange("the first step", loop, _odd, axes):
         rank, there, usual = problem
@@ -64,10 +64,10 @@ def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
 
 
 def same_step(mesh: Mesh, step: int) -> None:
-    """Raise on all ranks unless they go on from the same step.
+    """Raise on all ranks unless they continue from the same step.
 
     Raises:
-        DesyncError: naming the ranks that differ from most.
+        DesyncError: naming the first rank that differs from the majority.
     """
     if problem := mesh.exchange("the first pass after load_state_dict", step, _odd):
         rank, there, usual = problem
@@ -79,7 +79,7 @@ def same_step(mesh: Mesh, step: int) -> None:
 
 
 def _odd(values: list[Any]) -> Any:
-    """The first rank whose value is not that of most, with both."""
+    """The first rank whose value differs from the majority's, as `[rank, value, majority's value]`; None if none does."""
     usual = Counter(values).most_common(1)[0][0]
     return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
 
@@ -89,17 +89,17 @@ def _describe(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _compare(values: list[Any]) -> Any:
-    for what in values[0][0]:
-        texts = [str(mine[what]) for mine, _ in values]
+    for part in values[0][0]:
+        texts = [str(mine[part]) for mine, _ in values]
         usual = Counter(texts).most_common(1)[0][0]
         odd = [rank for rank, text in enumerate(texts) if text != usual]
         if odd:
             like = texts.index(usual)
-            there, here = values[odd[0]][1][what], values[like][1][what]
+            there, here = values[odd[0]][1][part], values[like][1][part]
             if isinstance(there, list):
                 there, here = _first_difference(there, here)
             ranks = ", ".join(map(str, odd))
-            return [odd[0], f"rank {ranks} differs from rank {like} in its {what}: {there} there, {here} on rank {like}. "
+            return [odd[0], f"rank {ranks} differs from rank {like} in its {part}: {there} there, {here} on rank {like}. "
                             f"Nothing has been sent; run the same program with the same settings on all ranks"]  # fmt: skip
     return None
 
@@ -138,7 +138,9 @@ def _compare_digests(values: list[Any]) -> Any:
 
 
 def sum_names(mesh: Mesh, axes: tuple[str, ...], mine: list[str] | None) -> tuple[str, ...] | None:
-    """The names in aux["sum"], which only ranks with a batch know, on all ranks of some axes; None if no rank does.
+    """The names in aux["sum"], agreed on by the ranks of some axes; None if no rank knows them.
+
+    Only ranks with a batch know the names.
 
     Raises:
         DesyncError: two ranks with a batch have different names.
@@ -182,7 +184,7 @@ def same_joinables(mesh: Mesh, device: torch.device, joinables: Sequence[Any], t
         )
 
 
-def same_hook(mesh: Mesh, what: Transform | Pipeline) -> None:
+def same_hook(mesh: Mesh, hook: Transform | Pipeline) -> None:
     """Raise on all ranks unless they register the same hook or pipeline.
 
     Raises:
@@ -198,6 +200,6 @@ def same_hook(mesh: Mesh, what: Transform | Pipeline) -> None:
                 ]
         return None
 
-    problem = mesh.exchange("fjoin.ddp.register", [what.spec.canonical(), repr(what)], odd)
+    problem = mesh.exchange("fjoin.ddp.register", [hook.spec.canonical(), repr(hook)], odd)
     if problem:
         raise DesyncError(problem[1], rank=problem[0])

@@ -1,4 +1,4 @@
-"""Failures of ranks: reported in the store by the ranks themselves, and seen by connections that have ended."""
+"""Failures of ranks: reported in the store by the ranks themselves, or detected by ended connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .._errors import CollectiveTimeout, FjoinError, PeerLost
 from ._connections import Connections
 from ._store import Store
 
-# The limit on the store's answers once something has failed.
+# The time limit for the store's answers after a failure.
 _ANSWER_S = 0.5
 _KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout)}
 
@@ -21,22 +21,22 @@ class Failures:
 
     Args:
         store: The ranks' store.
-        name: Of the mesh, the same on all its ranks.
+        name: The name of the mesh, the same on all its ranks.
         rank: This rank in the mesh.
-        size: The number of its ranks.
-        connections: Those of its groups, where these are known.
+        size: The number of ranks in the mesh.
+        connections: The connections of its groups, where these are known.
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int, connections: Connections) -> None:
         self._store, self._name, self._rank, self._size = store, name, rank, size
-        # One broken connection lets gloo close all of its group, so only a rank without any connection has surely ended.
+        # After one broken connection gloo closes the whole group, so only a rank without any connection has surely ended.
         self._all, self._own = Connections(), connections
-        self._gone_before: set[int] = set()  # when this was last looked at
+        self._gone_before: set[int] = set()  # the ranks that were gone at the last check
         with contextlib.suppress(RuntimeError):
             store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._all.addresses()))
 
     def report(self, error: BaseException, step: int | None) -> None:
-        """Let the other ranks know, unless another report came first."""
+        """Reports a failure to the other ranks, unless another report came first."""
         if isinstance(error, (PeerLost, CollectiveTimeout)):
             failed, text = error.rank, str(error)
         else:
@@ -58,16 +58,16 @@ class Failures:
         return None
 
     def gone(self) -> set[int]:
-        """The ranks that have ended or have closed their mesh, as far as connections show; of those only the former, if there are any."""
+        """The ranks that have ended, as far as connections show; if there are none, those that have closed their mesh."""
         others = [rank for rank in range(self._size) if rank != self._rank and not self._all.known(rank)]
         with contextlib.suppress(RuntimeError):
-            if not self._connections_of(others):  # a rank that is late must not hide another one
+            if not self._connections_of(others):  # a late rank must not hide another one
                 for rank in others:
                     self._connections_of([rank])
         return self._all.gone() or self._own.gone()
 
     def _connections_of(self, ranks: list[int]) -> bool:
-        """Learn the connections to some ranks, if all of them have made this mesh."""
+        """Look up the connections to some ranks; returns whether all of them have made this mesh."""
         texts = self._store.get_all(_ANSWER_S, [f"{self._name}/connections/{rank}" for rank in ranks]) if ranks else []
         for rank, text in zip(ranks, texts or (), strict=False):
             for connections in (self._all, self._own):
@@ -98,13 +98,13 @@ class Failures:
         )
 
     def raise_if_any(self, awaited: Collection[int]) -> None:
-        """Raise where another rank has reported a failure, or where all ranks that are waited for are gone.
+        """Raise where another rank has reported a failure, or where all awaited ranks are gone.
 
-        They must be gone in two looks, since their last messages may still arrive. Where only some of them are, they may have
-        done their part.
+        They must be gone in two checks in a row, since their last messages may still arrive. If only some of them are gone,
+        these may already have done their part.
         """
         before, self._gone_before = self._gone_before, self.gone()
-        # A report comes before the end of a connection, so it is looked for behind that.
+        # A report precedes the end of a connection, so read the report after the connections.
         if (failure := self.reported()) is not None:
             raise failure
         if awaited and set(awaited) <= before & self._gone_before:

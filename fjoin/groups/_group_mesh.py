@@ -1,4 +1,4 @@
-"""Meshes over process groups, which they take down where a rank fails."""
+"""Meshes over process groups. A mesh takes its groups down when a rank fails."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from ._mesh import Mesh
 from ._store import Store
 
 TIMEOUT_S = 600.0
-# How long a program that ends waits for its device.
+# How long closing a mesh waits for the device.
 _LAST_S = 10.0
-# What gloo's errors look like, which have no class of their own; NCCL's and the store's have.
+# The texts of gloo's errors, which have no class of their own; NCCL's and the store's errors have one.
 BACKEND_ERROR = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
 _LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
-# Stores of meshes that have failed: the rank that hosts one must keep it, since others still look up the failure.
+# Stores of meshes that have failed: the rank that hosts one must keep it, since other ranks still look up the failure.
 _KEPT: list[Any] = []
-# All meshes, which let go of a group together: one that another mesh still held would keep its connections open.
+# All meshes. They release a group together: a group that one mesh still held would keep its connections open.
 MESHES: weakref.WeakSet[GroupMesh] = weakref.WeakSet()
 
 
 class GroupMesh(Mesh):
-    """A mesh over process groups, which it takes down where a rank fails.
+    """A mesh over process groups. It takes the groups down when a rank fails.
 
     Args:
-        connections: Those of these groups, where these are known.
+        connections: The connections of these groups, where these are known.
         owned: Whether the groups were made for this mesh, so that they are destroyed with it.
     """
 
@@ -61,13 +61,13 @@ class GroupMesh(Mesh):
         self._ranks = ranks = dist.get_process_group_ranks(world_mesh)
 
         def look(group: Any) -> Callable[[], None]:
-            """A look at failures, for the ranks that wait in a message over a group."""
+            """A check for failures, for ranks that wait for a message over a group."""
             others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
             return lambda: failures.raise_if_any(others)
 
         self._look = look(world_mesh)
         self._everyone = GroupAxis(world_mesh, ordered, check=self._look)
-        # Without a cycle through this mesh: groups must go with it, not when Python looks for cycles or ends.
+        # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or at exit.
         names, whole = tuple(shape), self._everyone
 
         def joint(axes: tuple[str, ...]) -> GroupAxis | None:
@@ -78,7 +78,7 @@ class GroupMesh(Mesh):
         self._meetings = Meetings(self._store, name, timeout_s, lambda rank: failures.raise_if_any([ranks.index(rank)]))
         self._timeout_s = timeout_s
         backends = dict(pair.split(":") for pair in dist.get_backend_config(world_mesh).split(","))
-        # Values for the host travel between hosts where they can, and do not wait behind kernels.
+        # Values for the host are sent from CPU memory where the backend can, so they do not wait for kernels.
         self._cuda = backends.get("cpu", "nccl") == "nccl"
         self._connections = connections
         self._down = False
@@ -97,7 +97,7 @@ class GroupMesh(Mesh):
         return torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
 
     def sent(self) -> int:
-        with contextlib.suppress(RuntimeError):  # not every backend counts
+        with contextlib.suppress(RuntimeError):  # not every backend counts its collectives
             return self.group._get_sequence_number_for_group()
         return 0
 
@@ -110,11 +110,11 @@ class GroupMesh(Mesh):
         return self._meetings.exchange(occasion, value, combine, members)
 
     def await_event(self, event: Any) -> None:
-        """Wait for a device, looking up now and then whether a rank has failed meanwhile: NCCL's kernels would not end.
+        """Wait for a device, and check at intervals whether a rank has failed, since NCCL's kernels would then not end.
 
         Raises:
-            PeerLost: one has.
-            CollectiveTimeout: the device has not come so far within the mesh's time-out.
+            PeerLost: a rank has failed.
+            CollectiveTimeout: the device has not reached the event within the mesh's time-out.
         """
         seconds = self._timeout_s
         if not _comes(event, seconds, self._look):
@@ -136,7 +136,7 @@ class GroupMesh(Mesh):
         self.report(error, step)
         opened = self._connections.opened()
         self._take_down()
-        # Only now: gloo lets the messages that are under way end first, and may not notice if they are cut.
+        # Last, since gloo first waits for the messages under way, and may not notice connections that are cut.
         shut(opened)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class GroupMesh(Mesh):
         if torch.cuda.is_initialized():
             event = torch.cuda.Event()
             event.record()
-            failed = not _comes(event, _LAST_S)  # a peer may have ended before it came to the same message
+            failed = not _comes(event, _LAST_S)  # a peer may have ended before it reached the same message
         self._take_down(failed)
 
     def _take_down(self, failed: bool = True) -> None:
@@ -163,11 +163,11 @@ class GroupMesh(Mesh):
             error.step = step
         if not self.is_backend_error(error):
             return error
-        # A message's handle that is left in a frame of the failed call would keep connections open.
+        # A message's handle left in a frame of the failed call would keep connections open.
         traceback.clear_frames(error.__traceback__)
         make = self._failures.late if _LATE.search(str(error)) else self._failures.lost
         failure = make(step, str(error))
-        # A rank that fails reports before its connections end, so a report is looked for behind them.
+        # A rank that fails reports before its connections end, so read the report after the connections.
         return self._failures.reported() or failure
 
     def lost(self) -> BaseException | None:
@@ -183,14 +183,14 @@ def _destroy(axes: list[GroupAxis], failed: bool, process: int) -> None:
     """Destroy the groups of some axes, for all meshes.
 
     Args:
-        process: The one that has made them. In one that it has forked they have no threads, and are left alone.
-        failed: Whether messages may be under way that will never end: peers that wait in them get an error at once.
-            Otherwise NCCL's are waited for.
+        process: The process that made them. In a forked process the groups have no threads, and are left as they are.
+        failed: Whether messages that will never end may be under way: peers that wait for them get an error at once.
+            Otherwise NCCL's messages are awaited.
     """
     if process != os.getpid():
         return
     groups = list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
-    for group in groups if failed else ():  # all of them first: to destroy one waits for its stream
+    for group in groups if failed else ():  # abort all of them first: destroying one waits for its stream
         with contextlib.suppress(RuntimeError):
             if group.name() == "nccl":
                 group.abort()
@@ -209,9 +209,9 @@ def _destroy(axes: list[GroupAxis], failed: bool, process: int) -> None:
 
 
 def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
-    """Whether a device comes to an event within some time; `look` is called twice a second meanwhile.
+    """Whether a device reaches an event within `seconds`; `look` is called twice a second meanwhile.
 
-    CUDA's own wait has no end, so the event is asked, ever less often.
+    CUDA's own wait has no time limit, so the event is polled, at growing intervals.
     """
     start, pause = time.monotonic(), 2e-5
     looked = start
@@ -228,26 +228,26 @@ def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) 
 
 
 def mesh_from_group(group: Any, name: str = "data") -> Mesh:
-    """A mesh of one axis over a process group of the user's, which it takes down where a rank fails."""
+    """A mesh of one axis over the user's process group, which it takes down when a rank fails."""
     return GroupMesh(
         {name: group.size()}, {name: group}, group, _timeout_of(group), False, Connections(()), owned=False
     )
 
 
 def _timeout_of(group: Any) -> float:
-    with contextlib.suppress(RuntimeError, AttributeError):  # not every backend says
+    with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has the option
         for device in group._device_types:
             return float(group._get_backend(device).options._timeout.total_seconds())
     return TIMEOUT_S
 
 
 def _forget(group: Any) -> None:
-    """Take a group out of all that torch holds it by, which would keep its connections open.
+    """Remove torch's own references to a group, which would keep its connections open.
 
-    Modules and model averagers have it as an attribute, and a module's reducer, in C++, too: were that the last to hold
-    it, its destructor would wait for threads that wait for Python. The functions of torch.distributed.nn have the
-    default group of the moment of their import among their default arguments, and making a DistributedDataParallel
-    imports them.
+    - Modules and model averagers hold it as an attribute, and a module's reducer holds it in C++. If the reducer were the last
+      holder, its destructor would wait for threads that wait for Python.
+    - The functions of torch.distributed.nn hold the default group at the time of their import among their default arguments,
+      and making a DistributedDataParallel imports them.
     """
     kinds = (DistributedDataParallel, ModelAverager)
     places = gc.get_referrers(group)  # objects, or their dicts

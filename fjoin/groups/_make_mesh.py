@@ -1,4 +1,4 @@
-"""Making the mesh that fits where the program runs."""
+"""Making the mesh that fits the program's environment."""
 
 from __future__ import annotations
 
@@ -39,20 +39,19 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
     every script also runs with plain `python`. All ranks must make the same meshes in the same order.
 
     Args:
-        shape: Axis name -> size, the slowest varying first; one size may be -1, for what is left. Or
+        shape: Axis name -> size, the slowest varying first; one size may be -1, for the remaining ranks. Or
             a torch DeviceMesh, whose dim names become the axes.
-        timeout_s: Seconds after which a collective of this mesh that not all ranks have come to fails.
-        ordered: Sum in rank order, bit for bit as the simulator: slower, for tests.
+        timeout_s: Seconds after which a collective of this mesh fails if not all ranks have joined it.
+        ordered: Sum in rank order, bit for bit as the simulator does. Slower, for tests.
 
     Returns:
-        A `Mesh`. Its process groups are its own: `close()`, or the end of a `with` block, gives them back, and so does a mesh
-        that is no longer referenced.
+        A `Mesh`. It owns its process groups: `close()`, the end of a `with` block, or the end of its last reference frees them.
 
     Raises:
         ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8.
         TypeError: `shape` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
-        CollectiveTimeout: not all ranks come within `timeout_s`.
+        CollectiveTimeout: not all ranks arrive within `timeout_s`.
 
     >>> fjoin.mesh({"data": -1})
     mesh({'data': 1}, rank=0)
@@ -80,7 +79,7 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             sizes = _sizes(shape, 1)
             return Mesh(sizes, {name: One() for name in sizes}, 0)
-        # With fewer GPUs than ranks on this host all of them use the CPU; with enough, both work.
+        # With fewer GPUs than ranks on this host all ranks use the CPU; with enough GPUs, both devices work.
         count, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gpus = torch.cuda.is_available() and count >= here
         if gpus:
@@ -113,7 +112,7 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
 def _of_groups(
     sizes: dict[str, int], groups: dict[str, Any], before: set[int], timeout_s: float, ordered: bool, owned: bool = True
 ) -> Mesh:
-    """The mesh over new groups by axis; that of all ranks is under "", or the only one."""
+    """The mesh over new groups by axis. The group of all ranks is under "", or is the only group."""
     world_mesh = groups.pop("", None) or next(iter(groups.values()))
     return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, Connections(event_loops() - before), owned)
 
@@ -122,16 +121,16 @@ def _connect(backend: str, timeout_s: float) -> None:
     """Initialise torch.distributed."""
     timeout = datetime.timedelta(seconds=timeout_s)
     _limited(timeout_s, lambda: dist.init_process_group(backend, timeout=timeout))
-    # Threads of groups that are still there when the interpreter ends can abort the process.
+    # Threads of groups that still exist when the interpreter ends can abort the process.
     atexit.register(_close, os.getpid())
 
 
 def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) -> None:
-    """Compare the mesh with those that the other ranks make, before any group is made.
+    """Compare the mesh with the other ranks' meshes, before any group is made.
 
     Raises:
         DesyncError: they differ.
-        CollectiveTimeout: a rank does not come.
+        CollectiveTimeout: a rank does not arrive.
     """
     ranks = grid.flatten().tolist()
     meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
@@ -147,16 +146,16 @@ def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) 
 
 
 def _limited(timeout_s: float, call: Callable[[], T]) -> T:
-    """The result of a call that connects the ranks, which has a limit also where the store's host does not answer.
+    """The result of a call that connects the ranks, with a time limit even where the store's host does not answer.
 
     Raises:
-        CollectiveTimeout: not all ranks have come in time.
+        CollectiveTimeout: not all ranks have connected in time.
     """
     cause: RuntimeError
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def on_device() -> T:
-        if device is not None:  # each thread has its own
+        if device is not None:  # each thread has its own current device
             torch.cuda.set_device(device)
         return call()
 
@@ -175,7 +174,7 @@ def _limited(timeout_s: float, call: Callable[[], T]) -> T:
 
 
 def _close(process: int) -> None:
-    """Take down the meshes and torch.distributed at the end of this process, unless the program has done so."""
+    """Close the meshes and shut down torch.distributed at the end of this process, unless the program has done so."""
     if dist.is_initialized() and process == os.getpid():
         for made in list(MESHES):
             made.close()
@@ -208,7 +207,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
     before = event_loops()
 
     def connect() -> dict[str, Any]:
-        # Groups of our own with the same members: taking them down must not take the user's.
+        # Groups of our own with the same members: taking them down must leave the user's groups intact.
         groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
         return (
             groups
@@ -216,19 +215,19 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
             else {**groups, "": _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)}
         )
 
-    # They stay until the program ends: torch makes the names of such groups from their ranks, and from the number of groups that
-    # there are, so that a name would come again, and with it the addresses of the group before.
+    # These groups stay until the program ends. torch names such groups by their ranks and by the current number of groups, so a
+    # later group could get the name of a destroyed one, and with it the addresses of that group.
     return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered, owned=False)
 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """A new group; where it has all ranks under a name of its own, since a name made from the ranks can be used once only."""
+    """A new group. One of all ranks gets a name of its own, since a name made from the ranks can be used only once."""
     world_mesh = len(ranks) == dist.get_world_size()
     return dist.new_group(ranks, timeout=timeout, use_local_synchronization=not world_mesh)  # type: ignore[return-value]
 
 
 def world_mesh() -> Mesh:
-    """All ranks as the axis "data": over the default group where there is one, without groups of its own."""
+    """A mesh of all ranks with the axis "data": over the default group where there is one, without groups of its own."""
     simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
     if dist.is_initialized() and not simulated:
         return mesh_from_group(dist.group.WORLD)
@@ -237,14 +236,14 @@ def world_mesh() -> Mesh:
 
 @contextlib.contextmanager
 def bind(mesh: Mesh) -> Iterator[None]:
-    """Bind the axes of a mesh for the length of a with block, in this thread: for loops of one's own.
+    """Bind the axes of a mesh within a with block, in this thread: for training loops of your own.
 
     Args:
-        mesh: What `fjoin.mesh` made.
+        mesh: A mesh made by `fjoin.mesh`.
 
     Raises:
-        TypeError: `mesh` is none.
-        PeerLost, CollectiveTimeout: in place of what the backend raises in the block. The mesh is taken down.
+        TypeError: `mesh` is no Mesh.
+        PeerLost, CollectiveTimeout: in place of the backend's errors in the block. The mesh is taken down.
 
     >>> from fjoin import transforms as tx
     >>> with fjoin.bind(fjoin.mesh({"data": -1})):

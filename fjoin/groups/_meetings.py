@@ -1,4 +1,4 @@
-"""Meetings of ranks in the rendezvous store: for values that differ in size, and ranks that may not come."""
+"""Meetings of ranks in the rendezvous store: for values that differ in size, and ranks that may not arrive."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch.distributed as dist
 from .._errors import CollectiveTimeout, DesyncError, PeerLost
 from ._store import Store, Unanswered
 
-_SHORTEST_S, _LONGEST_S = 1e-3, 0.05  # pauses between two looks at a key
-_CHECK_S = 0.2  # between two looks at failures
-_APART = 5  # so many looks in a row must find another rank at another meeting
+_SHORTEST_S, _LONGEST_S = 1e-3, 0.05  # pauses between two reads of a key
+_CHECK_S = 0.2  # time between two checks for failures
+_APART = 5  # the number of checks in a row that must find the other rank at another meeting
 
 
 class Meetings:
-    """The meetings of one rank. Ranks are counted here as in the default process group.
+    """The meetings of one rank. Ranks are numbered here as in the default process group.
 
     Args:
         store: The ranks' store.
-        name: Of the mesh, the same on all its ranks.
-        timeout_s: The limit on a meeting.
-        check: Raises where some rank has reported a failure, or where the given one is gone.
+        name: The name of the mesh, the same on all its ranks.
+        timeout_s: The time limit of a meeting, in seconds.
+        check: Raises where any rank has reported a failure, or where the given rank is gone.
     """
 
     def __init__(self, store: Store, name: str, timeout_s: float, check: Callable[[int], None]) -> None:
@@ -34,7 +34,7 @@ class Meetings:
         self._name, self._timeout_s, self._check = name, timeout_s, check
 
     def exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], members: Sequence[int]) -> Any:
-        """`combine` of the members' JSON values in their order: computed by the first member, the same on all.
+        """`combine` of the members' JSON values in the members' order: computed by the first member, the same on all.
 
         Args:
             occasion: The place in the program, in words.
@@ -49,7 +49,7 @@ class Meetings:
             if self._rank == members[0]:
                 found = self._collect(end, place, combine, members)
                 self._store.set(_left(end), f"{place}/result", json.dumps(found))
-            else:  # the first member waits as long, and then says who is absent
+            else:  # the first member waits as long, and then names the absent rank
                 found = self._get(end + _CHECK_S, place, "result", members[0]) or {"absent": members[0]}
         except Unanswered:
             raise CollectiveTimeout(
@@ -57,7 +57,7 @@ class Meetings:
                 f"{self._timeout_s:g} s: it is stopped, or the network to it is cut"
             ) from None
         except DesyncError:
-            here = True  # the other rank is still to see where this one was
+            here = True  # the other rank still has to read where this one was
             raise
         finally:
             if not here:
@@ -74,8 +74,8 @@ class Meetings:
         return found["result"]
 
     def _arrive(self, end: float, occasion: str, value: Any, members: Sequence[int]) -> str:
-        """Come to the next meeting of these members; its name in the store."""
-        # Counted in the store: the meetings of another mesh over the same group continue the count.
+        """Arrive at the next meeting of these members; returns its name in the store."""
+        # The store counts the meetings, so another mesh over the same group continues the count.
         ranks = f"{self._name}/{','.join(map(str, members))}"
         number = self._store.add(_left(end), f"{ranks}/count/{self._rank}")
         place = f"{ranks}/{number}"
@@ -88,7 +88,7 @@ class Meetings:
     def _collect(
         self, end: float, place: str, combine: Callable[[list[Any]], Any], members: Sequence[int]
     ) -> dict[str, Any]:
-        """What the first member finds: the result, the first rank that is absent, or the places of all."""
+        """The outcome for the first member: the result, the first absent rank, or the places of all members."""
         given = []
         for rank in members:
             if (one := self._get(end, place, str(rank), rank)) is None:
@@ -98,7 +98,7 @@ class Meetings:
         return {"places": places} if len(set(places)) > 1 else {"result": combine([value for _, value in given])}
 
     def _get(self, end: float, place: str, key: str, rank: int) -> Any:
-        """The value that a rank puts under a key of a meeting; None if it does not in time."""
+        """The value that a rank puts under a key of a meeting; None where it does not do so in time."""
         pause, checked, apart, seen = _SHORTEST_S, time.monotonic(), 0, ""
         while (text := self._store.get(_left(end), f"{place}/{key}")) is None:
             now = time.monotonic()
@@ -111,7 +111,7 @@ class Meetings:
                 except PeerLost:
                     if not seen:
                         raise
-                    left = True  # that other place, for the same reason
+                    left = True  # it has left that other place, for the same reason
                 elsewhere = self._elsewhere(end, place, rank)
                 apart, seen = apart + 1 if elsewhere else 0, elsewhere or seen
                 if left or apart == _APART:
@@ -123,7 +123,7 @@ class Meetings:
         return json.loads(text)
 
     def _elsewhere(self, end: float, place: str, rank: int) -> str:
-        """Where a rank waits for this one, in a meeting that this one has not come to; "" if it does not."""
+        """The meeting in which a rank waits for this one, where this one has not arrived at it; otherwise ""."""
         if not _alone():
             return ""
         there = json.loads(self._store.get(_left(end), f"waiting/{rank}") or "null")

@@ -1,4 +1,4 @@
-"""A mesh: ranks arranged in named axes, alone or simulated."""
+"""Meshes: ranks arranged in named axes. The base class is for one rank or simulated ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Mesh:
 
     Attributes:
         shape: Axis name -> size.
-        axes: Axis name -> what runs collectives over it.
-        rank: This rank among all of the mesh, the last axis varying fastest.
+        axes: Axis name -> the object that runs collectives over it.
+        rank: This rank among all ranks of the mesh, the last axis varying fastest.
         size: The number of ranks.
 
     >>> mesh = fjoin.mesh({"node": 1, "local": -1})
@@ -37,16 +37,16 @@ class Mesh:
 
     @property
     def group(self) -> Any:
-        """What stands for the ranks of this mesh: equal for two meshes over the same ranks."""
+        """An identifier of the ranks of this mesh: equal for two meshes over the same ranks."""
         return "one rank"
 
     @property
     def device(self) -> torch.device:
-        """Where small messages lie."""
+        """The device of small messages."""
         return torch.device("cpu")
 
     def over(self, names: tuple[str, ...]) -> list[Any]:
-        """The axes to reduce over, in turn; one that covers them all where there is one."""
+        """The axes to reduce over, in turn; a single joint axis where one covers them all."""
         for name in names:
             if name not in self.axes:
                 raise NameError(
@@ -68,7 +68,7 @@ class Mesh:
     def exchange(
         self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
     ) -> Any:
-        """`combine` of every rank's JSON value, in rank order; computed once, the same on all ranks.
+        """`combine` of every rank's JSON value, in rank order; computed once, with the same result on all ranks.
 
         Args:
             occasion: The place in the program, in words; it must be the same on all ranks.
@@ -76,34 +76,34 @@ class Mesh:
 
         Raises:
             DesyncError: a rank is at another place in the program.
-            CollectiveTimeout, PeerLost: a rank does not come, or has failed.
+            CollectiveTimeout, PeerLost: a rank does not arrive, or has failed.
         """
         return combine([value])
 
     def _members(self, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that differ from this one along some axes only."""
+        """The ranks that share this rank's place along all other axes, in rank order; all ranks where `axes` is empty."""
         grid = torch.arange(self.size).reshape(tuple(self.shape.values()))
         here = (grid == self.rank).nonzero()[0].tolist()
         where = [slice(None) if name in axes or not axes else at for name, at in zip(self.shape, here, strict=True)]
         return grid[tuple(where)].flatten().tolist()
 
     def lost(self) -> BaseException | None:
-        """The failure of another rank, as far as it has been reported or shows; None where there is none."""
+        """The failure of another rank that has been reported or detected; None where there is none."""
         return None
 
     def sent(self) -> int:
-        """How many collectives have been called over the group of this mesh, where that is known."""
+        """The number of collectives called over the group of this mesh, where that is known; otherwise 0."""
         return 0
 
     def await_event(self, event: Any) -> None:
-        """Wait for a device, whose kernels may wait for a rank that has failed: a CUDA event."""
+        """Wait for a CUDA event. The kernels before it may wait for a rank that has failed."""
         event.synchronize()
 
     def close(self) -> None:
-        """Give back the process groups of this mesh, with their threads and connections; it cannot be used afterwards.
+        """Free the process groups of this mesh, with their threads and connections; it cannot be used afterwards.
 
-        Groups that were given to fjoin, and those over a DeviceMesh, stay. A mesh that is no longer referenced is closed by
-        itself, and so are all at the end of a program.
+        Groups passed to fjoin, and those of a DeviceMesh, stay. A mesh is closed automatically when it is no longer referenced,
+        and all meshes are closed at the end of the program.
         """
 
     def __enter__(self) -> Self:
@@ -115,34 +115,34 @@ class Mesh:
         self.close()
 
     def report(self, error: BaseException, step: int | None) -> BaseException:
-        """Let the other ranks know of an error in this one, without taking anything down; the error to raise."""
+        """Reports an error to the other ranks, without taking anything down; returns the error to raise."""
         return error
 
     def report_failure(self, error: BaseException, step: int | None) -> None:
-        """Let the other ranks know that this one has failed, and let go of the messages that they wait in."""
+        """Reports a failure of this rank to the other ranks, and ends the messages that they wait for."""
 
     def raise_root_cause(self, error: BaseException, step: int | None) -> NoReturn:
-        """Let the other ranks know of an error, and raise what really happened, where it is only its echo."""
-        told = self.root_cause(error, step)
-        self.report_failure(told, step)
+        """Reports an error to the other ranks, and raises its root cause."""
+        cause = self.root_cause(error, step)
+        self.report_failure(cause, step)
         try:
-            if told is error:
+            if cause is error:
                 raise error
-            raise told from error
-        finally:  # a frame that knows its exception lives until Python looks for cycles, and connections in it
-            del told, error
+            raise cause from error
+        finally:  # a frame that refers to its exception lives until a garbage collection, with connections in it
+            del cause, error
 
     def is_backend_error(self, error: BaseException) -> bool:
-        """Whether an error is what the backend raises where a peer is gone."""
+        """Whether the backend raised this error, as it does when a peer is gone."""
         return False
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
-        """What really happened, given an error that came out of a collective."""
+        """The root cause of an error that a collective raised."""
         return error
 
 
 def check_mesh(where: str, mesh: Any) -> None:
-    """Raise TypeError unless `mesh` is one."""
+    """Raise TypeError unless `mesh` is a Mesh."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{where}: mesh must be a Mesh, made by fjoin.mesh({{'data': -1}}), got {mesh!r}")
 

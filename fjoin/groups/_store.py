@@ -1,6 +1,6 @@
-"""The rendezvous store, with a limit on every wait for its answer.
+"""The rendezvous store, with a time limit on every wait for its answer.
 
-The client of a TCPStore has none of its own: where the store's host is stopped or cut off it waits forever.
+The client of a TCPStore has no limit of its own: where the store's host is stopped or cut off it waits forever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-# Calls with a longer limit wait for the answer to an earlier one too.
+# Calls with a longer limit also wait for the answer to an earlier call.
 _PATIENT_S = 1.0
 
 
@@ -25,7 +25,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     """The result of `call()`, which runs in a thread of its own.
 
     Raises:
-        Unanswered: it has not returned within `seconds`. Its thread is left alone; it does not keep the program alive.
+        Unanswered: it has not returned within `seconds`. Its thread keeps running, but does not keep the program alive.
     """
     answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -43,7 +43,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     if not fine:
         try:
             raise value
-        finally:  # a frame that holds its own exception is freed by the garbage collector only
+        finally:  # a frame that refers to its own exception is freed only by the garbage collector
             del value
     return value  # type: ignore[no-any-return]
 
@@ -51,8 +51,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 class Store:
     """The default store of torch.distributed, with keys of fjoin's own.
 
-    Each call takes as its first argument the seconds to wait for the answer. After a call without answer hasty calls fail at
-    once, until that answer has come; after a broken connection all fail.
+    The first argument of each call is the time limit for the answer, in seconds. While an earlier call is unanswered, calls
+    with a limit of at most 1 s fail at once; after a broken connection all calls fail.
 
     Raises:
         Unanswered: no answer in time.
@@ -69,7 +69,7 @@ class Store:
         self._ask(seconds, lambda: self._store.set(key, text))
 
     def get(self, seconds: float, key: str) -> str | None:
-        """The text under a key; None where there is none yet."""
+        """The text under a key; None where the key is not set yet."""
         found = self._ask(seconds, lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if found is None else found.decode()
 
@@ -85,7 +85,7 @@ class Store:
         return None if found is None else [text.decode() for text in found]
 
     def add(self, seconds: float, key: str) -> int:
-        """Count a key up by one."""
+        """Increment a key by one; returns the new value."""
         return int(self._ask(seconds, lambda: self._store.add(key, 1)))
 
     def _ask(self, seconds: float, call: Callable[[], Any]) -> Any:

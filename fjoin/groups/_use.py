@@ -1,4 +1,4 @@
-"""One thread at a time uses a mesh: messages of two would be mixed up."""
+"""A lock that lets one thread at a time use a mesh: the messages of two threads would be mixed up."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .._errors import JoinError
 
 
 class Use:
-    """Which steps a mesh has, and which thread of this rank runs one.
+    """The number of steps on a mesh, and the lock of the thread of this rank that runs one.
 
     Attributes:
-        steps: The steps that have been initialised on it, in the same order on all ranks.
+        steps: The number of steps initialised on the mesh, in the same order on all ranks.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class Use:
 
     @contextlib.contextmanager
     def alone(self, fail: Callable[[JoinError, bool], None]) -> Iterator[None]:
-        """Let no other thread run a step meanwhile.
+        """Keep other threads from running a step within the with block.
 
-        One that tries gets an error. This one completes its step, and then ends all ranks.
+        Another thread that tries gets an error. This thread completes its step, and then its failure ends all ranks.
 
         Args:
-            fail: What becomes of the step where two threads have met: given the error, and whether to let the other ranks know.
+            fail: Fails the step where two threads have met, given the error and whether to report it to the other ranks.
 
         Raises:
             JoinError: another thread runs a step.

@@ -1,4 +1,4 @@
-"""Parameters in lists, stepped in place: one kernel for all that are of one kind and age."""
+"""In-place steps on lists of parameters: one kernel for all parameters of the same kind and age."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..transforms.optimizers._rates import check_rates
 from ..transforms.optimizers._wrap import step_in_place
 from ._param_groups import own_by_group
 
-Item = tuple[Any, Optimizer, Tensor, Any]  # whose, what steps it, the parameter, its gradient
+Item = tuple[Any, Optimizer, Tensor, Any]  # (key, optimizer, parameter, gradient)
 Changed = Callable[[Any, Any], None]
 
 
@@ -28,17 +28,17 @@ def ignore(key: Any, state: Any) -> None:
 
 
 class ForeachStepper:
-    """The states of parameters, each under a key; what is 0-d in them is one tensor for all that are of one age.
+    """The states of parameters by key. Parameters of one age (number of steps) share the 0-d tensors of their states.
 
-    `changed`, of its methods, is called with a key and its state where this is another object from now on.
+    Methods call their argument `changed` with a key and its new state wherever a state is replaced by another object.
     """
 
     def __init__(self) -> None:
         self.states: dict[Any, Any] = {}
-        self._seen: dict[Any, Any] = {}  # the form in which each parameter has been checked
+        self._seen: dict[Any, Any] = {}  # key -> the parameter's shape, strides, dtype and device when it was checked
 
     def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
-        """Begin the states of those of these parameters that have none: all are of one age."""
+        """Initialise the states of the parameters that have none; all these states are of one age."""
         fresh: dict[Any, Any] = {}
         for key, part, param, _ in items:
             if key not in self.states:
@@ -47,7 +47,7 @@ class ForeachStepper:
                 self._share(part, key, state, like, changed)
 
     def fit(self, items: Iterable[Item], changed: Changed = ignore) -> None:
-        """Begin those fields of these states that their optimizers did not have before, such as a momentum that was 0.
+        """Initialise the state fields that an optimizer now needs for the first time, such as a momentum that was 0.
 
         Raises:
             ValueError: a momentum with dampening that begins after the first step.
@@ -67,11 +67,11 @@ class ForeachStepper:
                 changed(key, self.states[key])
 
     def check(self, items: Iterable[Item]) -> None:
-        """Raise where a step would not serve one of these parameters; nothing has changed then.
+        """Raise where these parameters cannot be stepped; nothing has changed then.
 
         Raises:
-            ValueError: a gradient of another shape or device; a parameter that has become another, or that cannot be written,
-                since its elements overlap in memory or it is an inference tensor; a hyperparameter that is not finite.
+            ValueError: a gradient of another shape or device; a parameter that no longer fits its state, or that cannot be
+                written, since its elements overlap in memory or it is an inference tensor; a hyperparameter that is not finite.
             TypeError: a gradient of another dtype or layout.
         """
         watched: dict[Any, tuple[Optimizer, Any]] = {}
@@ -90,8 +90,8 @@ class ForeachStepper:
             for field, kind, name in zip(fields(state), expected.fields, expected.names, strict=True):
                 if field is None or kind is None:
                     continue
-                shape, dtype, beside = kind
-                if field.shape != shape or field.dtype is not dtype or (beside and field.device != param.device):
+                shape, dtype, on_device = kind
+                if field.shape != shape or field.dtype is not dtype or (on_device and field.device != param.device):
                     raise ValueError(
                         f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
                         f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
@@ -102,7 +102,7 @@ class ForeachStepper:
             check_rates(part.watched, state.step)
 
     def check_rates(self, items: Iterable[Item]) -> None:
-        """The last of the checks of `check`, for parameters that cannot have become others."""
+        """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form."""
         steps = {
             (id(part), id(self.states[key].step)): (part, self.states[key].step)
             for key, part, *_ in items
@@ -112,7 +112,7 @@ class ForeachStepper:
             check_rates(part.watched, step)
 
     def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
-        """Step these parameters, which have been checked; the others do not age."""
+        """Step these parameters, which have been checked; the step counts of the others stay."""
         sharing = Counter(id(state.step) for state in self.states.values())
         items = list(items)
         self.begin(items, changed)
@@ -122,7 +122,7 @@ class ForeachStepper:
             kinds.setdefault((id(part), param.dtype, param.device, id(self.states[key].step)), []).append(item)
         for some in kinds.values():
             first, part = self.states[some[0][0]], some[0][1]
-            if len(some) < sharing[id(first.step)]:  # the others stay as old as they are
+            if len(some) < sharing[id(first.step)]:  # the others keep their age, and so the shared tensors
                 first = with_fields(first, [None if f is None else f.clone() if c else f
                                             for f, c in zip(fields(first), part.common, strict=True)])  # fmt: skip
                 for key, *_ in some:
@@ -130,19 +130,19 @@ class ForeachStepper:
             states, params = [self.states[key] for key, *_ in some], [param for _, _, param, _ in some]
             here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
             step_in_place(part, params, [grad for *_, grad in some], states, **here)
-            # Fused kernels do not count as writes: a graph that still needs the old values would silently use the new.
+            # Fused kernels do not increment the version: a graph that needs the old values would silently use the new ones.
             torch.autograd.graph.increment_version(params)
 
     def _share(self, part: Optimizer, key: Any, state: Any, like: Any, changed: Changed) -> None:
-        """Put a state under a key, its 0-d fields being those of another state."""
+        """Store a state under a key, with the 0-d fields of the state `like`."""
         self.states[key] = sharing(part, state, like)
         changed(key, self.states[key])
 
     def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Any]]]) -> dict[Any, Any]:
-        """States from tensors by name, for (key, optimizer, parameter, state) each; equal ages are shared again.
+        """States from tensors by name, given as (key, optimizer, parameter, state); equal ages share 0-d tensors again.
 
         Raises:
-            ValueError: a state of another optimizer, or of a parameter of another shape; a step that counts no steps.
+            ValueError: a state of another optimizer, or of a parameter of another shape; a step that is no step count.
         """
         new: dict[Any, Any] = {}
         alike: dict[Any, Any] = {}
@@ -157,7 +157,7 @@ class ForeachStepper:
         return new
 
     def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:
-        """Go on with what `prepared` made."""
+        """Take the states that `prepared` made."""
         self.states = states
         self._seen.clear()
         for key, state in states.items():
@@ -165,8 +165,8 @@ class ForeachStepper:
 
 
 def divides(part: Optimizer, dtype: torch.dtype) -> bool:
-    """Whether a kernel leaves gradients divided by `grad_scale`, and not the sums that they were."""
-    if dtype.itemsize < 4:  # their buckets may have units of their own
+    """Whether the optimizer's kernel leaves the gradients divided by `grad_scale`, and not as undivided sums."""
+    if dtype.itemsize < 4:  # these buckets may have units of their own
         return False
     param, grad = torch.ones(2, 2, dtype=dtype), torch.full((2, 2), 2.0, dtype=dtype)
     step_in_place(part, [param], [grad], [part.init_param(param)], grad_scale=torch.tensor(2.0, dtype=torch.float64))

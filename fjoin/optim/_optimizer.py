@@ -18,13 +18,14 @@ from ._param_groups import check_group, own_by_group, resizing, values_of
 class Optimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that steps with one of ours, in place, by one kernel for all parameters of a kind.
 
-    Its hyperparameters that are numbers, and betas, stand in `param_groups`, where groups may have their own, and where
-    torch's schedulers change them. A group may repeat the other ones, and torch's own such as foreach, which changes
-    nothing. Its state is in `state`, `state_dict` and `load_state_dict`, by names such as "exp_avg". A parameter without
-    gradient is left alone, as by torch. It works with torch.amp.GradScaler.
+    - `param_groups` holds the hyperparameters that are numbers, and betas. Groups may have their own values, and torch's
+      schedulers change them there. A group may repeat other hyperparameters, and torch's own such as foreach, without effect.
+    - `state`, `state_dict` and `load_state_dict` hold the state, by names such as "exp_avg".
+    - A parameter without gradient is left unchanged, as by torch.
+    - It works with torch.amp.GradScaler.
 
     Args:
-        params: What torch.optim takes: tensors, groups of them, or `model.named_parameters()`, whose names are the paths of
+        params: As in torch.optim: tensors, groups of them, or `model.named_parameters()`, whose names are the paths of
             a `partition`.
         optimizer: An `Optimizer` of fjoin.transforms.
 
@@ -56,32 +57,32 @@ class Optimizer(torch.optim.Optimizer):
             )
         if optimizer.spec.name == "inject_hyperparameters":
             raise TypeError(
-                f"{optimizer!r} keeps its hyperparameters in its state; here they stand in param_groups: leave it away"
+                f"{optimizer!r} keeps its hyperparameters in its state; here they are in param_groups: omit it"
             )
         self._optimizer = optimizer
-        self._stepper = ForeachStepper()  # without a way back from it to this: the states are freed with it
-        self._made: dict[Any, _optimizer.Optimizer] = {}  # with the hyperparameters of the last steps
+        self._stepper = ForeachStepper()  # it must not refer to this object: a cycle would delay freeing the states
+        self._made: dict[Any, _optimizer.Optimizer] = {}  # optimizers with the hyperparameters of recent steps
         hyperparameters = {} if optimizer.select else own_by_group(optimizer)
         self._names = tuple(hyperparameters)
         self._resizing = resizing(optimizer, self._names)
-        self._sizes: list[bool] | None = None  # whether each of these was not 0 in the last step, of each group
+        self._sizes: list[bool] | None = None  # by group: whether each of `_resizing` was nonzero in the last step
         super().__init__(params, hyperparameters)
         self._check()
         self._ready = True
 
     def _check(self) -> None:
-        """See that the optimizer can serve all groups, and begin its states."""
+        """Check that the optimizer can serve all groups, and initialise its states."""
         by_path = self._by_path()
         if self._optimizer.check:
             self._optimizer.check(by_path)
         for group in self.param_groups:
             check_group(self._optimizer, self._names, group)
-        # From the start, since torch.distributed.checkpoint takes a step where there is no state.
+        # Initialise at once, since torch.distributed.checkpoint takes a step where there is no state.
         items = [item for item in self._items() if item[2].requires_grad]
         self._stepper.begin(items, self._show)
 
     def _items(self) -> list[Item]:
-        """For all parameters: (whose state, what steps it with the group's hyperparameters, parameter, gradient)."""
+        """(key of the state, optimizer with the group's hyperparameters, parameter, gradient) of all parameters."""
         items: list[Item] = []
         for group in self.param_groups:
             one = None if self._optimizer.select else self._with(self._optimizer, values_of(group, self._names))
@@ -90,10 +91,10 @@ class Optimizer(torch.optim.Optimizer):
         return items
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a group that the optimizer cannot serve is not added."""
+        """Add a parameter group, as torch's method; a group that the optimizer cannot serve is not added."""
         super().add_param_group(param_group)
         self._sizes = None
-        if hasattr(self, "_ready"):  # not while the first groups come
+        if hasattr(self, "_ready"):  # not while the constructor adds the first groups
             try:
                 self._check()
             except ValueError:
@@ -117,7 +118,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of all parameters that have a gradient; returns the result of `closure`, which is called first.
+        """Step all parameters that have a gradient; returns the result of `closure`, which is called first.
 
         Raises:
             ValueError, TypeError: see the class; no parameter and no state has been changed then.
@@ -126,12 +127,12 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # which a GradScaler sets
+        guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # a GradScaler sets these
         everything = self._items()
         items = [item for item in everything if item[3] is not None]
         if len(self.state) != len(self._stepper.states):
             cleared = [param for param in self._stepper.states if param not in self.state]
-            for param in cleared:  # they begin anew
+            for param in cleared:  # their states start anew
                 del self._stepper.states[param]
         self._stepper.check(items)
         sizes = [group[name] != 0 for group in self.param_groups for name in self._resizing]
@@ -145,18 +146,18 @@ class Optimizer(torch.optim.Optimizer):
         self.state[param] = to_state_dict(state)
 
     def _with(self, part: _optimizer.Optimizer, values: tuple[tuple[str, float], ...]) -> _optimizer.Optimizer:
-        """An optimizer with other hyperparameters, the same object for the same ones."""
+        """An optimizer with other hyperparameters; the same object for equal values."""
         if not values:
             return part
         key = (id(part), values)
         if key not in self._made:
-            if len(self._made) > 64:  # a schedule has gone on
+            if len(self._made) > 64:  # a schedule has produced many values
                 self._made.clear()
             self._made[key] = remade(part, dict(values))
         return self._made[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, for the same parameters in the same order.
+        """Load a state made by `state_dict`, for the same parameters in the same order.
 
         Raises:
             ValueError: other groups, or states of another optimizer.
@@ -165,7 +166,7 @@ class Optimizer(torch.optim.Optimizer):
         order = list(zip([name for group in self.param_groups for name in _names(group)],
                          [param for group in self.param_groups for param in group["params"]], old, strict=True))  # fmt: skip
         keys = [(key, group) for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
-        saved = state_dict["state"]  # in its own dtypes, which torch makes the parameters'
+        saved = state_dict["state"]  # in the saved dtypes; torch would convert them to the parameters' dtypes
         for group in state_dict["param_groups"]:
             check_group(self._optimizer, self._names, group)
         states = self._stepper.prepared(
@@ -181,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
         self._sizes = None
 
     def _of_saved(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> _optimizer.Optimizer:
-        """The optimizer with the saved hyperparameters, where these decide which fields a state has."""
+        """The optimizer with the saved hyperparameters, where these determine the fields of a state."""
         part = self._optimizer.at(name)
         if not self._resizing:
             return part

@@ -1,4 +1,4 @@
-"""The hyperparameters of an optimizer as torch's param_groups hold them."""
+"""The hyperparameters of an optimizer in the form of torch's param_groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..transforms.optimizers._optimizer import Optimizer
 
 
 def own_by_group(part: Optimizer) -> dict[str, Any]:
-    """The hyperparameters of which each group may have its own, also those of an optimizer inside: numbers, and betas."""
+    """The hyperparameters that may differ by group, with those of an inner optimizer: numbers, and betas."""
     found: dict[str, Any] = {}
     known = inspect.signature(_FACTORIES[part.spec.name]).parameters if part.spec.name in _FACTORIES else {}
     for name, value in part.spec.args:
@@ -31,13 +31,13 @@ def own_by_group(part: Optimizer) -> dict[str, Any]:
 
 
 def resizing(part: Optimizer, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of these numbers that decide, by being 0 or not, which fields a state has."""
+    """The names whose value, 0 or not, determines the fields of a state."""
     probe = torch.empty(0, device="meta")
 
     def kinds(name: str, value: float) -> list[bool]:
         try:
             return [f is None for f in fields(remade(part, {name: value}).init_param(probe))]
-        except ValueError:  # which it cannot be
+        except ValueError:  # this value is not allowed
             return []
 
     both = {name: (kinds(name, 0.0), kinds(name, 0.5)) for name in names if name != "betas"}
@@ -45,10 +45,10 @@ def resizing(part: Optimizer, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def values_of(group: Mapping[str, Any], names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """The values of a group as numbers, and pairs of them.
+    """The values of a group as numbers, or pairs of numbers for betas.
 
     Raises:
-        ValueError: one is none.
+        ValueError: a value is no number.
     """
     try:
         return tuple(
@@ -76,9 +76,9 @@ def check_group(optimizer: Optimizer, names: Iterable[str], group: Mapping[str, 
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, list[Any]]:
-    """The values of an optimizer's arguments, and of those in it, by name."""
+    """The values of the arguments of an optimizer, and of its inner optimizers, by name."""
     found: dict[str, list[Any]] = {name: [value] for name, value in optimizer.spec.args}
-    if optimizer.spec.name in ("adam", "adamw"):  # which torch's groups tell apart like this
+    if optimizer.spec.name in ("adam", "adamw"):  # torch's groups distinguish them by this entry
         found["decoupled_weight_decay"] = [optimizer.spec.name == "adamw"]
     for child in optimizer.spec.children:
         if isinstance(child, Optimizer):

@@ -12,19 +12,19 @@ from ..transforms.optimizers._optimizer import Optimizer
 
 
 class TorchState(NamedTuple):
-    step: Tensor  # steps taken, 0-d float32
-    slots: dict[str, Tensor]  # what torch keeps for the parameter, by torch's names; zeros before the first step
+    step: Tensor  # the number of steps taken, 0-d float32
+    slots: dict[str, Tensor]  # torch's state for the parameter, by torch's names; zeros before the first step
 
 
 def as_step_param(functional: Any) -> Optimizer:
     """One of torch's private functional optimizers, such as _FunctionalAdam, as an `Optimizer`.
 
-    torch keys what these remember by the identity of a parameter; here it is in the state. They step in place under
-    no_grad, so `step_param` works on copies and cannot be differentiated, nor mapped over.
+    torch keys the memory of these optimizers by the identity of a parameter; here it is in the state. They step in place
+    under no_grad, so `step_param` works on copies and cannot be differentiated, nor mapped over.
 
     Args:
-        functional: What has `step_param(param, grad)`, or `step(grads)` and a `param_group`, and a `state` that is a
-            dict of dicts.
+        functional: An object with `step_param(param, grad)`, or with `step(grads)` and a `param_group`, and with a
+            `state` that is a dict of dicts.
 
     Returns:
         An `Optimizer`. State: `TorchState(step, slots)`.
@@ -33,7 +33,7 @@ def as_step_param(functional: Any) -> Optimizer:
         TypeError: `functional` has none of these.
         RuntimeError: at `step_param`: under torch.func transforms, where torch would silently give a derivative of 0.
 
-    Same as: what torch's _hook_then_optimizer does with it.
+    Same as: torch's _hook_then_optimizer with this optimizer.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True):  # torch warns at the import, and at each construction
@@ -51,7 +51,7 @@ def as_step_param(functional: Any) -> Optimizer:
     defaults = getattr(functional, "defaults", {})
 
     def run(param: Tensor, grad: Tensor, slots: dict[str, Any] | None) -> dict[str, Any]:
-        """One step of torch's in place; what it remembers then."""
+        """Take one step of torch's optimizer in place; returns its new memory of the parameter."""
         functional.state.clear()
         if slots is not None:
             functional.state[param] = slots
@@ -63,12 +63,12 @@ def as_step_param(functional: Any) -> Optimizer:
         return functional.state.pop(param, {})  # type: ignore[no-any-return]
 
     def start(param: Tensor) -> dict[str, Any] | None:
-        """What some make in their constructor, for its parameters: Adagrad's sum."""
+        """The memory that some optimizers make in their constructor, Adagrad's sum; otherwise None."""
         value = defaults.get("initial_accumulator_value")
         return None if value is None else {"sum": torch.full_like(param, value), "step": torch.tensor(0.0)}
 
     def init_param(param: Tensor) -> TorchState:
-        probe = torch.zeros((2,), dtype=param.dtype)  # a first step shows what there is to remember
+        probe = torch.zeros((2,), dtype=param.dtype)  # a first step on it shows the names and kinds of the slots
         kept = run(probe, torch.zeros_like(probe), start(probe))
         slots = {
             name: torch.zeros_like(param) if value.dim() else torch.zeros((), dtype=value.dtype)
@@ -88,7 +88,7 @@ def as_step_param(functional: Any) -> Optimizer:
         if grad_scale is not None:
             grad = grad / grad_scale.to(grad.dtype)
         own, slots = param.detach().clone(), {name: slot.clone() for name, slot in state.slots.items()}
-        # In its first step torch makes them, from the gradient where it begins with that.
+        # torch makes the slots in its first step, from the gradient where a slot starts as the gradient.
         after = run(own, grad, dict(slots) if state.step > 0 else start(own))
         pairs = [(param, own), (state.step, state.step + 1), *((state.slots[name], after[name]) for name in slots)]
         for old, new in pairs:

@@ -1,4 +1,4 @@
-"""torch's collectives, with floats that travel encoded and arrive in the caller's tensors."""
+"""torch's collectives with encoded messages, decoded into the caller's tensors."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ _NAMED: dict[str, Callable[[], Codec]] = {"fp16": float16, "bfp16": bfloat16}
 def auto_quantize(
     func: Callable[..., Any], qtype: Codec | Enum | str, quant_loss: float | None = None
 ) -> Callable[..., dist.Work | None]:
-    """One of torch's collectives with its floats encoded while they travel.
+    """One of torch's collectives with its floats encoded in messages.
 
-    What a rank sends to another is one row of bytes, which that one reads alone. Every value is encoded once, by who sends
-    it; a reduction is taken in float32. all_reduce encodes its result again on three ranks and more, where it takes two messages
-    as `tx.quantized_mean` does; all ranks get the same to the bit. One rank encodes nothing.
+    - A rank's message to another rank is one row of bytes, which the receiver can decode without other rows.
+    - Every value is encoded once, by its sender. A reduction is taken in float32.
+    - On three ranks and more all_reduce encodes its result again, and takes two messages as `tx.quantized_mean` does; all
+      ranks get the same result to the bit.
+    - A single rank encodes nothing.
 
     Args:
         func: dist.all_gather, all_to_all, all_to_all_single, all_gather_into_tensor (all_gather_single),
-            reduce_scatter_tensor (reduce_scatter_single) or all_reduce; of the last two the operations SUM and AVG.
+            reduce_scatter_tensor (reduce_scatter_single) or all_reduce; the last two with the operations SUM and AVG.
         qtype: A codec, for example `tx.int8()`; or torch's DQuantType.FP16 or BFP16, or "fp16" or "bfp16", which are
-            `tx.float16()`, so that 1e5 does not become 65504, and `tx.bfloat16()`. Dice are keyed by the number of calls, and
-            by a seed of one's own in `tx.qsgd().keyed(seed, 0)`.
-        quant_loss: What results are divided by. None: by nothing.
+            `tx.float16()`, so that 1e5 does not become 65504, and `tx.bfloat16()`. Random bits are keyed by the number of
+            calls, and by the seed of a codec such as `tx.qsgd().keyed(seed, 0)`.
+        quant_loss: The divisor of the results. None: no division.
 
     Returns:
-        A function with the arguments and the meaning of `func`, `group`, `async_op` and split sizes included, by position
+        A function with the arguments and the meaning of `func`, including `group`, `async_op` and split sizes, by position
         or by name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize does. It fills
-        the tensors that it is given, of any shape, strides and floating-point dtypes, and returns None, or a dist.Work with
+        the given tensors, of any shape, strides and floating-point dtypes, and returns None, or a dist.Work with
         `async_op=True`: `wait()` fills them. Shapes may differ between ranks in all_to_all and all_gather, on gloo too. With
         `async_op=True`, all_reduce on three ranks and more waits in the call for the first of its messages.
 
     Raises:
-        TypeError: another function, or no codec; when called: an argument that `func` has not, or a tensor that is not
+        TypeError: another function, or no codec; when called: an argument that `func` does not have, or a tensor that is not
             floating-point.
         ValueError: an unknown name, or a `quant_loss` to divide by that is 0 or not finite; when called: lists, shapes or
             split sizes that do not fit, before anything is sent.
@@ -97,7 +99,7 @@ def auto_quantize(
     return encoded
 
 
-# The names that torch's auto_quantize has for arguments of all_to_all_single.
+# torch's auto_quantize's names for arguments of all_to_all_single.
 _SPLITS = {"out_splits": "output_split_sizes", "in_splits": "input_split_sizes"}
 
 
@@ -180,7 +182,7 @@ def _reduce_scatter_tensor(peers: Peers, output: Any, input: Any, op: Any) -> En
 def _all_reduce(peers: Peers, tensor: Any, op: Any) -> EncodedWork:
     x, ranks = peers.check("tensor", tensor, True), peers.ranks
     peers.check_op(op)
-    if ranks <= 2:  # all to the other: as many bytes as in two messages, and encoded once
+    if ranks <= 2:  # send all codes to the other rank: as many bytes as in two messages, but encoded once
         work, read = peers.gather(x, [x.numel()] * ranks)
         return peers.work(work, [x], lambda: [peers.total(read(), op)])
     size = -(-x.numel() // ranks)
@@ -191,7 +193,7 @@ def _all_reduce(peers: Peers, tensor: Any, op: Any) -> EncodedWork:
     return peers.work(work, [x], lambda: [torch.cat(back())[: x.numel()]])
 
 
-# The last two are the names since torch 2.13 of the two before all_reduce.
+# The last two are the names, from torch 2.13 on, of all_gather_into_tensor and reduce_scatter_tensor.
 _SERVED: list[tuple[Callable[..., Any], Callable[..., EncodedWork]]] = [
     (getattr(dist, name), mine)
     for name, mine in (

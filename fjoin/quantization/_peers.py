@@ -1,4 +1,4 @@
-"""What one call of a collective sends to the ranks of a group, encoded, and what must hold before it does."""
+"""The encoded messages of one collective call to the ranks of a group, and the checks before they are sent."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ._work import EncodedWork
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Flat, in a dtype that one can count in, with all its bits."""
+    """`x` flat, as float64 where it is float64, otherwise as float32, which loses no bit."""
     return x.detach().reshape(-1).to(torch.float64 if x.dtype is torch.float64 else torch.float32)
 
 
 class Peers:
-    """The ranks of one call, and rows of floats that go to and come from them."""
+    """The ranks of one call, which exchange encoded rows of floats."""
 
     def __init__(self, name: str, codec: Codec, loss: float | None, group: Any, ranks: int, me: int) -> None:
         self.name, self.codec, self.loss, self.group, self.ranks, self.me = name, codec, loss, group, ranks, me
 
     def exchange(self, pieces: Sequence[Tensor], sizes: list[int]) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Send piece r to rank r; the handle, and what then reads from each rank so many floats, flat."""
+        """Send piece r to rank r; returns the handle, and a function that decodes `sizes[r]` floats from each rank, flat."""
         if self.ranks == 1:
             return None, lambda: [_wide(piece) for piece in pieces]
         rows = [piece.detach().reshape(-1).to(torch.float32) for piece in pieces]
@@ -43,7 +43,10 @@ class Peers:
         return work, lambda: self._read(received, sizes, taken)
 
     def gather(self, x: Tensor, sizes: list[int]) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Send a tensor to all; all know how many floats each has, so that short rows can be filled up."""
+        """Send a tensor to all ranks; returns the handle, and a function that decodes `sizes[r]` floats from each rank.
+
+        All ranks know all sizes, so they can pad short rows.
+        """
         if self.ranks == 1:
             return None, lambda: [_wide(x)]
         codes = encode_rows(self.codec, x.detach().reshape(1, -1).to(torch.float32), self.me, self.ranks)[0]
@@ -94,14 +97,14 @@ class Peers:
         return [self.check(f"{what}[{i}]", x, filled) for i, x in enumerate(xs)]
 
     def check_own(self, out: str, to: Tensor, given: str, x: Tensor) -> None:
-        """What a rank sends to itself must fit; of the other ranks' tensors it cannot know."""
+        """Check that the tensor a rank sends to itself fits; it does not know the other ranks' tensors."""
         if to.shape != x.shape:
             raise ValueError(
                 f"{self.name}: {out} has shape {tuple(to.shape)}, but {given}, which goes there, has shape {tuple(x.shape)}"
             )
 
     def check_all(self, what: str, whole: Tensor, piece: str, x: Tensor) -> None:
-        """`whole` must hold a tensor like x of each rank, stacked or concatenated."""
+        """Check that `whole` can hold a tensor like `x` from each rank, stacked or concatenated."""
         stacked = (self.ranks, *x.shape)
         joined = (self.ranks * x.shape[0], *x.shape[1:]) if x.dim() else stacked
         if whole.shape not in (stacked, joined):
@@ -115,7 +118,7 @@ class Peers:
             raise ValueError(f"{self.name}: op must be ReduceOp.SUM or AVG, got {op!r}")
 
     def check_splits(self, what: str, splits: Any, of: str, x: Tensor) -> list[int]:
-        """How many floats each rank sends or gets of a tensor that is divided along its first dimension."""
+        """The number of floats of each rank in a tensor that is divided along its first dimension."""
         shape = x.shape if x.dim() or self.ranks > 1 else (1,)
         if not shape:
             raise ValueError(f"{self.name}: {of} has no dimension to divide among {self.ranks} ranks; it is 0-d")

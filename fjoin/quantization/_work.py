@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class EncodedWork(dist.Work):
-    """A message under way: `wait` decodes what it has brought into the caller's tensors, then lets go of the message.
+    """A message under way: `wait` decodes it into the caller's tensors, then releases it.
 
-    Also `is_completed` does, as soon as the message is there. Where neither is called, the tensors are never filled.
+    `is_completed` does so too, as soon as the message has arrived. Where neither is called, the tensors are never filled.
 
     Args:
         work: The message's own handle; None where nothing travels.
-        fill: Writes the results.
-        outputs: The tensors that it writes to.
+        fill: Writes the results to `outputs`.
+        outputs: The tensors to fill.
     """
 
     def __init__(self, work: Any, fill: Callable[[], None], outputs: list[Tensor]) -> None:
@@ -29,10 +29,10 @@ class EncodedWork(dist.Work):
         self._error: BaseException | None = None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # type: ignore[override]
-        """Wait and decode; True. On CUDA the current stream waits, not the host.
+        """Wait and decode; returns True. On CUDA the current stream waits, not the host.
 
         Raises:
-            RuntimeError: the message has failed, in every call; the tensors are as they were.
+            RuntimeError: the message has failed; raised in every call. The tensors are unchanged.
         """
         if self._error is not None:
             raise self._error
@@ -52,11 +52,11 @@ class EncodedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the results are there, or never will be."""
+        """Whether the results are written, or the message has failed."""
         if self._begun is not None and (self._begun[0] is None or self._begun[0].is_completed()):
             try:
                 self.wait()
-            except Exception:  # told by `wait`
+            except Exception:  # `wait` raises it
                 return True
         return self._begun is None
 
@@ -72,7 +72,7 @@ class EncodedWork(dist.Work):
         return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future of `result()`, which is waited for here: decoding in a callback would run in gloo's threads."""
+        """A completed future of `result()`. It waits here, since decoding in a callback would run in gloo's threads."""
         devices = {t.device for t in self._outputs if t.device.type != "cpu"}
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=list(devices))
         future.set_result(self.result())

@@ -1,4 +1,4 @@
-"""The plain reduction: buckets are summed in place while backward goes on, the lane behind one of them."""
+"""The plain reduction: buckets are summed in place during backward, with the lane at the end of one of them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from ._tree_stages import run_stages
 
 
 class AllReduceHook:
-    """Runs a hook that begins with `mean` or `sum_over`, and reduces no more behind it.
+    """Runs a hook that begins with `mean` or `sum_over` and contains no further reduction.
 
     Attributes:
-        unit: Gradients travel times a power of two, which costs no bit. It is near 1 / ranks: with equal weights on a
-            power of two of ranks their sum then is the mean already, and no kernel has to divide. See `Run` for float16.
-        scales: Whether gradients are multiplied with weights before they are summed.
-        by_weight: Whether ranks count by their weights, else by having a batch.
-        direct: Whether a bucket can be stepped as soon as its message and the lane's are here.
+        unit: The power of two that scales gradients in messages, which loses no bit. It is near 1 / ranks: with equal
+            weights and a power of two of ranks the sum is already the mean, and no kernel has to divide. See `Units` for
+            float16.
+        scales: Whether gradients are multiplied by weights before they are summed.
+        by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
+        direct: Whether a bucket can be stepped as soon as its message and the lane's have arrived.
     """
 
     def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, step_check: StepCheck) -> None:
@@ -40,23 +41,23 @@ class AllReduceHook:
         self.unit, self.scales = power_near(lane.ranks), plan.by_weight
         late = plan.clip is not None and plan.clip.spec["mode"] == "previous"
         self.direct = (plan.clip is None or late) and not plan.rest
-        self._before: ClipState | None = None  # of the last step, where that decides
-        self._carrier: GradBuffer | None = None  # whose message carries the lane
+        self._before: ClipState | None = None  # of the last step, where its norm decides the clip factor
+        self._carrier: GradBuffer | None = None  # the bucket whose message carries the lane
         self._step = 0
-        self._alone: Work | None = None  # the message of a lane that none carries
+        self._alone: Work | None = None  # the lane's own message, where no bucket carries the lane
 
     @property
     def clip(self) -> Clip | None:
-        """What gradients are to be multiplied with, given their norm; None for nothing."""
+        """The function from the norm of the gradients to their clip factor; None where nothing is clipped."""
         return None if self._plan.clip is None else self._clip
 
     def init(self, storage: Storage) -> Any:
-        """The state to start from."""
+        """The initial state."""
         params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         return copy_if_aliased(self._hook.init(params), storage.flats)
 
     def loss_factor(self, share: float) -> float:
-        """What the loss is multiplied with: seeding backward with the share makes the weighting free."""
+        """The factor of the loss: starting backward from the share applies the weight at no cost."""
         return share * self.unit
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:
@@ -73,7 +74,7 @@ class AllReduceHook:
         return outgoing
 
     def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
-        """Make ready for the buckets of a step; see `StepHook`."""
+        """Prepare for the buckets of a step; see `StepHook`."""
         if self.direct and self.clip:
             self._before = (state() if callable(state) else state)[1]
         self._lane.write(values)
@@ -84,11 +85,11 @@ class AllReduceHook:
         return self._mesh.reduce_(out.buffer, self._axes)
 
     def knows_scale(self) -> bool:
-        """Whether nothing but the lane is needed to know what a bucket is to be divided by."""
+        """Whether the lane alone determines the divisor of a bucket."""
         return self._before is None or bool(torch.isfinite(self._before.norm))
 
     def stop(self) -> None:
-        """Forget a step that has failed."""
+        """Discard a step that has failed."""
         self._alone = None
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class AllReduceHook:
         self._carrier = None
 
     def sums(self) -> dict[str, Any]:
-        """The summed lane, once its message is here."""
+        """The summed lane; waits for its message."""
         if self._alone is not None:
             self._alone.wait()
             self._alone = None
@@ -105,18 +106,18 @@ class AllReduceHook:
         return self._step_check.read_lane(self._lane)
 
     def divisor(self, sums: dict[str, Any]) -> Any:
-        """What the summed gradients are still to be divided by."""
+        """The remaining divisor of the summed gradients."""
         return self._total(sums) * self.unit
 
     def finish(
         self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
     ) -> tuple[Any, dict[str, Any], Any]:
-        """After backward: the new state, or a function that makes it; the summed lane; the divisor."""
+        """Complete the step after backward; returns the new state, or a function that makes it; the summed lane; the divisor."""
         rest = self._plan.rest
         for out in outgoing:
             out.wait()
             if not rest:
-                self._step_check.observe(out)  # while the messages behind it are still under way
+                self._step_check.observe(out)  # while later messages are still under way
         sums = self.sums()
         state, divisor = self.state(sums, outgoing), self.divisor(sums)
         if not rest:
@@ -140,11 +141,11 @@ class AllReduceHook:
         return (first, *new), sums, 1.0
 
     def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
-        """The state that the pure hook would have after these messages, made when it is asked for."""
+        """A function that makes the state that the pure hook would have after these messages."""
         clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
         norm = norm_of(outgoing) / self.divisor(sums) if self._before is not None else None
 
-        def make() -> Any:  # holds nothing of this object, which a state must not keep alive
+        def make() -> Any:  # must not refer to this object: a state would keep it alive
             state = MeanState(_wide(total), {n: _wide(v) for n, v in sums.items() if n != "total"})
             return (state, () if norm is None else ClipState(norm)) if clips else state
 

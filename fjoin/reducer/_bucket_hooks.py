@@ -1,4 +1,4 @@
-"""Hooks that are no plain reduction: run on each bucket while backward goes on, and on the whole tree after it."""
+"""Hooks other than a plain reduction: they run on each bucket during backward, and on the whole tree after it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ._tree_stages import last_sums, run_stages
 
 
 class StepHook(Protocol):
-    """What runs the hook of a step on its buckets: `AllReduceHook` or `BucketHook`.
+    """Runs the hook of a step on its buckets: `AllReduceHook` or `BucketHook`.
 
     Attributes:
-        unit: What gradients are multiplied with while they travel; what a hook starts with serves all dtypes but float16.
-        by_weight: Whether ranks count by their weights, else by having a batch.
-        scales: Whether gradients may be multiplied with weights before they are summed.
+        unit: The factor that scales gradients in messages. The initial value serves all dtypes except float16.
+        by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
+        scales: Whether gradients may be multiplied by weights before they are summed.
     """
 
     unit: float
@@ -40,46 +40,51 @@ class StepHook(Protocol):
 
     @property
     def clip(self) -> Clip | None:
-        """What gradients are to be multiplied with behind it, given their norm; None for nothing."""
+        """The function from the norm of the gradients after the hook to their clip factor; None where nothing is clipped."""
 
     def init(self, storage: Storage) -> Any:
-        """The state to start from."""
+        """The initial state."""
 
     def loss_factor(self, share: float) -> float:
-        """What the loss is multiplied with."""
+        """The factor of the loss, given this rank's share in the mean."""
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
 
     def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
-        """Make ready for the buckets of a step.
+        """Prepare for the buckets of a step.
 
         Args:
-            lane: That of the axes which the hook reduces over in this step; `values` is what this rank puts into it.
+            lane: The lane over the axes that the hook reduces over in this step.
+            values: This rank's values in the lane.
             step: The number of steps before this one.
         """
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
-        """A bucket is full: send it."""
+        """Start the messages of a full bucket."""
 
     def finish(
         self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
     ) -> tuple[Any, dict[str, Any], Any]:
-        """After backward: the new state, or a function that makes it; the summed lane; what gradients are to be divided by."""
+        """Complete the step after backward.
+
+        Returns:
+            The new state, or a function that makes it; the summed lane; the divisor of the gradients.
+        """
 
     def stop(self) -> None:
-        """Forget a step that has failed."""
+        """Discard a step that has failed."""
 
     def close(self) -> None:
         """Free the buffers."""
 
 
 class BucketHook:
-    """Runs a hook that is no plain reduction, in one step after the other. It weighs what it is given itself.
+    """Runs a hook other than a plain reduction, step by step. The hook applies the weights itself.
 
     Attributes:
-        flat: Whether it is given a bucket as one flat tensor.
-        fresh: Whether what it returns is nobody else's, and can take the gradients' place as it is.
+        flat: Whether the hook gets a bucket as one flat tensor.
+        fresh: Whether the output is freshly allocated (it may take the place of the gradient buffer).
     """
 
     unit: float = 1.0
@@ -93,7 +98,7 @@ class BucketHook:
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         self.fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
-        self._given = 1.0  # the weight that the gradients of this step have already
+        self._given = 1.0  # the weight that this step's gradients already carry, divided out before the hook
         self._interleaver: Interleaver | None = None
         self._calls: list[Call] = []
         self._bound: dict[str, Any] = {}
@@ -101,7 +106,7 @@ class BucketHook:
         self._side: SideStream | None = None  # on CUDA
 
     def init(self, storage: Storage) -> Any:
-        """The state to start from; `HookState.whole` of it is `hook.init(params)`."""
+        """The initial state; its `HookState.whole` is `hook.init(params)`."""
         by_path = {path: leaf.detach() for path, leaf in storage.leaves.items()}
         layout, early = storage.layout, self._early
         buckets: tuple[Any, ...] = ()
@@ -116,7 +121,7 @@ class BucketHook:
         return HookState(buckets, rest, Form(layout, storage.shapes, self.flat, count, len(self._stages)))
 
     def loss_factor(self, share: float) -> float:
-        """What the loss is multiplied with: its share only where micro-batches are to be added."""
+        """The factor of the loss: share * unit where micro-batches are added, otherwise 1."""
         return share * self.unit if self._accumulates else 1.0
 
     # -- bucket by bucket -----------------------------------------------------------------------
@@ -129,14 +134,14 @@ class BucketHook:
         return [GradBuffer(bucket, storage.shapes, 0) for bucket in layout]
 
     def start(self, state: HookState, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
-        """Make ready for the buckets of a step; see `StepHook`."""
+        """Prepare for the buckets of a step; see `StepHook`."""
         self.stop()
         self._lane, self._equal, self._step = lane, self._plan.reduced(step).equal, step
         if lane.buffer is None:
             lane.travel_alone(lane.fit(storage.layout))
         axes = self._mesh.axes
         self._interleaver = Interleaver(axes) if self._in_waves else None
-        self._bound = {**bound(), **axes}  # backward may run in a thread where nothing is bound
+        self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
         first_bucket = self._carried(values)
         for i, bucket_state in enumerate(state.buckets):
@@ -148,14 +153,14 @@ class BucketHook:
             self._calls.append(Call(self, bucket_state, params, values["weight"], first_bucket, first))
 
     def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
-        """Call the stages that run bucket by bucket."""
+        """Call the stages that run bucket by bucket; returns their gradients and state."""
         assert self._early is not None
         return self._early.update(
             *args, lane_dtype=self._lane.dtype, unit=self.unit, step=self._step, **donate_kwargs(self._early), **extra
         )
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
-        """Run one bucket's hook until its first message is on its way; `wait` brings it to its end."""
+        """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
         if self._given != 1.0:
             out.grads.div_(self._given)
         if self._early is None:
@@ -171,7 +176,7 @@ class BucketHook:
         return call
 
     def stop(self) -> None:
-        """Forget a step that has failed."""
+        """Discard a step that has failed."""
         if self._interleaver is not None:
             self._interleaver.clear()
         self._calls = []
@@ -185,7 +190,7 @@ class BucketHook:
     def finish(
         self, old: HookState, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
     ) -> tuple[HookState, dict[str, Any], float]:
-        """Run the other stages, on all gradients; the new state, the summed lane, and 1, the divisor."""
+        """Run the other stages on all gradients; returns the new state, the summed lane, and 1 as the divisor."""
         for out in outgoing:
             out.wait()
         weight, first_bucket = lane["weight"], self._carried(lane)
@@ -205,23 +210,23 @@ class BucketHook:
         if self._equal:
             last = self._last_sums(state)
             return state, self._lane.once(self._step_check.from_tensors({**last.lane, "total": last.total})), 1.0
-        # The ranks' gradients differ, so each says whether its own are finite.
+        # The ranks' gradients differ, so each rank sends whether its own are finite.
         self._lane.write(self._lane.mark(lane, self._step_check.bad(outgoing)))
         self._lane.send().wait()
         return state, self._step_check.read_lane(self._lane), 1.0
 
     def _carried(self, lane: dict[str, Any]) -> dict[str, Any] | None:
-        """What the hook takes along with its own messages."""
+        """The lane values that travel in the hook's own messages; None where the lane is sent separately."""
         return {name: v for name, v in lane.items() if name != "total"} if self._equal else None
 
     def _last_sums(self, state: HookState) -> Any:
-        """What the hook's last reduction has summed besides the gradients."""
+        """The sums of the hook's last reduction apart from the gradients, a `MeanState`."""
         found = last_sums(self._stages[state.form.n_early :], state.rest)
         return found or self._early.sums(state.buckets[0])  # type: ignore[union-attr,misc]
 
 
 class GivesCalls(Protocol):
-    """What a `Call` asks of what it belongs to; see `BucketHook`."""
+    """The part of `BucketHook` that a `Call` uses."""
 
     flat: bool
     fresh: bool
@@ -244,7 +249,7 @@ class Call:
 
     def _state_of_first(self) -> Any:
         while not self._first.done and self._pause is not None:
-            self._pause()  # it may be asked for before this bucket has sent anything
+            self._pause()  # the state may be needed before this bucket has sent anything
         return self._first.state
 
     def __call__(self, pause: Callable[[], None] | None = None) -> None:
@@ -264,9 +269,9 @@ class Call:
         else:
             assign_(grads, new)
         if run.flat:
-            out.clear_padding()  # of which a hook may have made anything
+            out.clear_padding()  # a hook may have left any values there
         self.done = True
-        self._pause = self._first = self._old = None  # a cycle would keep the old state until Python looks for cycles
+        self._pause = self._first = self._old = None  # a cycle would keep the old state until a garbage collection
 
     def wait(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Gradients on their way: one buffer and one message per bucket, launched in a fixed order."""
+"""Gradients in transit: one buffer per bucket, launched in a fixed order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class GradBuffer:
     """The gradients of one bucket in one step.
 
     Attributes:
-        wire: The buffer of the gradients, and behind them the lane if this bucket carries it: what a plain
-            reduction sends.
-        grads: The gradients' part of it, or what a hook has made of them.
-        lane: The lane's part of it, maybe empty.
+        buffer: The gradients, followed by the lane if this bucket carries it: the message of a plain reduction.
+        grads: The gradients' part of the buffer, or a hook's result.
+        lane: The lane's part of the buffer, maybe empty.
     """
 
     def __init__(self, bucket: Bucket, shapes: Mapping[str, torch.Size], lane_words: int) -> None:
@@ -39,17 +38,17 @@ class GradBuffer:
         self._views = [] if bucket.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
-        self.seen = torch.zeros((), device=bucket.device)  # what the guard saw in the sums
+        self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see StepCheck.observe
         self.missing, self.filled = 0, False
 
     def start(self, leaves: list[Tensor]) -> None:
-        """Make ready for the gradients of these leaves."""
+        """Prepare for the gradients of these leaves."""
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
-        self.grads = self._own  # a hook may have put its result in its place
+        self.grads = self._own  # a hook may have replaced it by its result
         self.taken = [False] * len(leaves)
 
     def copy_grad(self, i: int) -> None:
-        """Take over the gradient that autograd has just left at a leaf, while it is in the cache."""
+        """Copy the gradient that autograd has just left at a leaf, while it is in the cache."""
         leaf = self.leaves[i]
         if self.taken[i]:
             raise RuntimeError(
@@ -61,7 +60,7 @@ class GradBuffer:
         if grad.layout is not torch.strided:
             check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
         if self.bucket.direct:
-            # What autograd hands over becomes the message, without a copy, unless other gradients share it.
+            # Autograd's gradient itself becomes the message, without a copy, unless other gradients share its memory.
             self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
         else:
             self._views[i].copy_(grad)
@@ -70,7 +69,7 @@ class GradBuffer:
         self.missing -= 1
 
     def fill(self) -> None:
-        """Complete the bucket after backward: gradients of earlier calls, and zeros where there are none."""
+        """Complete the bucket after backward with gradients of earlier calls, or zeros where there are none."""
         for i, leaf in enumerate(self.leaves):
             if self.taken[i]:
                 continue
@@ -86,7 +85,7 @@ class GradBuffer:
             self.grads.index_fill_(0, self._padding, 0)
 
     def wait(self) -> None:
-        """Wait for the message; on CUDA only the stream waits."""
+        """Wait for the bucket's messages; on CUDA only the stream waits."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -98,18 +97,18 @@ class GradBuffer:
 
 
 def unshare_grad(leaf: Tensor) -> None:
-    """Give a leaf's gradient memory of its own, which other leaves' gradients do not share."""
+    """Give a leaf's gradient memory of its own if other leaves' gradients share it."""
     if leaf.grad is not None and leaf.grad.layout is torch.strided and _is_shared(leaf.grad):
         leaf.grad = leaf.grad.clone()
 
 
 def _is_shared(grad: Tensor) -> bool:
-    """Whether another tensor lies in the same memory, as the gradients of a and b in (a.view(-1) + b.view(-1)) do."""
+    """Whether another tensor shares the memory, as the gradients of a and b in (a.view(-1) + b.view(-1)) do."""
     storage = grad.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > _ALONE
 
 
-# The tensor itself, and the Python object that asks.
+# The use count of unshared memory: one for the tensor, one for the Python object through which it is read.
 _ALONE = 2
 
 
@@ -118,14 +117,14 @@ class BucketQueue:
 
     Args:
         outgoing: The buckets.
-        launch: Starts what becomes of one bucket, given its index; called from the thread that fills.
+        launch: Starts the hook of one bucket, given its index and buffer; called in the thread that fills the bucket.
     """
 
     def __init__(self, outgoing: list[GradBuffer], launch: Callable[[int, GradBuffer], Work | None]) -> None:
         self.outgoing, self._launch = outgoing, launch
         self._next = len(outgoing)
         self._open = False
-        self._kept: dict[Tensor, Tensor | None] | None = None  # while a backward pass counts nothing
+        self._kept: dict[Tensor, Tensor | None] | None = None  # the gradients set aside while muted
 
     def start(self, by_bucket: list[list[Tensor]]) -> None:
         self._next, self._open = 0, True
@@ -134,7 +133,7 @@ class BucketQueue:
 
     @contextlib.contextmanager
     def muted(self, storage: Storage) -> Iterator[None]:
-        """Let what arrives meanwhile count nothing, whatever it is; 0 * inf would be nan."""
+        """Discard gradients that arrive within the with block. A factor of 0 would not do: 0 * inf is nan."""
         try:
             with storage.grads_aside() as self._kept:
                 yield
@@ -142,15 +141,15 @@ class BucketQueue:
             self._kept = None
 
     def stop(self) -> None:
-        """Take no more gradients, until the next start."""
+        """Take no more gradients until the next start."""
         self._open = False
         for out in self.outgoing:
             out.work = None
 
     def arrived(self, index: int, leaf: int) -> None:
-        """A leaf of this bucket has its gradient."""
+        """Take the gradient of a leaf of this bucket, and launch the buckets that are ready."""
         if not self._open:
-            return  # somebody else's backward pass over these leaves
+            return  # a backward pass over these leaves outside the step
         out = self.outgoing[index]
         if self._kept is not None:
             tensor = out.leaves[leaf]
@@ -168,7 +167,7 @@ class BucketQueue:
             self._next += 1
 
     def finish(self) -> None:
-        """Fill and launch what backward did not complete, after it has ended."""
+        """Fill and launch the buckets that backward did not complete, after it has ended."""
         self._open = False
         for out in self.outgoing:
             if not out.filled:

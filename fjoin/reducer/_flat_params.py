@@ -20,15 +20,15 @@ from ..transforms.plan._buckets import Bucket, Span
 
 
 class Storage:
-    """What a state owns: a flat buffer of parameters per bucket, and a slot state per span.
+    """The memory of a state: a flat buffer of parameters per bucket, and a slot state per span.
 
     Attributes:
         layout: The buckets.
         flats: One flat tensor of parameters per bucket.
-        leaves: Path -> view into it that requires a gradient, in the order of `params`.
-        slots: For each bucket and span the optimizer's state, on the flat range.
+        leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
+        slots: The optimizer's state of each bucket and span, on the flat range.
         float16: Whether some parameters are float16.
-        has_masters: Whether the optimizer keeps master copies of some.
+        has_masters: Whether the optimizer keeps master copies of some parameters.
     """
 
     def __init__(self, layout: tuple[Bucket, ...], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
@@ -49,15 +49,15 @@ class Storage:
                 of[path] = view.detach().requires_grad_()
         self.leaves = {path: of[path] for path in self.shapes}
         self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
-        # Gradients arrive in the stream of a leaf's node, which is made anew by every forward pass unless somebody holds it:
-        # held, those of a bucket all arrive in one.
+        # Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is still
+        # referenced; with these references the gradients of a bucket all arrive in one stream.
         self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_nodes": []}  # which cannot be copied
+        return {**self.__dict__, "_nodes": []}  # nodes cannot be copied
 
     def make_slots(self) -> None:
-        """Start the optimizer from the parameters as they are now."""
+        """Initialise the optimizer's slots from the current parameters."""
         self.set_slots(
             [
                 [
@@ -86,7 +86,7 @@ class Storage:
         ]
 
     def _range(self, part: Optimizer, flat: Tensor, span: Span) -> Tensor:
-        """A span's part of a buffer: flat, or in the leaf's own shape where the optimizer needs that."""
+        """A span's part of a buffer: flat, or in the leaf's shape where the optimizer is not elementwise."""
         piece = flat[span.start : span.stop]
         if part.elementwise:
             return piece
@@ -97,13 +97,13 @@ class Storage:
         """Raise where a hyperparameter of the next step is not finite, without a wait for a device.
 
         Raises:
-            ValueError, TypeError: a schedule did not return one finite number; a tensor holds none.
+            ValueError, TypeError: a schedule did not return one finite number, or a tensor does not hold one.
         """
         for hypers, step in self._watched:
             check_rates(hypers, step)
 
     def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
-        """For each span: (optimizer, parameters, gradients, slots), to step in place."""
+        """(optimizer, parameters, gradients, slots) of each span, to be stepped in place."""
         return [(part, param, self._range(part, grads, span), slot) for part, param, span, slot in self._ranges[bucket]]
 
     def clear_grads(self) -> None:
@@ -112,7 +112,7 @@ class Storage:
 
     @contextlib.contextmanager
     def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
-        """Without the leaves' gradients; at the end those that are still in what is yielded are put back."""
+        """Set the leaves' gradients aside within the with block; at its end those still in the yielded dict are restored."""
         kept = {leaf: leaf.grad for leaf in self.leaves.values()}
         self.clear_grads()
         try:
@@ -122,7 +122,7 @@ class Storage:
                 leaf.grad = grad
 
     def written(self, within: bool) -> list[Tensor]:
-        """The memory that a step overwrites: the parameters, and `within` a window the gradients gathered so far."""
+        """The memory that a step overwrites: the parameters and, `within` a window, the gradients accumulated so far."""
         grads = (leaf.grad for leaf in self.leaves.values()) if within else ()
         return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
 
@@ -133,7 +133,7 @@ class Storage:
             offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
             for span, state in zip(bucket.spans, slots, strict=True):
                 part = self.optimizer.at(span.paths[0])
-                if not part.elementwise:  # one parameter, whose state may have shapes of its own
+                if not part.elementwise:  # a span of one parameter; its state may have shapes of its own
                     out[span.paths[0]] = state
                     continue
                 for path in span.paths:
@@ -146,7 +146,7 @@ class Storage:
         return {path: out[path] for path in self.shapes}
 
     def clone(self) -> Storage:
-        """The same values in memory of its own, gradients that are being accumulated included."""
+        """A copy in memory of its own, including gradients that are being accumulated."""
         new = object.__new__(Storage)
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
         new.flats = [flat.clone() for flat in self.flats]
@@ -159,7 +159,7 @@ class Storage:
 
 
 def copy_if_aliased(state: Any, lent: Iterable[Tensor]) -> Any:
-    """A state in memory of its own: tensors that share memory with those in `lent` are copied, detached."""
+    """The state, with copies of its tensors that share memory with tensors in `lent`; the copies are detached."""
     own = _apart_from(lent)
     with torch.no_grad():
         if all(own(leaf) is leaf for leaf in optree.tree_leaves(state)):
@@ -168,7 +168,7 @@ def copy_if_aliased(state: Any, lent: Iterable[Tensor]) -> Any:
 
 
 def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Write values to their places, whatever memory they share.
+    """Write values to their places, correct even where values and places share memory.
 
     Raises:
         TypeError: there is no tensor for a place.
@@ -178,8 +178,8 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for path, place in places.items():
         value = values.get(path) if isinstance(values, Mapping) else values
         if not isinstance(value, Tensor):
-            what = "nothing" if value is None else f"a value of type {type(value).__name__}"
-            raise TypeError(f"for {path!r} the hook returned {what}, expected a tensor of shape {tuple(place.shape)}")
+            got = "nothing" if value is None else f"a value of type {type(value).__name__}"
+            raise TypeError(f"for {path!r} the hook returned {got}, expected a tensor of shape {tuple(place.shape)}")
         if value.shape != place.shape:
             raise ValueError(
                 f"for {path!r} the hook returned a tensor of shape {tuple(value.shape)}, expected {tuple(place.shape)}"
@@ -194,8 +194,8 @@ def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 
 def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
-    """A function that copies a tensor that shares memory with these, and gives back what does not."""
-    starts = {x.untyped_storage().data_ptr() for x in lent}  # views of one tensor have one
+    """A function that clones a tensor that shares memory with one of these, and returns any other value unchanged."""
+    starts = {x.untyped_storage().data_ptr() for x in lent}  # the same for all views of one tensor
 
     def own(x: Any) -> Any:
         has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not is_traceable_wrapper_subclass(x)

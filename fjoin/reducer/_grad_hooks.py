@@ -1,4 +1,4 @@
-"""Hooks on the leaves of a state, which notice when a gradient has arrived."""
+"""Autograd hooks on the leaves of a state, called when a gradient has arrived."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ._flat_params import Storage
 
 
 class GradHooks:
-    """The hooks on the leaves of one state.
+    """The autograd hooks on the leaves of one state.
 
-    The leaves' hooks know this object weakly, and it its state: hooks that held a step would keep all its
-    memory for ever.
+    The hooks hold this object by a weak reference, and it holds the state by one: hooks that held a step would
+    keep all its memory forever.
 
     Attributes:
-        queue: Who is told of gradients.
+        queue: The queue that takes the gradients; None where none does.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class GradHooks:
         self._attached: Callable[[], Storage | None] = _nothing
 
     def attach(self, storage: Storage) -> None:
-        """Have every leaf tell when its gradient has arrived, and those of another state no more."""
+        """Attach a hook to each leaf of this storage, and remove the hooks from the previous one."""
         if self._attached() is storage:
             return
         self.detach()
@@ -39,11 +39,11 @@ class GradHooks:
 
         def hook_of(bucket: int, leaf: int) -> Callable[[Tensor], None]:
             def arrived(tensor: Tensor) -> None:
-                taps = me()
-                if taps is not None and taps._keeping:
-                    unshare_grad(tensor)  # what comes in later calls of the window is added in place
-                elif taps is not None and taps.queue is not None:
-                    taps.queue.arrived(bucket, leaf)
+                hooks = me()
+                if hooks is not None and hooks._keeping:
+                    unshare_grad(tensor)  # later gradients of the window are added in place
+                elif hooks is not None and hooks.queue is not None:
+                    hooks.queue.arrived(bucket, leaf)
 
             return arrived
 
@@ -58,7 +58,7 @@ class GradHooks:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Within an accumulation window: gradients stay at the leaves."""
+        """Leave gradients at the leaves within the with block: for an accumulation window."""
         self._keeping = True
         try:
             yield

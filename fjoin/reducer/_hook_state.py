@@ -1,4 +1,4 @@
-"""The state of a hook as a step keeps it, and as the pure hook has it."""
+"""The state of a hook: as a step stores it, and in the form of the pure hook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..transforms._bucketwise import merge
 from ..transforms.plan._buckets import Bucket
 from ._flat_params import views
 
-# Where a bucket is one flat tensor, it is a tree with this path, which no parameter has.
+# The path of a flat bucket in a tree of one tensor; no parameter has this path.
 FLAT = "(flat)"
 
 
@@ -24,17 +24,17 @@ class Form:
     layout: tuple[Bucket, ...]
     shapes: Mapping[str, torch.Size]
     flat: bool  # whether buckets are flat tensors
-    n_early: int  # stages run bucket by bucket
-    stages: int
+    n_early: int  # the number of stages that run bucket by bucket
+    stages: int  # the number of all stages
 
 
 class HookState(NamedTuple):
-    buckets: tuple[Any, ...]  # of the stages run bucket by bucket, for each of them
-    rest: tuple[Any, ...]  # of the stages run on the whole tree
+    buckets: tuple[Any, ...]  # each bucket's state of the stages that run bucket by bucket
+    rest: tuple[Any, ...]  # the states of the stages that run on the whole tree
     form: Form
 
     def whole(self) -> Any:
-        """The state as the pure hook has it: keyed by path."""
+        """The state in the form of the pure hook: keyed by path."""
         form = self.form
         early: Any = ()
         if form.n_early:
@@ -48,7 +48,7 @@ class HookState(NamedTuple):
 
 
 def _by_path(state: Any, bucket: Bucket, shapes: Mapping[str, torch.Size]) -> Any:
-    """A state on a flat bucket, with views of its leaves in the place of the flat tensors."""
+    """A state on a flat bucket, with its flat tensors replaced by views of the leaves."""
     if isinstance(state, dict):
         if state.keys() == {FLAT}:
             value = state[FLAT]

@@ -1,9 +1,9 @@
-"""Functions that run in turns, each until its next message is on its way.
+"""Coroutines that run in turns, each until its next message is under way.
 
-The hook of a bucket may send several messages, one after the other's result. Run in waves, all
-buckets' first messages travel while backward goes on; after it come all second messages, and so on. One
-function runs at a time and the turns follow a fixed order, so that all ranks send the same messages in the
-same order. One that asks for the first bucket's result gives up its turns until that is there.
+The hook of a bucket may send several messages, each of which needs the result of the one before. The hooks run in rounds:
+all first messages travel during backward, then all second messages, and so on. One function runs at a time and the turns
+follow a fixed order, so all ranks send the same messages in the same order. A function that needs the first bucket's
+result gives up its turns until that result exists.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class _Abandon(BaseException):
 
 
 class Coroutine:
-    """A function on its way through the waves."""
+    """A function that runs in turns with those of other buckets."""
 
-    def __init__(self, waves: Interleaver, function: Callable[[Callable[[], None]], Any]) -> None:
-        self._interleaver, self._function = waves, function
+    def __init__(self, interleaver: Interleaver, function: Callable[[Callable[[], None]], Any]) -> None:
+        self._interleaver, self._function = interleaver, function
         self.done = False
         self._error: BaseException | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
-        # Both are held while the task runs or waits; freeing one passes the turn.
+        # Both locks are held while the function runs or waits; releasing one passes the turn.
         self._turn, self._back = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._back.acquire()
 
     def go_on(self) -> None:
-        """Run until the next message is on its way, or to the end."""
+        """Run until the next message is under way, or to the end."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
@@ -52,14 +52,14 @@ class Coroutine:
             raise error
 
     def pause(self) -> None:
-        """Let the others have their turn; called by the function itself."""
+        """Pass the turn to the others; called by the function itself."""
         self.check()
         self._back.release()
         self._turn.acquire()
         self.check()
 
     def check(self) -> None:
-        """Unwind, if the step has failed elsewhere: nothing more is to be sent."""
+        """Unwind if the step has failed elsewhere: no further message may be sent."""
         if self._abandoned:
             raise _Abandon
 
@@ -74,24 +74,24 @@ class Coroutine:
             self._error = error
         finally:
             self.done = True
-            del self._function  # which knows this task
-            if not self._abandoned:  # else nobody waits, and an interrupted `go_on` may have left it free
+            del self._function  # it refers to this object
+            if not self._abandoned:  # otherwise no thread waits, and an interrupted `go_on` may have left the lock free
                 self._back.release()
 
     def abandon(self) -> None:
         if self._thread is not None and not self.done:
             self._abandoned = True
-            if self._turn.locked():  # else an interrupted `go_on` has freed it, and the task is about to take it
+            if self._turn.locked():  # otherwise an interrupted `go_on` has released it, and `_run` is about to take it
                 self._turn.release()
 
     def wait(self) -> None:
-        """Take part in waves until this function has returned."""
+        """Run rounds until this function has returned."""
         while not self.done:
             self._interleaver.wave()
 
 
 class _Pausing(Axis):
-    """An axis for a task: it gives up its turn while a message is on its way."""
+    """An axis for a coroutine: it passes the turn while a message is under way."""
 
     def __init__(self, axis: Any, task: Coroutine) -> None:
         self._axis, self._task = axis, task
@@ -103,7 +103,7 @@ class _Pausing(Axis):
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         out: Tensor
         self._task.check()
-        if torch.compiler.is_compiling():  # a compiled hook waits inside
+        if torch.compiler.is_compiling():  # a compiled hook waits for its messages itself
             out = self._axis.run(op, x, arg)
             return out
         finish = self._axis.begin(op, x, arg)
@@ -125,10 +125,10 @@ class _Pausing(Axis):
 
 
 class Interleaver:
-    """The tasks of one step.
+    """The coroutines of one step.
 
     Args:
-        axes: What the tasks' messages cross.
+        axes: The axes by name that the coroutines communicate over.
     """
 
     def __init__(self, axes: dict[str, Any]) -> None:
@@ -137,10 +137,10 @@ class Interleaver:
         self._tasks: list[Coroutine] = []
 
     def start(self, function: Callable[[Callable[[], None]], Any]) -> Coroutine:
-        """Run a function until its first message is on its way; `wait` of what is returned goes on.
+        """Run a function until its first message is under way; the returned `wait` continues it.
 
         Args:
-            function: It is given what it may call to let the others have their turn.
+            function: Its argument is `pause`, which passes the turn to the others.
         """
         task = Coroutine(self, function)
         self._tasks.append(task)
@@ -148,13 +148,13 @@ class Interleaver:
         return task
 
     def wave(self) -> None:
-        """Let every task that is not done go on by one message."""
+        """Run one round: continue each unfinished coroutine by one message."""
         for task in self._tasks:
             if not task.done:
                 task.go_on()
 
     def clear(self) -> None:
-        """Forget all tasks, and unwind those that are not done."""
+        """Drop all coroutines and unwind the unfinished ones."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.abandon()
@@ -162,23 +162,23 @@ class Interleaver:
 
 @functools.cache
 def keep_freed() -> None:
-    """Let glibc keep what the threads free: it would give it back to the kernel, to fault the same pages in again in every step.
+    """Make glibc keep the memory that threads free. By default it returns it to the kernel, and each step faults it in again.
 
-    What it keeps, and what it does not map by itself, it measures by the largest block up to 32 MiB that was ever mapped
-    and freed; so this frees one (benchmarks/alone.py shows the difference). It holds for the whole process. Where
-    MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ are set, or the library is another, it does nothing.
+    glibc sets its mmap and trim thresholds by the largest mapped block, of up to 32 MiB, that was ever freed; so this allocates
+    and frees one (benchmarks/alone.py shows the difference). The effect lasts for the whole process. Where
+    MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ is set, or the C library is not glibc, it has no effect.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
-# One thread each: with more buckets than this they run one after the other.
+# Each bucket takes one thread: with more buckets than this the hooks run one after the other.
 MOST = 128
 
 
 def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], device: str) -> bool:
-    """Whether messages of buckets that lie on such a device go on while others are made ready.
+    """Whether messages of buckets on this kind of device travel while other buckets are filled.
 
-    Not where there is no other rank, nor in the simulator, nor with one bucket, which is ready last.
+    They do not with a single rank, in the simulator, with more than `MOST` buckets, or with one bucket, which is ready last.
     """
     real = any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in axes.values())
     return real and 1 < len(layout) <= MOST and all(bucket.device.type == device for bucket in layout)

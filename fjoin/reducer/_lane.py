@@ -1,4 +1,4 @@
-"""The step's lane: what each rank says along with its gradients, and where that is written."""
+"""The step's lane: the scalars that each rank sends with its gradients (piggybacked), and their buffer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class StepLane:
     Attributes:
         axes: The axes; there may be none.
         ranks: The number of ranks along them.
-        names: The scalars in the order in which they travel, once the ranks have agreed on them.
-        wire: Where they are written to be sent: behind the gradients of a bucket, or a buffer of its
-            own; None where the hook takes them along by itself.
-        dtype: Of what is sent.
-        step_id: Which step of its mesh this is.
+        names: The names of the scalars in the order in which they travel, once the ranks have agreed on them.
+        buffer: The buffer that is sent: the end of a bucket's buffer, or one of its own; None where the hook
+            sends the scalars in its own messages.
+        dtype: The dtype of the buffer.
+        step_id: A number that identifies this step among the steps of its mesh; 0 until it has one.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -43,7 +43,7 @@ class StepLane:
         self._device: torch.device | None = None
 
     def agree(self, values: dict[str, Any]) -> bool:
-        """Settle the names in the first step: only ranks with a batch know those of aux["sum"].
+        """Agree on the names in the first step: only ranks with a batch know the names of aux["sum"].
 
         Returns:
             Whether any rank knew them.
@@ -54,24 +54,24 @@ class StepLane:
         return found is not None
 
     def fit(self, layout: tuple[Bucket, ...]) -> int:
-        """Take the dtype that goes with these buckets; the number of words to be sent."""
+        """Take the dtype that goes with these buckets; returns the number of words to be sent."""
         self.dtype, self._device = lane_dtype(bucket.dtype for bucket in layout), layout[0].device if layout else None
         return len(self.names) * words_per_scalar(self.dtype)
 
     def travel_alone(self, words: int) -> None:
-        """Be sent in a message of its own."""
+        """Make a buffer for a message of its own."""
         self.buffer = torch.zeros(words, dtype=self.dtype, device=self._device)
 
     @property
     def sent(self) -> Tensor:
-        """What is written and summed."""
+        """The buffer that is written and summed."""
         assert self.buffer is not None
         return self.buffer
 
     def values(
         self, share: float, weight: float, loss: Tensor | None, sums: dict[str, Any], window: dict[str, Any]
     ) -> dict[str, Any]:
-        """What this rank has to say, added to what it had to say in earlier calls of the window."""
+        """This rank's values, added to its values in earlier calls of the window."""
         value: Any = 0.0 if loss is None else weight * host_number(loss.detach())
         lane: dict[str, Any] = {"total": share, "weight": weight, "loss": value}
         if isinstance(value, Tensor):
@@ -86,7 +86,7 @@ class StepLane:
         return lane
 
     def mark(self, values: dict[str, Any], bad: Any) -> dict[str, Any]:
-        """Complete values that also say whether this rank's gradients are not finite."""
+        """The complete values, with this rank's bit also set where its gradients are not finite (`bad` is 1)."""
         name, bit = self._bit()
         if isinstance(bad, Tensor):
             return {
@@ -96,7 +96,11 @@ class StepLane:
         return {**values, name: max(float(values[name]), bad * bit)}
 
     def left_out(self, values: dict[str, Any], bad: Any) -> dict[str, Any]:
-        """Complete values that say, in the place of whether this step is not finite, whether this rank has left out the one before."""
+        """The complete values, with this rank's bit set where it left out the step before instead of where this step is not finite.
+
+        Args:
+            bad: 1 where this rank has left out the step before, otherwise 0.
+        """
         name, _ = self._bit()
         return self.mark({**values, name: 0.0}, bad)
 
@@ -114,32 +118,32 @@ class StepLane:
             )
 
     def complete(self, values: dict[str, Any], has_next: bool = False) -> dict[str, Any]:
-        """The values of all names, in their order, from those of `values`."""
+        """The values of all names in their order, taken from `values`; 0 for names that it lacks."""
         name, bit = self._bit()
         known = {**values, "has_next": float(has_next), "step_id": self.step_id, name: values["bad"] * bit}
         return {name: known.get(name, 0.0) for name in self.names}
 
     def send(self) -> Work:
-        """Start summing what is written."""
+        """Start summing the buffer."""
         return self._mesh.reduce_(self.sent, self.axes) if self.axes else Done()
 
     def once(self, sums: dict[str, Any]) -> dict[str, Any]:
-        """The sums of one reduction, where a second one has summed them again over ranks that had them already."""
+        """The sums of one reduction, where a later one has summed them again over ranks that already had them."""
         if not self.step_id:
             return sums
         times = sums["step_id"] / (self.ranks * self.step_id)
         times = torch.round(times).clamp(min=1) if isinstance(times, Tensor) else max(round(times), 1)
-        # Where the ranks have called different steps, `step_id` is to show it.
+        # `step_id` stays as it is: it shows where the ranks have called different steps.
         return {name: value if name == "step_id" else value / times for name, value in sums.items()}
 
     def write(self, values: dict[str, Any]) -> None:
-        wire = self.sent
-        if wire.device.type == "cpu" and not any(isinstance(value, Tensor) for value in values.values()):
-            wire.copy_(torch.tensor(host_words(values, wire.dtype, self.ranks), dtype=wire.dtype))
+        buffer = self.sent
+        if buffer.device.type == "cpu" and not any(isinstance(value, Tensor) for value in values.values()):
+            buffer.copy_(torch.tensor(host_words(values, buffer.dtype, self.ranks), dtype=buffer.dtype))
         else:
-            wire.copy_(encode_lane(values, wire.dtype, self.ranks, wire.device))
+            buffer.copy_(encode_lane(values, buffer.dtype, self.ranks, buffer.device))
 
 
 def host_number(value: Tensor) -> Any:
-    """A 0-d tensor as a number where reading it waits for nothing, else as a float64 tensor."""
+    """A 0-d tensor as a number where it is on the CPU, so that reading it does not wait; otherwise as a float64 tensor."""
     return float(value.item()) if value.device.type == "cpu" else value.detach().to(torch.float64)

@@ -1,4 +1,4 @@
-"""A stream of CUDA's for hooks: waiting for their messages holds up no backward pass."""
+"""A CUDA stream for hooks: waiting for their messages does not delay the backward pass."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..groups._axis import Work
 
 
 class SideStream:
-    """Runs functions behind all that their caller has begun so far; the host waits for nothing."""
+    """Runs functions on a side stream, after all work that the caller's stream has so far; the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)
 
     def start(self, function: Callable[[], Any]) -> Work:
-        """Begin a function; `wait` of what is returned makes the current stream wait for all begun here so far."""
+        """Start a function; the returned `wait` makes the current stream wait for all work started here so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             function()

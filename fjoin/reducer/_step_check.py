@@ -1,7 +1,7 @@
-"""Whether a step may change anything: the same answer on all ranks, from what came with the gradients.
+"""The decision whether a step may change anything: the same on all ranks, from the summed gradients and lane.
 
-On a CPU the host looks. On an accelerator the kernels are told by a tensor on the device, and the
-host reads a copy of the verdict later, without waiting.
+On a CPU the host decides. On an accelerator the decision is a tensor on the device that the kernels
+read, and the host reads a copy of it later, without waiting.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..transforms.pipelines._effect import Effect
 from ._buckets import GradBuffer
 from ._lane import StepLane
 
-# From the norm of the gradients to what they are to be multiplied with.
+# From the norm of the gradients to the factor to multiply them by.
 Clip: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Decision(NamedTuple):
     effect: Effect
-    scale: Tensor | None = None  # what the kernels divide the gradients by
-    found_inf: Tensor | None = None  # 1 where they are to change nothing; None where the host has looked
+    scale: Tensor | None = None  # the divisor that the kernels apply to the gradients
+    found_inf: Tensor | None = None  # 1 where the kernels must change nothing; None where the host has decided
     error: NonFinite | None = None
 
     @property
@@ -38,34 +38,34 @@ class Decision(NamedTuple):
 
 
 class StepCheck:
-    """Judges the steps of one rank.
+    """Decides on the steps of one rank.
 
     Args:
         ranks: The number of ranks that loop together.
-        norm: Whether the norm of the gradients is wanted.
+        norm: Whether the norm of the gradients is needed.
         skips: Whether steps that are not finite are left out without an error.
-        on_device: Judge on the device although the host could look; for tests.
-        mesh: Knows, while it waits for a device, whether a rank has failed. It is not kept alive.
+        on_device: Decide on the device although the host could; for tests.
+        mesh: Detects failed ranks while the host waits for a device. It is not kept alive.
     """
 
     def __init__(
         self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
     ) -> None:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
-        # 1 where this rank has left the last step out although others of its loop may have taken it: they all raise in the next.
+        # 1 where this rank left out the last step although other ranks of its loop may have taken it: all raise in the next one.
         self.left_out: Any = 0.0
-        self.step_id = 0.0  # which step of its mesh this is; 0: that does not travel
+        self.step_id = 0.0  # identifies this step among those of its mesh; 0 where it does not travel
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any, bool]] = []
-        # The sum of the weights in the newest step of which the host knows it, the same on all ranks; None before the first.
+        # The sum of the weights in the newest step for which the host knows it, the same on all ranks; None before the first.
         self.weight: float | None = None
 
     def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
-        """Whether the host may look at these gradients without waiting for a device."""
+        """Whether the host may read these gradients without waiting for a device."""
         return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
 
     def read_lane(self, lane: StepLane) -> dict[str, Any]:
-        """The summed lane: numbers where the host may look, else tensors on the device."""
+        """The summed lane: numbers where the host may read it without waiting, otherwise tensors on the device."""
         words = lane.sent
         if words.device.type == "cpu" and not self.on_device:
             return dict(host_lane(words.tolist(), lane.names, words.dtype, lane.ranks))
@@ -81,10 +81,13 @@ class StepCheck:
         return {name: float(v) for name, v in sums.items()}
 
     def observe(self, out: GradBuffer) -> None:
-        """Take from a bucket's gradients what the verdict needs, after the hook: one pass.
+        """Record a statistic of a bucket's gradients after the hook, for the decision: one pass over them.
 
-        That is their norm where it is wanted, else their sum, the fastest pass there is: not finite if
-        any element is not. Where it overflows, `judge` looks again with care.
+        It is not finite if any element is not finite:
+
+        - their 2-norm where it is needed;
+        - otherwise their sum on the CPU, the fastest pass. Where the sum overflows, `bad` checks each element;
+        - otherwise their largest magnitude, on a device.
         """
         if self.norm:
             wide = torch.promote_types(out.grads.dtype, torch.float32)
@@ -95,7 +98,7 @@ class StepCheck:
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 
     def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
-        """1 if a gradient is not finite, else 0: a number where the host may look."""
+        """1 if a gradient is not finite, otherwise 0: a number where the host may read the gradients, otherwise a tensor."""
         if self.readable_without_sync(outgoing):
             return float(any(not math.isfinite(out.seen.item()) and _nonfinite(out.grads) for out in outgoing))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
@@ -114,11 +117,12 @@ class StepCheck:
         Args:
             step: Its number, for the error.
             sums: The lane, summed over the ranks that share the gradients.
-            outgoing: The gradients after the hook, still to be divided.
-            divisor: What they are to be divided by.
-            clip: What they are to be multiplied with besides, given their norm once divided; or None.
-            counts: The lane, summed over all ranks that loop together, where these are others: with a bit for each that has
-                left the step before out. A step that is not finite here then raises in the next, on all of them.
+            outgoing: The gradients after the hook, not yet divided.
+            divisor: Their divisor.
+            clip: From their norm after the division to a further factor; or None.
+            counts: The lane, summed over all ranks that loop together, where these are more than the ranks that share the
+                gradients. It has a bit for each rank that left out the step before. A step that is not finite here then raises
+                in the next step, on all these ranks.
 
         Raises:
             DesyncError: the ranks have called different steps.
@@ -135,7 +139,7 @@ class StepCheck:
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
         fine = fine and not any(_masks(sums)) and not self.bad(outgoing)
         if clip is not None and fine and not math.isfinite(norm_of(outgoing).item()):
-            for out in outgoing:  # finite gradients whose squares are too large for float32
+            for out in outgoing:  # finite gradients whose squares overflow float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
         if not fine and counts is not None:
             self.left_out = 0.0 if self.skips else 1.0
@@ -173,7 +177,7 @@ class StepCheck:
         self._remember(step, of_all, torch.stack([raises.double(), sums["weight"]]), counts is not None)
         live = live & ~other
         found_inf = (~(live & fine)).to(torch.float32)
-        scale = divisor  # a number is no tensor yet: to bring one to the device would wait for it
+        scale = divisor  # may be a plain number: copying one to the device would wait for the device
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor)
         if isinstance(scale, Tensor):  # a NaN would stay in the padding of the buckets
@@ -185,7 +189,7 @@ class StepCheck:
     def _check_step(self, step: int, sums: dict[str, float]) -> None:
         """Raise DesyncError unless all ranks have called the same step of the mesh.
 
-        Some hooks sum the lane more than once, so that the sum is a multiple of what this rank says.
+        Some hooks sum the lane more than once, so the sum is a multiple of ranks * step_id.
         """
         if self.step_id and sums["step_id"] % (self.ranks * self.step_id):
             raise DesyncError(
@@ -195,21 +199,21 @@ class StepCheck:
             )
 
     def _remember(self, step: int, sums: dict[str, Any], words: Tensor, late: bool) -> None:
-        """Let the host read later whether a step is one to raise for, and the sum of the weights.
+        """Keep a step's decision for the host to read later: whether to raise, and the sum of the weights.
 
         Args:
-            late: Whether the error is of the step before.
+            late: Whether the error belongs to the step before.
         """
         event = None
         if words.device.type == "cuda":
-            stream = torch.cuda.current_stream(words.device)  # which need not be that of the current device
+            stream = torch.cuda.current_stream(words.device)  # `words` need not be on the current device
             words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         self._pending.append((step, sums, words, event, late))
 
     def synchronize(self) -> None:
-        """Wait until what the newest step has summed is there."""
+        """Wait until the sums of the newest step are available."""
         if self._pending:
             self._await(self._pending[-1][3])
 
@@ -224,11 +228,11 @@ class StepCheck:
     def raise_pending(self, newest: bool = False) -> None:
         """Raise for an earlier step that changed nothing.
 
-        At the start of a step the verdicts before the last one are read, by then without waiting: of a
-        fixed age, not as they happen to arrive, so that all ranks raise in the same call.
+        The start of a step reads all decisions except the last one, by then without waiting. Their age is
+        fixed and does not depend on their arrival, so that all ranks raise in the same call.
 
         Args:
-            newest: Read the last one too, and leave all to be raised again: for a look at the metrics.
+            newest: Also read the last decision, and keep all of them to be raised again: for reading the metrics.
 
         Raises:
             NonFinite: naming that step.
@@ -247,13 +251,13 @@ class StepCheck:
 
 
 def raise_left_out(step: int, counts: dict[str, float]) -> None:
-    """Raise NonFinite if some ranks have left a step out that others took."""
+    """Raise NonFinite if some ranks left out a step that others took."""
     if any(_masks(counts)):
         raise _left_out(step, counts)
 
 
 def norm_of(outgoing: Sequence[GradBuffer]) -> Tensor:
-    """The 2-norm of all gradients together, 0-d float64, from those of the buckets."""
+    """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
     norms = [out.seen for out in outgoing]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
@@ -267,7 +271,7 @@ def _nonfinite_paths(outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
 
 
 def _masks(sums: dict[str, Any]) -> list[Any]:
-    """The words with a bit for each rank."""
+    """The words of the lane that hold one bit per rank."""
     return [value for name, value in sums.items() if name.startswith("nonfinite")]
 
 
@@ -287,8 +291,8 @@ def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFini
     ranks = ranks_in(_masks(sums))
     parts = []
     if ranks:
-        what = "a gradient" if math.isfinite(sums["loss"]) else "the loss"
-        parts.append(f"{what} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
+        cause = "a gradient" if math.isfinite(sums["loss"]) else "the loss"
+        parts.append(f"{cause} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
     if paths:
         shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
         parts.append(f"the {'' if ranks else 'summed '}gradient of {shown} is not finite")

@@ -16,7 +16,7 @@ from ._flat_params import assign_, copy_if_aliased
 
 
 class HasParams(Protocol):
-    """Where parameters are: path -> parameter, and the memory that they lie in."""
+    """Parameters by path, and the flat memory that holds them."""
 
     leaves: dict[str, Tensor]
     flats: list[Tensor]
@@ -30,10 +30,10 @@ def run_stages(
     mesh: Mesh,
     **extra: Any,
 ) -> tuple[Any, ...]:
-    """Run stages on all gradients, one after the other, and put the result in their place; the new states.
+    """Run stages on all gradients, one after the other, and write the result in place; returns the new states.
 
     Args:
-        extra: What the first is given; behind one that has summed, weight and lane are its sums.
+        extra: Keyword arguments of the first stage. After a stage that sums, `weight` and `lane` are its sums.
     """
     if not parts:
         return ()
@@ -53,7 +53,7 @@ def run_stages(
 
 
 def last_sums(parts: Sequence[Transform], states: Sequence[Any]) -> Any:
-    """What the last of these stages that reduces has summed besides the gradients, a `MeanState`; None if none does."""
+    """The sums of the last of these stages that reduces, apart from the gradients: a `MeanState`, or None if none reduces."""
     for part, state in zip(reversed(parts), reversed(states), strict=True):
         if part.sums is not None:
             return part.sums(state)

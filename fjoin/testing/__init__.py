@@ -1,8 +1,8 @@
-"""The laws that everything public obeys, for transforms, optimizers, codecs and lossy means of one's own.
+"""The laws of the public API, to check custom transforms, optimizers, codecs and lossy means.
 
     fjoin.testing.check_codec(lambda: my_codec(bits=3))
 
-Each law is a function of what makes the thing, so that a test can run them one by one: `TRANSFORM_LAWS`,
+Each law is a function whose argument makes the object, so a test can run the laws one by one: `TRANSFORM_LAWS`,
 `OPTIMIZER_LAWS`, `CODEC_LAWS`, `FEEDBACK_LAWS`. A law that is broken raises AssertionError.
 """
 

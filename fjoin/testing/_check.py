@@ -1,4 +1,4 @@
-"""All laws of one kind at once."""
+"""Checks of all laws of one kind."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from ._transforms import TRANSFORM_LAWS
 
 
 def check_transform(make: Callable[[], tx.Transform]) -> None:
-    """Put a transform under all laws, on simulated ranks over the axis "data".
+    """Check all laws of transforms, on simulated ranks over the axis "data".
 
-    They are: pure; what its scope says holds; called bucket by bucket as on the whole; in a chain as alone; a rank of weight
-    0 is not heard, whatever it holds, of a reduction in later steps neither; a mean or a sum (`Transform.reduction`) is the
-    identity on one rank and does not mind the order of ranks; what loses something does not remember a step that is not
-    finite; it goes on from a file to the bit; the vmap engine gives the same; on another device no message is made on the
-    host, and the host waits for no value or copy; repr, equality, JSON (but of what is written by hand) and fingerprint agree.
+    - It is pure.
+    - Its `needs` hold.
+    - Calls bucket by bucket equal one call on the whole tree.
+    - In a chain it gives the same results as alone.
+    - The values of a rank of weight 0 do not affect the other ranks; with a reduction, not in later steps either.
+    - With `Transform.reduces`: on one rank a mean is the identity, and a sum is the gradient times the weight. Neither depends on
+      the order of ranks.
+    - A lossy transform does not remember a step that is not finite.
+    - Saved to a file and loaded, its state gives the same results to the bit.
+    - The vmap engine gives the same results.
+    - On another device no message is made on the host, and the host waits for no value or copy.
+    - repr, equality, JSON (except of handwritten transforms) and fingerprint agree.
 
     Args:
-        make: Makes the transform, the same one each time; its parameters are float64, of the paths "layer.weight",
+        make: Makes the transform, an equal one each time. The parameters are float64, with the paths "layer.weight",
             "layer.bias", "scale" and "none", which is empty.
 
     Raises:
@@ -36,11 +43,15 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
 
 
 def check_optimizer(make: Callable[[], tx.Optimizer]) -> None:
-    """Put an optimizer under all laws.
+    """Check all laws of optimizers.
 
-    They are: step_param is pure; step_param_ does the same in place, divides by grad_scale and stops at found_inf; a tree's
-    step is that of its leaves; a flat buffer's step is that of its parts; it goes on from a file to the bit; step_param stays
-    on the parameter's device; repr, equality, JSON and fingerprint agree.
+    - step_param is pure.
+    - step_param_ does the same in place, divides by grad_scale, and changes nothing where found_inf is 1.
+    - The step of a tree is the step of each leaf.
+    - The step of a flat buffer is the step of its parts, for elementwise optimizers.
+    - Saved to a file and loaded, its state gives the same results to the bit.
+    - step_param stays on the parameter's device.
+    - repr, equality, JSON and fingerprint agree.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.
@@ -53,11 +64,17 @@ def check_optimizer(make: Callable[[], tx.Optimizer]) -> None:
 
 
 def check_codec(make: Callable[[], tx.Codec]) -> None:
-    """Put a codec under all laws.
+    """Check all laws of codecs.
 
-    They are: pure; as wide as it says; near what was encoded, and zeros stay zeros; nothing overflows that float32 holds; what
-    is not finite stays so; rows do not depend on each other; elementwise, if it says so; it stays on the device of what it is
-    given; repr, equality, JSON and fingerprint agree.
+    - It is pure.
+    - Its codes have the width that `width` returns.
+    - Decoded values are near the encoded ones, and zeros stay zeros.
+    - Float32 values do not overflow.
+    - Values that are not finite stay so.
+    - Rows do not depend on each other.
+    - With `elementwise`, elements do not depend on each other.
+    - It stays on the device of its input.
+    - repr, equality, JSON and fingerprint agree.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.
@@ -70,13 +87,13 @@ def check_codec(make: Callable[[], tx.Codec]) -> None:
 
 
 def check_feedback(make: Callable[[], tx.Transform]) -> None:
-    """Put a mean that loses something under the laws of error feedback, on three simulated ranks over the axis "data".
+    """Check the laws of error feedback for a lossy mean, on three simulated ranks over the axis "data".
 
-    They are: what came out and what is still owed is what went in, whichever ranks have input, one, some or none; a step
-    that is not finite is told to all ranks, and forgotten.
+    - The results plus the residuals equal the inputs, whether all ranks have input, some, one or none.
+    - A step that is not finite on one rank gives a result that is not finite on the others, and does not enter the residuals.
 
     Args:
-        make: Makes the mean, for example `quantized_mean`, with nothing before or behind it.
+        make: Makes the mean, for example `quantized_mean`, with no other transform before or after it.
 
     Raises:
         AssertionError: a law is broken; the text begins with its name.

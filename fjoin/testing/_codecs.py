@@ -1,6 +1,6 @@
-"""What every codec must obey.
+"""The laws of codecs.
 
-Each law is a function of what makes a codec, and raises AssertionError where it is broken.
+Each law is a function whose argument makes a codec. It raises AssertionError where the law is broken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _rows(n: int, rows: int = 3, seed: int = 0) -> Tensor:
 
 
 def _encode(codec: tx.Codec, x: Tensor, first: int = 0) -> Tensor:
-    """With the same noise for the same place in a row."""
+    """Encode with random bits that depend only on the position in a row."""
     if not codec.stochastic:
         return codec.encode(x)
     places = ((torch.arange(x.shape[1], dtype=torch.int32) + first) * 7919).expand(x.shape)
@@ -33,7 +33,7 @@ def _encode(codec: tx.Codec, x: Tensor, first: int = 0) -> Tensor:
 
 
 def encodes_purely(make: Callable[[], tx.Codec]) -> None:
-    """The same call gives the same answer twice, and its argument stays as it was."""
+    """A repeated call gives the same result, and its argument stays unchanged."""
     codec = make()
     for n in SIZES:
         x = _rows(n)
@@ -47,7 +47,7 @@ def encodes_purely(make: Callable[[], tx.Codec]) -> None:
 
 
 def says_its_width(make: Callable[[], tx.Codec]) -> None:
-    """Rows of n floats become rows of width(n) bytes, and again n floats."""
+    """Rows of n floats encode to rows of width(n) bytes, and decode to n floats."""
     codec = make()
     for n in SIZES:
         for rows in (0, 1, 3):
@@ -58,7 +58,7 @@ def says_its_width(make: Callable[[], tx.Codec]) -> None:
 
 
 def stays_near(make: Callable[[], tx.Codec]) -> None:
-    """Signs are kept or lost to 0, not all are lost, and no value is off by more than the largest of its row."""
+    """No value changes its sign, not all become 0, and no error is larger than the largest magnitude in the row."""
     codec, kept = make(), False
     for n in SIZES[1:]:
         x = _rows(n)
@@ -70,14 +70,14 @@ def stays_near(make: Callable[[], tx.Codec]) -> None:
 
 
 def keeps_zero(make: Callable[[], tx.Codec]) -> None:
-    """A row of zeros is a row of zeros."""
+    """A row of zeros decodes to a row of zeros."""
     codec = make()
     for n in SIZES:
         assert not codec.decode(_encode(codec, torch.zeros(2, n)), n).any()
 
 
 def serves_large_and_small(make: Callable[[], tx.Codec]) -> None:
-    """What float32 holds does not overflow, and what is too small becomes 0 or stays near."""
+    """Float32 values do not overflow, and very small values become 0 or stay near."""
     codec = make()
     for size in (1e-45, 1e-38, 1e-20, 1e5, 1e20, 3e38):
         x = torch.tensor([[size, -size, 0.0, size / 2]])
@@ -87,7 +87,7 @@ def serves_large_and_small(make: Callable[[], tx.Codec]) -> None:
 
 
 def tells_nonfinite(make: Callable[[], tx.Codec]) -> None:
-    """A NaN or an infinity never comes back as a finite number, wherever it stands."""
+    """A NaN or an infinity never decodes to a finite number, at any position."""
     codec = make()
     for n in SIZES[1:]:
         for bad in (float("nan"), float("inf"), -float("inf")):
@@ -100,7 +100,7 @@ def tells_nonfinite(make: Callable[[], tx.Codec]) -> None:
 
 
 def reads_rows_alone(make: Callable[[], tx.Codec]) -> None:
-    """A row's bytes depend on that row, and hold all that is needed to read it."""
+    """A row's bytes depend only on that row, and suffice to decode it."""
     codec = make()
     for n in SIZES:
         x = _rows(n)
@@ -112,7 +112,7 @@ def reads_rows_alone(make: Callable[[], tx.Codec]) -> None:
 
 
 def keeps_to_elements(make: Callable[[], tx.Codec]) -> None:
-    """elementwise: a float comes back the same whatever stands beside it."""
+    """elementwise: a decoded float does not depend on the other floats of its row."""
     codec = make()
     if not codec.elementwise:
         return

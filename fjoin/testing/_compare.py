@@ -1,4 +1,4 @@
-"""Trees to try laws on, and how they are compared."""
+"""Trees for checking laws, and their comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def leaves(tree: Any) -> list[Any]:
 def max_diff(a: Any, b: Any) -> float:
     """The largest difference between two trees of the same structure; host values must be equal.
 
-    A NaN is as far as can be from anything but a NaN, and an infinity from anything but itself.
+    The difference is infinite between NaN and a value that is not NaN, and between an infinity and another value.
     """
     assert optree.tree_structure(a) == optree.tree_structure(b)
     worst = 0.0
@@ -60,7 +60,7 @@ def _same_tensor(x: Tensor, y: Tensor) -> bool:
 
 
 def snapshot(tree: Any) -> Any:
-    """A deep copy together with the version counters, to see later whether anything was touched."""
+    """A deep copy with the version counters, to detect later changes."""
     copy = optree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, tree)
     versions = [v._version for v in leaves(tree) if isinstance(v, Tensor)]
     return copy, versions

@@ -1,6 +1,6 @@
-"""The law of devices: what runs on a CPU runs on a GPU too, as far as that can be told without one.
+"""The law of devices: code that runs on a CPU also runs on a GPU, as far as a machine without one can check.
 
-Tensors without data ("meta") lie on a device of their own: nobody can read them, and torch refuses to mix them with others.
+Tensors without data ("meta") stand for the GPU's: their values cannot be read, and torch refuses to mix them with others.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ELSEWHERE = torch.device("meta")
 
 
 def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
-    """What it sends and returns lies where the gradients lie, in buckets too, and the host waits for no value or copy."""
-    if not make().vmappable:  # it may look at values, which waits for the device
+    """Messages and results are on the gradients' device, in buckets too, and the host waits for no value or copy."""
+    if not make().vmappable:  # it may read values, which waits for the device
         return
     names, whole = axes_for(make), params_like()
     with _without_data(), bind_axes({name: _Elsewhere(name, n, [], names) for name, n in names.items()}):
@@ -43,7 +43,7 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
 
 
 def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
-    """Codes lie where the floats lie, and floats where the codes lie, and the host waits for no value or copy."""
+    """Codes are on the floats' device, decoded floats on the codes' device, and the host waits for no value or copy."""
     codec = make()
     with _without_data():
         for call, n in enumerate((300, 300, 1, 0)):
@@ -60,7 +60,7 @@ def encodes_on_its_device(make: Callable[[], tx.Codec]) -> None:
 
 
 def steps_on_its_device(make: Callable[[], tx.Optimizer]) -> None:
-    """Parameters and states lie where the parameters lay, but for counters of no dimension; the host does not wait."""
+    """New parameters and states, except 0-d counters, are on the parameters' device; the host does not wait."""
     with _without_data():
         part, param = make().at("layer.weight"), _elsewhere(params_like()["layer.weight"])
         state = part.init_param(param)
@@ -95,14 +95,14 @@ class NoWaiting(TorchFunctionMode):
                 f"the host waits for a copy: {name}; use torch.full, or .to(device, non_blocking=True)"
             )
         elif len(host) < len(tensors):
-            # A number in a 0-d tensor of the host may stand beside others; a condition, or one of several to be put together, may not.
+            # torch accepts a 0-d host tensor as a number, but not as the condition of `where`, and not in stack or cat.
             mixed = any(x.dim() for x in host) or (host and (name in _JOINS or name == "where" and host[0] is args[0]))
             assert not mixed, f"it mixes devices: {name}"
         return out
 
 
 def _watched(call: int) -> contextlib.AbstractContextManager[Any]:
-    """From the second call on: the first may set up what is kept."""
+    """A watch from the second call on: the first call may set up cached values."""
     return NoWaiting() if call else contextlib.nullcontext()
 
 
@@ -116,7 +116,7 @@ def _without_data() -> Iterator[None]:
     try:
         with torch.no_grad():
             yield
-    except RuntimeError as error:  # torch has no class of its own for these
+    except RuntimeError as error:  # torch has no error class for these
         text = str(error)
         if "same device" in text or "expected device" in text:
             raise AssertionError(f"it mixes devices: {text}") from error
@@ -130,7 +130,7 @@ def _without_data() -> Iterator[None]:
 
 
 class _Elsewhere(Recorder):
-    """An axis over which nothing may travel that lies on the host."""
+    """An axis that refuses messages on the host."""
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         assert x.device == _ELSEWHERE, f"a message was made on the host: {op} of {tuple(x.shape)}"

@@ -1,6 +1,6 @@
-"""What every optimizer must obey.
+"""The laws of optimizers.
 
-Each law is a function of what makes an optimizer, and raises AssertionError where it is broken.
+Each law is a function whose argument makes an optimizer. It raises AssertionError where the law is broken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _grads(seed: int) -> list[Tensor]:
 
 
 def step_param_is_pure(make: Callable[[], tx.Optimizer]) -> None:
-    """The same call gives the same answer twice, and its arguments stay as they were."""
+    """A repeated call gives the same result, and its arguments stay unchanged."""
     part, param = make().at("layer.weight"), params_like()["layer.weight"]
     state = part.init_param(param)
     for grad in _grads(1):
@@ -47,7 +47,7 @@ def in_place_agrees(make: Callable[[], tx.Optimizer]) -> None:
 
 
 def found_inf_stops_it(make: Callable[[], tx.Optimizer]) -> None:
-    """With found_inf 1 nothing changes, with 0 all as without."""
+    """With found_inf 1 nothing changes; with 0 the step is taken."""
     part, start = make().at("layer.weight"), params_like()["layer.weight"]
     own, slots = start.clone(), part.init_param(start)
     for found, grad in zip((0.0, 1.0, 0.0), _grads(3), strict=False):
@@ -57,7 +57,7 @@ def found_inf_stops_it(make: Callable[[], tx.Optimizer]) -> None:
 
 
 def tree_step_agrees(make: Callable[[], tx.Optimizer]) -> None:
-    """The step of a tree is the step of each leaf, arguments untouched."""
+    """The step of a tree is the step of each leaf, and its arguments stay unchanged."""
     opt, params = make(), params_like()
     state = opt.init(params)
     own = {path: (p, opt.at(path).init_param(p)) for path, p in params.items()}
@@ -73,7 +73,7 @@ def tree_step_agrees(make: Callable[[], tx.Optimizer]) -> None:
 
 
 def flat_is_leaves(make: Callable[[], tx.Optimizer]) -> None:
-    """elementwise: a flat buffer of several parameters steps as they do."""
+    """elementwise: the step of a flat buffer is the step of its parts."""
     part = make().at("layer.weight")
     if not part.elementwise:
         return
@@ -86,7 +86,7 @@ def flat_is_leaves(make: Callable[[], tx.Optimizer]) -> None:
 
 
 def resumes(make: Callable[[], tx.Optimizer]) -> None:
-    """Saved to a file and loaded again, the state goes on to the bit."""
+    """Saved to a file and loaded again, the state gives the same next step to the bit."""
     opt, start = make(), params_like()
     params, state = opt.step(start, params_like(100), opt.init(start))
     loaded = saved_and_loaded(state, like=opt.init(start))

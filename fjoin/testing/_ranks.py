@@ -1,4 +1,4 @@
-"""The simulated ranks on which laws are tried, and what they are given."""
+"""The simulated ranks on which laws are checked, and their inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._compare import params_like
 
 
 def axes_for(make: Callable[[], tx.Transform], alone: bool = False) -> dict[str, int]:
-    """The axes that a transform names, "data" where it names none: three ranks on one, two on each of two; `alone`: one rank."""
+    """Sizes of the axes that a transform names, or of "data": 3 for one axis, 2 each for two, 1 for more; 1 if `alone`."""
     found = sorted(axes_of(make(), ())) or ["data"]
     sizes = [1] if alone else [3] if len(found) == 1 else [2, 2]
     return {name: sizes[i] if i < len(sizes) else 1 for i, name in enumerate(found)}
@@ -35,9 +35,9 @@ def grads_of(seed: int) -> dict[str, Tensor]:
 def on_ranks(
     make: Callable[[], tx.Transform], weights: list[Any], steps: int = 3, engine: Any = "lockstep"
 ) -> list[Any]:
-    """The gradients that come out on each rank in each step, and the last state."""
+    """The resulting gradients of each rank in each step, and the last state."""
 
-    # Drawn outside: inside vmap a draw would be one per rank, even from a seeded generator.
+    # Drawn outside: inside vmap each rank would draw other numbers, even from a seeded generator.
     given = [[grads_of(10 * step + rank) for step in range(steps)] for rank in range(len(weights))]
     params = params_like()
 

@@ -1,6 +1,6 @@
-"""What every transform must obey.
+"""The laws of transforms.
 
-Each law is a function of what makes a transform, and raises AssertionError where it is broken.
+Each law is a function whose argument makes a transform. It raises AssertionError where the law is broken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._ranks import axes_for, grads_of, on_ranks, rank_in, ranks_of
 
 
 def is_pure(make: Callable[[], tx.Transform]) -> None:
-    """The same call gives the same answer twice, and its arguments stay as they were."""
+    """A repeated call gives the same result, and its arguments stay unchanged."""
 
     def one_rank() -> None:
         part, params, me = make(), params_like(), rank_in(make)
@@ -42,7 +42,7 @@ def is_pure(make: Callable[[], tx.Transform]) -> None:
 
 
 def weight_of(step: int, rank: int) -> Any:
-    """Numbers, tensors and None; each rank is without input now and then."""
+    """A weight as a number, a tensor or None; each rank is without input in some steps."""
     weights = (2.0, torch.tensor(3.0, dtype=torch.float64), 0.0, None, torch.tensor(0.0, dtype=torch.float64))
     return weights[(step + 2 * rank) % len(weights)]
 
@@ -77,7 +77,7 @@ BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
 
 
 def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
-    """Calls on one bucket after the other equal one call on all, and agree on what they have in common."""
+    """Calls bucket by bucket equal one call on the whole tree, and agree on the common part of the state."""
 
     def one_rank() -> None:
         part, params = make(), params_like()
@@ -108,7 +108,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                 if out is not None and not layout:
                     assert same_bits(one, pick(out)), "a bucket alone gave another answer"
                     outs.append(one)
-            if layout:  # whose codes depend on what stands beside
+            if layout:  # codes depend on the layout
                 assert same_bits(merge(states, params), merge(states[::-1], params)), "the buckets do not agree"
             elif not flat:
                 for order in (states, states[::-1]):
@@ -135,7 +135,7 @@ def _serves(part: tx.Transform, path: str) -> bool:
 
 
 def chains(make: Callable[[], tx.Transform]) -> None:
-    """In a chain it does what it does alone."""
+    """In a chain it gives the same results as alone."""
 
     def one_rank() -> None:
         part, other, params = make(), tx.clip_by_value(0.5), params_like()
@@ -152,20 +152,20 @@ def chains(make: Callable[[], tx.Transform]) -> None:
 
 
 def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
-    """What a rank of weight 0 holds, NaN included, changes nothing on the others; of a reduction in later steps neither."""
+    """Values of a rank of weight 0, NaN included, change nothing on the others; with a reduction, not in later steps either."""
 
     def run(poison: bool) -> Any:
         def one_rank() -> Any:
             part, params, me = make(), params_like(), rank_in(make)
-            state, heard = part.init(params), []
+            state, outs = part.init(params), []
             for step in range(4 if part.sums else 1):
                 grads, idle = grads_of(10 * step + me), me == 1 and step % 2 == 0
                 if idle and poison:
                     grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
                 out, state = part.update(grads, state, params, weight=0.0 if idle else 2.0)
                 if not idle:
-                    heard.append(out)
-            return heard
+                    outs.append(out)
+            return outs
 
         return tx.simulate(one_rank, axes_for(make))
 
@@ -174,7 +174,7 @@ def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
 
 
 def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
-    """On an axis of one rank a mean gives back the gradients, and a sum them times the weight."""
+    """On an axis of one rank a mean returns the gradients, and a sum returns them times the weight."""
     part = make()
     if not part.sums:
         return
@@ -188,7 +188,7 @@ def is_itself_alone(make: Callable[[], tx.Transform]) -> None:
 
 
 def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
-    """A mean or a sum gives the same when the ranks change places, unless it throws dice."""
+    """A mean or a sum gives the same result when the ranks are permuted, unless it rounds stochastically."""
     if _axis_of(make()) is None or _holds(make(), lambda part: isinstance(part, tx.Codec) and part.stochastic):
         return
     order = list(range(ranks_of(make)))
@@ -207,12 +207,12 @@ def forgets_the_order_of_ranks(make: Callable[[], tx.Transform]) -> None:
 
 
 def _axis_of(part: tx.Transform) -> Any:
-    """The axis of a mean or a sum; None of anything else."""
+    """The axis of a mean or a sum; None for any other transform."""
     return part.reduces.axis if part.reduces else None
 
 
 def _room(part: tx.Transform) -> float:
-    """What another order of additions may change: where their results are encoded, about a step of the code."""
+    """The tolerance for another order of additions: where their results are encoded, about one step of the code."""
     return 0.1 if part.compression else 1e-14
 
 
@@ -221,7 +221,7 @@ def _holds(part: Any, what: Callable[[Any], bool]) -> bool:
 
 
 def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
-    """What loses something and remembers it does not remember a step that is not finite."""
+    """A lossy transform does not remember a step that is not finite."""
     if make().compression is None:
         return
     params = params_like()
@@ -235,7 +235,7 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
                 grads = {path: torch.full_like(g, float("nan")) for path, g in grads.items()}
             out, state = part.update(grads, state, params, weight=1.0)
             bad = bad or step in (1, 4)
-            if out is not None:  # the end of a window, which may have begun with what is not finite
+            if out is not None:  # the end of a window, which may include a step that is not finite
                 fine = all(torch.isfinite(leaf).all() for leaf in out.values())
                 assert fine or bad, f"step {step} is not finite, as steps before it"
                 bad = False
@@ -244,7 +244,7 @@ def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
 
 
 def resumes(make: Callable[[], tx.Transform]) -> None:
-    """Saved to a file and loaded again, the state goes on to the bit."""
+    """Saved to a file and loaded again, the state gives the same next step to the bit."""
 
     def one_rank() -> None:
         part, params, me = make(), params_like(), rank_in(make)
@@ -263,7 +263,7 @@ def resumes(make: Callable[[], tx.Transform]) -> None:
 
 
 def saved_and_loaded(state: Any, like: Any) -> Any:
-    """Through a file that is read without unpickling anything but tensors and numbers."""
+    """The state after saving to a file and loading it, which unpickles only tensors and numbers."""
     file = io.BytesIO()
     torch.save(tx.to_state_dict(state), file)
     file.seek(0)
@@ -271,7 +271,7 @@ def saved_and_loaded(state: Any, like: Any) -> Any:
 
 
 def maps(make: Callable[[], tx.Transform]) -> None:
-    """The vmap engine gives what lockstep gives, or refuses by name."""
+    """The vmap engine gives the same results as lockstep, or raises an error that names lockstep."""
     weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 3.0, 2.0)[: ranks_of(make)]]
     if not make().vmappable:
         try:
@@ -283,7 +283,7 @@ def maps(make: Callable[[], tx.Transform]) -> None:
     a, b = on_ranks(make, weights), on_ranks(make, weights, engine="vmap")
     for (x, _), (y, _) in zip(a, b, strict=True):
         assert [v is None for v in x] == [v is None for v in y]
-        # Sums of another order may move a value over the edge of a code, here and there.
+        # Sums in another order may move a few values across the boundary between two codes.
         near = [_near(p, q) for p, q in zip(x, y, strict=True) if p is not None]
         assert max_diff([v for v in x if v is not None], [v for v in y if v is not None]) < max(_room(make()), 1e-12)
         assert sum(near) >= 0.9 * len(near), "it gives something else"
@@ -294,12 +294,12 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def is_data(make: Callable[[], Any]) -> None:
-    """repr, equality and JSON all say the same thing."""
+    """repr, equality, fingerprint and JSON agree."""
     part = make()
     assert part == make() and hash(part) == hash(make())
     assert tx.fingerprint(part) == tx.fingerprint(make())
     assert part.spec.name in repr(part)
-    if not part.spec.name:  # written by hand: known by its functions, which JSON cannot hold
+    if not part.spec.name:  # handwritten: identified by its functions, which JSON cannot hold
         return
     functions = {f"{f.__module__}.{f.__qualname__}": f for f in _functions(part)}
     assert tx.from_json(tx.to_json(part), functions) == part

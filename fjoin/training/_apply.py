@@ -1,4 +1,4 @@
-"""What changes parameters: kernels on buckets, then the parameter transform."""
+"""The update of the parameters: optimizer kernels on buckets, then the parameter transform."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._state import StateData
 
 @contextlib.contextmanager
 def changing(body: StateData) -> Iterator[None]:
-    """While parameters are being changed: what fails in here leaves a torn state."""
+    """A context for changing parameters: an error within it leaves a torn state."""
     body.torn = (
         f"step {body.step} failed after it had changed some of the parameters, so this state is neither old nor "
         f"new; load a checkpoint, or use donate=False to keep the old state whole"
@@ -36,10 +36,10 @@ def changing(body: StateData) -> Iterator[None]:
 def step_bucket(body: StateData, index: int, out: GradBuffer, decision: Decision) -> None:
     """Run the optimizer's kernels on one bucket."""
     for optimizer, param, grad, slots in body.storage.ranges(index, out.grads):
-        step_param_ = unchecked(optimizer.step_param_)  # its slots have been made by init_param
+        step_param_ = unchecked(optimizer.step_param_)  # init_param has made these slots
         step_param_(param, grad, slots, grad_scale=decision.scale, found_inf=decision.found_inf)
-    # Fused kernels do not count as writes: without this a graph that still needs the old values, such
-    # as a user's own, would silently use the new ones.
+    # Fused kernels do not increment the version: without this a graph that still needs the old values,
+    # such as the user's own, would silently use the new ones.
     torch.autograd.graph.increment_version(body.storage.flats[index])
 
 
@@ -54,12 +54,12 @@ def run_after(
     effect: Effect,
     step: int,
 ) -> Any:
-    """Run the parameter transform in place on the new parameters, or on their master copies; its new state.
+    """Run the parameter transform in place on the new parameters, or on their master copies; returns its new state.
 
     Args:
-        states: Those of the optimizer, by path, where it keeps master copies of some parameters; else None.
+        states: The optimizer's states by path, where it keeps master copies of some parameters; otherwise None.
         old: The state of the transform.
-        lent: The memory that the parameters lie in, which its state must not share.
+        lent: The memory of the parameters, which the new state must not share.
         weight: The sum of the weights of all ranks that share the gradients.
         step: The number of steps before this one.
     """

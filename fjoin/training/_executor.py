@@ -1,4 +1,4 @@
-"""One step on flat buckets: forward, backward with messages under way, verdict, optimizer."""
+"""One step on flat buckets: forward, backward with messages under way, decision, optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ._metrics import Metrics
 from ._shadowed import shadowed
 from ._state import StateData
 
-NOTHING = GradOutput(0.0)  # for a backward pass that counts nothing
+NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded
 
 
 class Run:
@@ -52,11 +52,11 @@ class Run:
         self.axes = plan.agree
         self._shadowed = shadowed(mesh.axes, self.axes)
         self._counts = StepLane(mesh, self.axes)  # over all ranks that loop together
-        self._lanes = {self.axes: self._counts}  # over those that the hook reduces over
+        self._lanes = {self.axes: self._counts}  # by axes: over the ranks that the hook reduces over
         self.ranks = self._counts.ranks
         self.step_check = StepCheck(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
         self.hook: StepHook
-        self._early: AllReduceHook | None = None  # where buckets are stepped as they come
+        self._early: AllReduceHook | None = None  # set where buckets are stepped as their messages arrive
         reduced, lane = plan.reduced(0).axes, self._lane(0)
         if plan.reduce is not None:
             self.hook = plain = AllReduceHook(plan, mesh, lane, self.step_check)
@@ -68,25 +68,25 @@ class Run:
         self._reached = False  # whether a backward pass has reached a parameter
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
         self._queue: BucketQueue | None = None
-        self.token = object()  # by which states know the step they belong to, without keeping it alive
+        self.token = object()  # identifies this step in its states, without keeping it alive
         self._grad_hooks = GradHooks()
 
     def number(self) -> None:
-        """Take the next number among the steps of this mesh. It travels in the lane, where it must be the same on all ranks."""
+        """Take the next number among the steps of this mesh. It travels in the lane and must be the same on all ranks."""
         if not self._counts.step_id:
             self.mesh.use.steps += 1
-            # From 2048 on and below 4096, so that none is a multiple of another; scattered, so that few means are.
+            # In [2048, 4096), so none is a multiple of another; scattered, so few are means of others.
             self._counts.step_id = self.step_check.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
 
     def _lane(self, step: int) -> StepLane:
-        """The lane over the axes which the hook reduces over in a step."""
+        """The lane over the axes that the hook reduces over in a step."""
         axes = self._plan.reduced(step).axes
         if axes not in self._lanes:
             self._lanes[axes] = StepLane(self.mesh, axes)
         return self._lanes[axes]
 
     def check_loss(self, buffers: bool) -> None:
-        """Raise where `loss_fn` cannot be called with buffers, or without; see `Loss.check`."""
+        """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""
         self._loss.check(buffers)
 
     def close(self) -> None:
@@ -98,13 +98,13 @@ class Run:
         self.hook.close()
 
     def stop(self) -> None:
-        """Take no more gradients, until the next step."""
+        """Take no more gradients until the next step."""
         self.hook.stop()
         if self._queue is not None:
             self._queue.stop()
 
     def drain(self, step: int) -> None:
-        """Raise, at the end of a loop, for a last step that some ranks have left out and others have not.
+        """Raise, at the end of a loop, for a last step that some ranks left out and others took.
 
         Args:
             step: The number of steps so far.
@@ -133,7 +133,7 @@ class Run:
         if weight or iteration is None or not iteration.replays:
             axes = self.mesh.axes if iteration is None or iteration.replays or self.ranks == 1 else self._shadowed
             loss, aux, buffers = self._forward(body, batch, weight, axes) if weight else (None, None, body.buffers)
-        else:  # with others for whom the model communicates
+        else:  # run the model, so that its own collectives include this rank
             replayed, _, buffers = self._forward(body, batch, 0.0, self.mesh.axes)
             loss, aux = None, None
         share = weight if self.hook.by_weight else float(weight > 0)
@@ -141,15 +141,15 @@ class Run:
             body.unit = self._units.of_window(storage, weight)
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaler is not None else None
-        seed = grad_output_of(loss, share, self.hook, scale, self._accumulate > 1)
-        own = self._counts.values(seed.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
+        grad_output = grad_output_of(loss, share, self.hook, scale, self._accumulate > 1)
+        own = self._counts.values(grad_output.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
-            storage.clear_grads()  # a user's own backward pass may have left some
+            storage.clear_grads()  # a backward pass outside the step may have left gradients
             body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
         if (body.calls + 1) % self._accumulate:  # within a window: nothing is sent
             if loss is not None:
                 with self._grad_hooks.keeping():
-                    self._backward(seed, loss, storage)
+                    self._backward(grad_output, loss, storage)
             elif replayed is not None:
                 with storage.grads_aside(), self._grad_hooks.keeping():
                     NOTHING.backward(replayed)
@@ -162,7 +162,7 @@ class Run:
             queue = BucketQueue(self.hook.prepare(storage), (self._unscaler or self.hook).launch)
             self._grad_hooks.queue = self._queue = (
                 queue if settled else None
-            )  # no rank has a batch yet: ask again next time
+            )  # where no rank has a batch yet, agree again in the next step
         else:
             queue = self._queue
         self._counts.check(own)
@@ -173,9 +173,9 @@ class Run:
         queue.start(storage.by_bucket)
         self.hook.start(body.hook, storage, lane, values, body.step)
         if self._unscaler is not None:
-            self._unscaler.rest = seed.rest
+            self._unscaler.rest = grad_output.rest
         if loss is not None:
-            self._backward(seed, loss, storage)
+            self._backward(grad_output, loss, storage)
         elif replayed is not None:
             with queue.muted(storage):
                 NOTHING.backward(replayed)
@@ -193,13 +193,13 @@ class Run:
             step, True, aux, partial(StepCheck.host, sums), partial(self.step_check.raise_pending, newest=True)
         )
 
-    def _backward(self, seed: GradOutput, loss: Tensor, storage: Storage) -> None:
-        """The backward pass; until one has reached a parameter, with a check that it does.
+    def _backward(self, grad_output: GradOutput, loss: Tensor, storage: Storage) -> None:
+        """Run the backward pass, and check that it reaches a parameter, until one pass has.
 
         Raises:
-            ValueError: it reaches none.
+            ValueError: it reaches no parameter.
         """
-        seed.backward(loss)
+        grad_output.backward(loss)
         if self._reached:
             return
         queue = self._grad_hooks.queue
@@ -223,7 +223,7 @@ class Run:
         return loss, aux, buffers
 
     def _send_counts(self, values: dict[str, Any], storage: Storage) -> Work:
-        """Sum the lane in a message of its own, where the hook's messages do not bring it to all ranks."""
+        """Start summing the lane in a message of its own, where the hook's messages do not carry it to all ranks."""
         counts = self._counts
         if counts.buffer is None:
             counts.travel_alone(counts.fit(storage.layout))
@@ -239,10 +239,10 @@ class Run:
         iteration: Iteration | None,
         under_way: Work | None,
     ) -> dict[str, Any]:
-        """After all messages: decide whether this step may change anything, and step; the summed lane.
+        """Wait for all messages, decide whether this step may change anything, and step; returns the summed lane.
 
         Args:
-            under_way: The message of the lane of all ranks that loop together, where the hook's do not bring it.
+            under_way: The message with the lane of all ranks that loop together, where the hook's messages do not carry it.
         """
         hook, sums, divisor = self.hook.finish(body.hook, body.storage, outgoing, lane)
         counts = None
@@ -269,7 +269,7 @@ class Run:
         lane: dict[str, Any],
         iteration: Iteration | None,
     ) -> dict[str, Any]:
-        """Step each bucket as soon as its message is here, behind the lane's; the summed lane."""
+        """Wait for the lane, then step each bucket as soon as its message has arrived; returns the summed lane."""
         sums = hook.sums()
         self._tell(iteration, sums)
         decision = self.step_check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
@@ -299,10 +299,11 @@ class Run:
     def _run_after(
         self, body: StateData, buffers: Any, weight: float, sums: dict[str, Any], decision: Decision
     ) -> None:
-        """Transform the new parameters, and the new buffers.
+        """Transform the new parameters and the new buffers.
 
         Args:
-            weight: Of this rank, which its buffers count; the parameters count what all ranks do that share the gradients.
+            weight: This rank's weight, for the transform of its buffers. The transform of the parameters gets the sum of the
+                weights of all ranks that share the gradients.
         """
         effect = decision.effect
         if self.pipeline.after is not None:
@@ -332,7 +333,7 @@ class Run:
             iteration.others = partial(self._has_next, sums)
 
     def _has_next(self, sums: dict[str, Any]) -> float:
-        """How many ranks have another batch."""
+        """The number of ranks that have another batch."""
         self.step_check.synchronize()
         return StepCheck.host(sums)["has_next"]
 
@@ -340,7 +341,7 @@ class Run:
         if not decision.changes:
             body.buffers = body.buffers_before
         if decision.error is not None and self.pipeline.skips is None:
-            body.lose_window(body.calls + 1)  # a window that ends like this is lost whole
+            body.lose_window(body.calls + 1)  # a window that ends in this error is lost as a whole
             raise decision.error
         if self.pipeline.skips is not None:
             body.outer = decision.effect.update_counters(self.pipeline.skips, body.outer)

@@ -1,4 +1,4 @@
-"""The power of two with which sums of weight * gradient fit float16."""
+"""The power of two that makes sums of weight * gradient fit float16."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ..reducer._step_check import StepCheck
 
 
 class Units:
-    """What the gradients of one window after the other are multiplied with while they are summed.
+    """The factor that scales gradients in messages, for each accumulation window.
 
-    Sums of weight * gradient overflow float16 from weights of thousands on. There the unit is near 1 / the sum of the weights: of
-    the newest step of which all ranks know it, and before the first such one of what the ranks tell each other in the store. So
-    it is the same on all ranks, and changes no bit of results that float16 holds in full precision.
+    Sums of weight * gradient overflow float16 from weights of thousands on. For float16 the unit is near
+    1 / (sum of the weights). This is the sum of the newest step for which all ranks know it; before the first such step the
+    ranks exchange their weights in the store. So the unit is the same on all ranks, and changes no bit of results that float16
+    holds in full precision.
 
     Args:
         hook: Its unit serves all other dtypes.
         weighs: Whether batches have weights.
-        calls: Of a window.
+        calls: The number of calls in a window.
     """
 
     def __init__(
@@ -29,13 +30,13 @@ class Units:
     ) -> None:
         self._usual, self._scales, self._step_check = hook.unit, hook.scales and weighs, step_check
         self._mesh, self._axes, self._calls = mesh, axes, calls
-        self._first = 0.0  # the sum of the weights that the ranks have told each other
+        self._first = 0.0  # the sum of the weights that the ranks have exchanged
 
     def of_window(self, storage: Storage, weight: float) -> float:
         """The unit of a window.
 
         Args:
-            weight: Of this rank in the first call.
+            weight: This rank's weight in the window's first call.
         """
         if not (storage.float16 and self._scales):
             return self._usual

@@ -1,4 +1,4 @@
-"""The state that training starts from."""
+"""The initial state of training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._state import StateData
 def make_state_data(
     run: Run, params: Any, buffers: dict[str, Tensor] | None, sync: str | None, bucket_bytes: int, accumulate: int
 ) -> StateData:
-    """Check that all ranks run the same program, and make what is behind a state at step 0; see `TrainStep.init`."""
+    """Check that all ranks run the same program, and make the data of a state at step 0; see `TrainStep.init`."""
     flat, rebuild = flatten(params)
     pipeline, mesh = run.pipeline, run.mesh
     if sync is not None:
@@ -48,7 +48,7 @@ def make_state_data(
                     tensor.copy_(axis.run("pbroadcast", tensor, 0))
     elif sync == "check":
         same_values(mesh, storage.leaves, own)
-    storage.make_slots()  # from the parameters that all ranks now have
+    storage.make_slots()  # after `sync`, from the final parameters
     held = {path: leaf.detach() for path, leaf in storage.leaves.items()}
     hook = run.hook.init(storage)
     after = copy_if_aliased(pipeline.after.init(held), storage.flats) if pipeline.after else ()

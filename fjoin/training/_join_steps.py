@@ -26,7 +26,7 @@ class _NoBatch:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what tools ask of any object
+        if name.startswith("__"):  # tools look these up on any object
             raise AttributeError(name)
         self._refuse()
 
@@ -46,17 +46,17 @@ class Iteration:
 
     number: int
     live: bool  # whether this rank has a batch
-    has_next: bool  # whether it has another one after this
-    replays: bool = False  # whether ranks without weight compute all the same
-    called: bool = False
-    others: Callable[[], float] | None = None  # how many ranks have another batch, once a window has ended
+    has_next: bool  # whether it has another batch after this one
+    replays: bool = False  # whether ranks without weight still run `loss_fn`
+    called: bool = False  # whether the body has called the step
+    others: Callable[[], float] | None = None  # the number of ranks that have another batch, once a window has ended
 
 
 class JoinedLoader(Generic[B]):
     """A loader that ends on all ranks together; made by `TrainStep.join` and, with `steps`, by `join`.
 
-    Each `for` loop over it is an epoch of its own. It is no iterator itself: an iterator is freed with the `for` loop that it
-    serves, so that the other ranks learn of a `break` at once, also where this object is kept in a variable.
+    Each `for` loop over it is an epoch of its own. It is not an iterator itself: a `for` loop frees its iterator when it ends, so
+    a `break` is reported to the other ranks at once, even where this object is kept in a variable.
     """
 
     def __init__(self, steps: Sequence[Any], loader: Iterable[B], **options: Any) -> None:
@@ -112,7 +112,7 @@ def _iterate(
                         step=step._last_step,
                     )
                 step._iteration = None
-            # Only a rank that is out of input has to wait for the others' answer, which any step that has ended a window knows.
+            # Only a rank that is out of input has to wait for this number. Any step that has ended a window has it.
             others = next((iteration.others for iteration in iterations if iteration.others is not None), None)
             if others is not None and (throw_on_early_termination or following is _END):
                 left = others()
@@ -127,7 +127,7 @@ def _iterate(
         raise
     except BaseException as error:
         finished = True
-        if not isinstance(error, (EarlyTermination, NonFinite)):  # which all ranks raise at the same place
+        if not isinstance(error, (EarlyTermination, NonFinite)):  # all ranks raise these at the same place
             _tell(steps, error)
         raise
     finally:
@@ -146,7 +146,7 @@ def _iterate(
 
 
 def _tell(steps: Sequence[Any], error: BaseException) -> NoReturn:
-    """Let the ranks of all steps know, and raise what really happened."""
+    """Reports an error to the ranks of all steps, and raises its root cause."""
     for step in steps[1:]:
         with contextlib.suppress(BaseException):
             step._raise(error)
@@ -158,7 +158,7 @@ def _load(steps: Sequence[Any], batches: Iterator[Any]) -> Any:
     for step in steps:
         step._iteration = Iteration(
             -1, False, False
-        )  # a loader that calls the step would take a step that no other rank takes
+        )  # detects a loader that calls the step, which would take a step that no other rank takes
     try:
         return next(batches, _END)
     finally:

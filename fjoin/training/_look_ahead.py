@@ -1,4 +1,4 @@
-"""Loading the next batch while the current one is still to be used."""
+"""Loading the next batch before the current one has been used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from .._errors import JoinError
 
 B = TypeVar("B")
-_LOOKED_AT = 1024  # elements of a tensor, of which a new batch changes some
+_LOOKED_AT = 1024  # the number of leading elements compared; a new batch changes some of them
 
 
 class LookAhead:
-    """Loads the next batch in a loop, and notices a loader that writes it into the memory of the current one.
+    """Loads the next batch in a loop, and detects a loader that writes it into the memory of the current one.
 
-    Writes by tensor operations count up the version of a tensor. Those by others, such as numpy, do not: of tensors in others'
-    memory that the loader has given twice a copy is kept, so that a write is noticed one batch later.
+    Tensor operations that write increment the version of a tensor. Writes by other code, such as numpy, do not: once the loader
+    has reused such external memory for a tensor, a copy of its values is kept, and a write is detected one batch later.
     """
 
     def __init__(self) -> None:
-        self._again: set[int] = set()  # where tensors in others' memory begin that were given twice
+        self._again: set[int] = set()  # start addresses of external memory that the loader has used twice
         self._current: tuple[Any, list[Tensor]] = (None, [])  # the last batch that was loaded, and its tensors
 
     def __call__(self, current: Any, load: Callable[[], B]) -> B:
@@ -56,7 +56,7 @@ class LookAhead:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The beginning of a tensor as bytes, which are equal also where they are NaN."""
+    """The beginning of a tensor as bytes, which compare equal even where the elements are NaN."""
     start = tensor.detach().reshape(-1)[:_LOOKED_AT] if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
     return start.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 

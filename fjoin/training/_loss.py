@@ -45,7 +45,7 @@ class Loss:
         """The forward pass: `(loss, aux, buffers)`.
 
         Raises:
-            TypeError, ValueError: what `loss_fn` returned is not what it should be.
+            TypeError, ValueError: `loss_fn` returned something other than a loss, aux and buffers of the expected form.
         """
         out = self._loss_fn(params, batch) if buffers is None else self._loss_fn(params, buffers, batch)
         parts = out if isinstance(out, tuple) else (out,)
@@ -75,7 +75,7 @@ class Loss:
 
 
 def refuse_inference(what: str) -> None:
-    """Raise ValueError under torch.inference_mode, whose tensors know no gradients."""
+    """Raise ValueError under torch.inference_mode, whose tensors have no gradients."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
             f"{what} cannot run under torch.inference_mode, in which there are no gradients; leave it before"
@@ -83,16 +83,16 @@ def refuse_inference(what: str) -> None:
 
 
 def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
-    """The weight of a batch; 1 where nothing says otherwise.
+    """The weight of a batch; 1 where there is no weight function.
 
     Raises:
-        ValueError: neither 0 nor from 1e-30 to 1e30.
-        TypeError: no number.
+        ValueError: the weight is neither 0 nor from 1e-30 to 1e30.
+        TypeError: the weight is no number.
     """
     if weight is None:
         return 1.0
     value = weight(batch)
-    if hasattr(value, "item"):  # a tensor's, an array's
+    if hasattr(value, "item"):  # a tensor or an array
         try:
             value = value.item()
         except (RuntimeError, ValueError):
@@ -101,7 +101,7 @@ def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
 
 
 def user_sums(aux: Any) -> dict[str, Any]:
-    """aux["sum"], the numbers to be summed over all ranks: host numbers, or tensors on a device.
+    """The numbers in aux["sum"], to be summed over all ranks: host numbers, or tensors on a device.
 
     Raises:
         TypeError, ValueError: one of them is no scalar.

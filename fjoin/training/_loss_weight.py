@@ -1,4 +1,4 @@
-"""What a backward pass starts from: the rank's share in the mean, and the scale of the loss."""
+"""The gradient that a backward pass starts from: the rank's share in the mean, times the scale of the loss."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..reducer._buckets import GradBuffer
 
 
 class GradOutput(NamedTuple):
-    start: Any = 1.0  # what the gradient of the loss is: a number, or a 0-d tensor like the loss
-    share: float = 0.0  # what this rank's gradients count
-    rest: Tensor | None = None  # what gradients are to be multiplied with once backward has ended, 0-d float64
+    start: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
+    share: float = 0.0  # the share of this rank's gradients in the mean
+    rest: Tensor | None = None  # the factor to apply to gradients after backward, 0-d float64
 
     def backward(self, loss: Tensor) -> None:
         start = self.start
@@ -26,40 +26,40 @@ class GradOutput(NamedTuple):
 
 
 def grad_output_of(loss: Tensor | None, share: float, hook: StepHook, scale: Tensor | None, adds: bool) -> GradOutput:
-    """Start backward from the share where that makes the weighting free, and from the scale where there is one.
+    """The gradient to start backward from: the factor that `hook` gives the share, times the loss scale if there is one.
 
     Args:
-        loss: The loss; one of 16 bits rounds the share to its own precision. None where this rank has no batch.
-        share: What this rank counts.
-        scale: Of the loss, 0-d float32, or None.
-        adds: Whether gradients of several micro-batches are added before they are sent, so that all must have their
-            shares already.
+        loss: The loss; a 16-bit loss rounds the share to its own precision. None where this rank has no batch.
+        share: This rank's share in the mean.
+        scale: The scale of the loss, 0-d float32, or None.
+        adds: Whether gradients of several micro-batches are added before they are sent, so that each must already
+            carry its share.
 
     Raises:
         ValueError: the share does not fit into the loss's dtype.
     """
     if loss is None:
         return GradOutput(0.0, 0.0, 1 / scale.double() if adds and scale is not None else None)
-    seed, narrow = hook.loss_factor(share), loss.dtype.itemsize < 4
+    factor, narrow = hook.loss_factor(share), loss.dtype.itemsize < 4
     if scale is None:
-        if narrow and seed != 1.0:
-            seed = _rounded(seed, loss.dtype)
-            if not math.isfinite(seed):
+        if narrow and factor != 1.0:
+            factor = _rounded(factor, loss.dtype)
+            if not math.isfinite(factor):
                 raise ValueError(
                     f"the weight {share!r} of this batch is too large for a loss of {loss.dtype}; return the loss as float32, "
                     f"or use smaller weights (only their ratios matter)"
                 )
-            share = seed / hook.unit
-        return GradOutput(seed, share)
+            share = factor / hook.unit
+        return GradOutput(factor, share)
     wide = scale.to(loss.device, torch.float64)
     if not adds:
         start = wide.to(loss.dtype)
-        return GradOutput(start, share, seed / start.double())
+        return GradOutput(start, share, factor / start.double())
     if narrow:
-        rounded = _rounded(wide.item() * seed, loss.dtype)
-        if math.isfinite(rounded):  # else the gradients overflow, which leaves the step out
+        rounded = _rounded(wide.item() * factor, loss.dtype)
+        if math.isfinite(rounded):  # otherwise the gradients overflow, and the step is left out
             share = rounded / wide.item() / hook.unit
-    return GradOutput((wide * seed).to(loss.dtype), share, 1 / wide)
+    return GradOutput((wide * factor).to(loss.dtype), share, 1 / wide)
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -67,10 +67,10 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 class Unscaler:
-    """Sends buckets of gradients that have had the loss's scale.
+    """Removes the loss's scale from each bucket of gradients before the hook.
 
     Attributes:
-        rest: See `Seed`; None in a step in which this rank has no gradients.
+        rest: See `GradOutput`; None where nothing remains to be applied, as in a step without a batch on this rank.
     """
 
     def __init__(self, hook: StepHook) -> None:
@@ -84,5 +84,5 @@ class Unscaler:
 
 
 def unscale(grads: Tensor, factor: Tensor) -> None:
-    """Multiply in place. What has overflowed becomes NaN, which no later stage makes finite again."""
+    """Multiply in place. Infinite elements become NaN, which no later stage makes finite again."""
     torch.nan_to_num_(grads.mul_(factor), nan=math.nan, posinf=math.nan, neginf=math.nan)

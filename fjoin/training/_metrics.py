@@ -1,4 +1,4 @@
-"""What a step reports."""
+"""The metrics that a step reports."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class Metrics:
-    """What came with the gradients of one step, the same on all ranks except `aux`.
+    """The scalars that were summed with the gradients of one step, the same on all ranks except `aux`.
 
-    The numbers are read from the device when they are asked for. In the calls of an accumulation
-    window before the last one nothing is sent: `stepped` is False and they are NaN.
+    Reading a number reads it from the device. In the calls of an accumulation window before the last
+    one nothing is sent: `stepped` is False and the numbers are NaN.
 
     Attributes:
         step: The step's number, from 0.
         stepped: Whether this call ended a window, so that messages were sent.
-        aux: What this rank's own `loss_fn` returned besides the loss; None without a batch.
+        aux: The auxiliary output of this rank's own `loss_fn`; None without a batch.
 
     Raises:
-        NonFinite: on a device, when a number is asked for: this step was not finite and changed nothing.
+        NonFinite: on a device, when a number is read: this step was not finite and changed nothing.
 
     >>> from fjoin import transforms as tx
     >>> def loss_fn(params, batch):
@@ -55,7 +55,7 @@ class Metrics:
 
     @property
     def sums(self) -> dict[str, float]:
-        """The sums over all ranks of what `loss_fn` returned under aux["sum"]."""
+        """The sums over all ranks of the values that `loss_fn` returned under aux["sum"]."""
         return {k.removeprefix("sum."): v for k, v in self._read().items() if k.startswith("sum.")}
 
     def __repr__(self) -> str:

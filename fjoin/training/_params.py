@@ -1,4 +1,4 @@
-"""Parameters as the step holds them: path -> leaf, in the order of registration."""
+"""Parameters in the form of the step: path -> leaf, in the order of registration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..transforms._tree import check_dense, flatten_in_insertion_order
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:
-    """Path -> leaf in the order in which they were registered, and the way back."""
+    """Path -> leaf in the order of registration, and the function that rebuilds the tree."""
     if isinstance(params, nn.Module) or (isinstance(params, tuple) and params and isinstance(params[0], Apply)):
         raise TypeError(
             f"params must be a pytree of tensors, got a {type(params).__name__}; write apply, params, buffers = "
@@ -52,7 +52,7 @@ def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], 
 
 
 def check_values(params: dict[str, Tensor]) -> None:
-    """Raise ValueError for parameters on the meta device, which have nothing to send to other ranks."""
+    """Raise ValueError for parameters on the meta device, which have no values to send to other ranks."""
     if empty := [path for path, p in params.items() if p.is_meta]:
         raise ValueError(
             f"params[{empty[0]!r}] lies on meta, so that it holds no values; give it some first, by module.to_empty(device=...) and "
@@ -61,7 +61,7 @@ def check_values(params: dict[str, Tensor]) -> None:
 
 
 def check_buffers(buffers: Any) -> None:
-    """Raise TypeError for buffers that are no tensors by path."""
+    """Raise TypeError unless `buffers` is None or a dict from paths to tensors."""
     if buffers is None or (isinstance(buffers, dict) and all(isinstance(b, Tensor) for b in buffers.values())):
         return
     raise TypeError(f"buffers must be a dict from paths to tensors, got {buffers!r}")

@@ -1,4 +1,4 @@
-"""The axes of a step, as `loss_fn` sees them in a loop in which ranks without input do not call it."""
+"""The axes that `loss_fn` sees in a loop in which ranks without input do not call it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ShadowedAxis(Axis):
     """An axis over which collectives are refused, since ranks that are out of input would not take part in them.
 
     Args:
-        axis: What runs the collectives elsewhere.
+        axis: The axis that runs the collectives elsewhere.
         name: Its name.
         along: The axes along which ranks may be out of input.
     """

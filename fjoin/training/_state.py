@@ -1,4 +1,4 @@
-"""What a training step takes and returns."""
+"""The state of a training run, which a step takes and returns."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from ..transforms.pipelines._fuse import PipelineState
 
 @dataclass
 class StateData:
-    """The memory behind a state. Steps change it in place; `version` says whose it is now."""
+    """The data behind a `TrainState`. Steps change it in place; only the state with the same `version` may use it."""
 
     storage: Storage
     buffers: dict[str, Tensor] | None
     hook: Any
     after: Any
-    rebuild: Callable[[dict[str, Any]], Any]  # path -> leaf, to the tree that the user gave
-    owner: object  # the step that made it, which alone can run it
+    rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
+    owner: object  # the token of the step that made it; only that step can run it
     buffers_state: Any = ()  # of the transform of the buffers
-    buffers_before: dict[str, Tensor] | None = None  # this step's first forward pass
-    batches_before: int = 0  # this step's first call
-    version_before: int = 0  # of the state given to this step's first call
-    step: int = 0  # steps taken
-    batches: int = 0  # consumed on this rank
-    calls: int = 0  # calls of the step, more than steps where gradients are accumulated
+    buffers_before: dict[str, Tensor] | None = None  # the buffers before this step's first forward pass
+    batches_before: int = 0  # the batches before this step's first call
+    version_before: int = 0  # the version of the state given to this step's first call
+    step: int = 0  # the number of steps taken
+    batches: int = 0  # the number of batches consumed on this rank
+    calls: int = 0  # the number of calls of the step, larger than `step` where gradients are accumulated
     window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
-    unit: float = 1.0  # what the gradients of this window are multiplied with while they are summed
+    unit: float = 1.0  # the factor that scales this window's gradients in messages
     version: int = 0
     torn: str = ""
-    lost: str = ""  # why the window that was open is lost: nothing else is, so that the state can still be read
-    outer: Any = None  # where the pipeline leaves steps out, its own state, without that of what it runs
+    lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
+    outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
 
     def hook_state(self) -> Any:
-        """The hook's state; after a plain reduction it is made only when it is asked for."""
+        """The hook's state; after a plain reduction it is made only on demand."""
         if callable(self.hook):
             self.hook = self.hook()
         return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
 
     def lose_window(self, calls: int) -> None:
-        """Forget the micro-batches of an open window: the state is again that of the last completed step."""
+        """Discard the micro-batches of an open window: the state is again that of the last completed step."""
         self.window, self.calls = {}, calls
         self.buffers, self.batches = self.buffers_before, self.batches_before
         self.storage.clear_grads()
@@ -66,14 +66,14 @@ class TrainState:
 
     A step takes the memory of the state it is given, as with JAX's donate_argnums: the old state
     cannot be used afterwards. Tensors taken out of it are views that the next step overwrites;
-    `clone` keeps them.
+    `clone` makes copies to keep.
 
-    The containers in `state.params`, such as a dict, are made for whoever reads them, and no step looks at them: an entry that is
-    assigned is noticed at the next use of the state. Write into the tensors, or start from other ones by `step.init`.
+    Each read of `state.params` makes new containers, such as a dict, which no step reads: the next use of the state detects an
+    assigned entry. Write into the tensors, or start from other tensors by `step.init`.
 
     Raises:
         TypeError: on the next use after an entry of `state.params` has been assigned or deleted.
-        DonatedState, TornState: on any use after a step has taken it, or has failed in changing it.
+        DonatedState, TornState: on any use after a step has taken it, or has failed while changing it.
 
     >>> from fjoin import transforms as tx
     >>> step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
@@ -89,7 +89,7 @@ class TrainState:
     def __init__(self, body: StateData) -> None:
         self._body, self._version = body, body.version
         self._read: tuple[Any, list[Any], Any] | None = (
-            None  # the tree of parameters last read; its leaves and structure then
+            None  # the tree of parameters last read, with its leaves and structure at that time
         )
 
     def _claim(self, owner: object = None) -> StateData:
@@ -102,7 +102,7 @@ class TrainState:
             )
         if body.torn or (owner is not None and body.lost):
             raise TornState(body.torn or body.lost, step=body.step)
-        # A window that is lost has overwritten nothing: the states given to its calls are that of the last completed step.
+        # A lost window has overwritten nothing: the states given to its calls are the state of the last completed step.
         if self._version != body.version and not (body.lost and self._version >= body.version_before):
             step = body.step if body.window else body.step - 1
             raise DonatedState(
@@ -121,14 +121,14 @@ class TrainState:
         return tree
 
     def _check_read(self) -> None:
-        """Raise TypeError if the tree of parameters that was last read is no longer what it was."""
+        """Raise TypeError if the tree of parameters that was last read has been changed."""
         if self._read is None:
             return
         tree, leaves, structure = self._read
         now, structure_now = optree.tree_flatten(tree)
         if structure == structure_now and all(a is b for a, b in zip(leaves, now, strict=True)):
             return
-        self._read = None  # said once
+        self._read = None  # raise only once
         before, after = (
             dict(zip(map(path_string, optree.treespec_paths(form)), held, strict=True))
             for form, held in ((structure, leaves), (structure_now, now))
@@ -142,12 +142,12 @@ class TrainState:
 
     @property
     def buffers(self) -> dict[str, Tensor] | None:
-        """The buffers as the last `loss_fn` returned them, or None."""
+        """The buffers that the last `loss_fn` returned, as transformed by `on_buffers`; or None."""
         return self._claim().buffers
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline's state as `pipeline.init` and `pipeline.step` have it: keyed by path, in views."""
+        """The pipeline's state in the form of `pipeline.init` and `pipeline.step`: keyed by path, in views."""
         body = self._claim()
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
@@ -156,34 +156,35 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """The number of steps taken."""
         return self._claim().step
 
     @property
     def batches(self) -> int:
-        """Batches that this rank has consumed, in all calls so far: where to go on in its loader.
+        """The number of batches that this rank has consumed in all calls so far: the position at which to resume its loader.
 
-        After a call that failed within an accumulation window: those up to the last completed step.
+        After a call that failed within an accumulation window, the number up to the last completed step.
         """
         return self._claim().batches
 
     def clone(self) -> TrainState:
-        """A copy in memory of its own, which no step has overwritten."""
+        """A copy in memory of its own, which steps of this state do not overwrite."""
         return TrainState(self._claim().clone())
 
     def with_hyperparameters(self, **values: float) -> TrainState:
         """The state with other hyperparameters, for an optimizer that is wrapped in `inject_hyperparameters`.
 
-        All ranks must do the same. This state's memory is taken over, as by a step.
+        All ranks must do the same. The new state takes this state's memory, as a step does.
 
         Args:
             values: Name -> value, for all parameters whose optimizer has this hyperparameter.
 
         Returns:
-            The state to go on with.
+            The new state, to use from now on.
 
         Raises:
-            ValueError: no optimizer has a hyperparameter of this name; the message lists what there is. A value that is not finite.
+            ValueError: no optimizer has a hyperparameter of this name (the message lists the existing ones), or a value is not
+                finite.
             TypeError: a value that is no number.
         """
         body = self._claim()

@@ -1,4 +1,4 @@
-"""The training step: a pipeline, run bucket by bucket while the backward pass goes on."""
+"""The training step: a pipeline that runs bucket by bucket during the backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrainStep:
     ranks may hold different numbers of batches.
 
     Attributes:
-        ranks: How many ranks the gradients are averaged over.
+        ranks: The number of ranks that step together.
         rank: This rank in the mesh.
     """
 
@@ -42,9 +42,9 @@ class TrainStep:
         self._device: torch.device | None = None
         self._iteration: _join.Iteration | None = None
         self._last_step: int | None = None
-        self._broken: tuple[type[FjoinError], str] | None = None  # what this rank failed of
-        self._compared = False  # whether the ranks have compared how they loop
-        self._together = False  # the last error was raised by all ranks alike
+        self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
+        self._compared = False  # whether the ranks have compared their loops
+        self._together = False  # whether all ranks raised the last error at the same place
 
     def init(
         self,
@@ -52,21 +52,21 @@ class TrainStep:
         buffers: dict[str, Tensor] | None = None,
         sync: Literal["broadcast", "check"] | None = "broadcast",
     ) -> TrainState:
-        """The state to start from, after a check that all ranks run the same program.
+        """The initial state, after a check that all ranks run the same program.
 
         Args:
             params: A pytree of floating-point tensors; they are copied.
-            buffers: Path -> tensor, what `loss_fn` may update without training it, not by writing into
-                it but by returning new ones: it is called as `loss_fn(params, buffers, batch)` then, and
-                returns `(loss, aux, buffers)`.
+            buffers: Path -> tensor, untrained values that `loss_fn` may update. It does not write into them
+                but returns new ones: it is called as `loss_fn(params, buffers, batch)` and returns
+                `(loss, aux, buffers)`.
             sync: "broadcast" gives all ranks rank 0's parameters and buffers, "check" raises where
-                they differ, None trusts that they do not.
+                they differ, None assumes that they are equal.
 
         Returns:
             A `TrainState` at step 0.
 
         Warns:
-            UserWarning: on rank 0 of several: nothing in the pipeline reduces, and no `noop` says that this is meant.
+            UserWarning: on rank 0 of several: nothing in the pipeline reduces, and no `noop` marks this as intended.
 
         Raises:
             DesyncError: on all ranks: another pipeline, path, shape, dtype or setting on some rank.
@@ -99,20 +99,20 @@ class TrainStep:
         """One step, or one micro-batch of an accumulation window.
 
         Args:
-            state: What `init` or the last call returned. Its memory is taken over, unless the step
-                was made with donate=False.
-            batch: What `loss_fn` and `weight` take. Not looked at where the loop of `join` says that
-                this rank has none.
+            state: The state that `init` or the last call returned. The step takes its memory, unless the
+                step was made with donate=False.
+            batch: The argument of `loss_fn` and `weight`. Ignored where this rank is out of input in a loop
+                of `join`, except with when_exhausted="replay".
 
         Returns:
             The new state and the step's `Metrics`.
 
         Raises:
-            NonFinite: on all ranks; the state given stays as it was and can be used again.
-            PeerLost, CollectiveTimeout: another rank failed or did not come.
+            NonFinite: on all ranks; the given state is unchanged and can be used again.
+            PeerLost, CollectiveTimeout: another rank failed, or did not arrive in time.
             DesyncError: on all ranks: they have called different steps of one mesh; nothing has changed.
             JoinError: another thread of this rank runs a step of the same mesh.
-            DonatedState, TornState: `state` cannot be stepped any more.
+            DonatedState, TornState: `state` can no longer be stepped.
             TypeError, ValueError: what `loss_fn` or `weight` returned cannot be used; the first loss depends on no parameter.
         """
         with self._alone():
@@ -172,29 +172,29 @@ class TrainStep:
         """Iterate over this rank's loader until all ranks are out of input.
 
         A rank that is out of input gets its last batch again, so that the loop body's code runs; the
-        step knows that it has none, computes nothing and takes part with weight 0. The loop looks one
-        batch ahead, so that the ranks end together at no extra message; one small message at the start
-        asks whether anybody has a batch. The body must call the step exactly once in each iteration.
+        step computes nothing for it and takes part with weight 0. The loop looks one batch ahead, so
+        the ranks end together without extra messages; one small message at the start finds out whether
+        any rank has a batch. The body must call the step exactly once in each iteration.
 
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
-                memory of the current one: a loader that reuses its buffer yields copies. Tensor operations that write there
-                are noticed at once, numpy's a batch later.
-            empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
-            throw_on_early_termination: Raise on all ranks after the step in which the first is out of
-                input. Costs a wait for the step's messages in every iteration.
-            when_exhausted: What a rank does without input, or with a batch of weight 0: "shadow" computes nothing, so that on
-                several ranks `loss_fn` may not communicate over the step's axes; "replay" runs `loss_fn` on its last batch,
-                whose gradients count nothing: for models that communicate in their forward pass.
-                `transforms.current_weight()` is 0 then. A rank that never has a batch needs `empty`.
+                memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor operations are
+                detected at once, writes by numpy one batch later.
+            empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
+            throw_on_early_termination: Raise on all ranks after the step in which the first rank is out of
+                input. This waits for the step's messages in every iteration.
+            when_exhausted: The behaviour of a rank without input, or with a batch of weight 0. "shadow" computes nothing, so on
+                several ranks `loss_fn` must not communicate over the step's axes. "replay" runs `loss_fn` on the last batch and
+                discards its gradients: for models that communicate in their forward pass. `transforms.current_weight()` is then
+                0, and a rank that never has a batch needs `empty`.
 
         Returns:
-            An iterable of the batches that the body is to hand to the step. Each `for` loop over it is an epoch.
+            An iterable of the batches for the body to pass to the step. Each `for` loop over it is an epoch.
 
         Raises:
             EarlyTermination: on all ranks, see above.
-            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the batch
-                that it gave before; out of the step: `loss_fn` communicates although ranks without input do not call it.
+            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the previous
+                batch; raised by the step: `loss_fn` communicates although ranks without input do not call it.
             PeerLost: another rank left the loop, or failed.
         """
         return _join.JoinedLoader(
@@ -205,24 +205,24 @@ class TrainStep:
             when_exhausted=when_exhausted,
         )
 
-    # -- what the loop of join asks for --------------------------------------------------------
+    # -- called by the loop of join ------------------------------------------------------------
 
     def _begin_join(self) -> None:
         self._usable()
         if self._iteration is not None:
             error = JoinError("a loop over this step's join is still running; finish it before starting another")
-            if self.ranks > 1:  # the loop may have been left with its iterator in a variable, so that the others wait
+            if self.ranks > 1:  # the old loop may have been left with its iterator in a variable, so other ranks wait
                 self._raise(error)
             raise error
 
     def _count(self, has_batch: bool, throw: bool, replays: bool) -> float:
-        """The number of ranks that have a batch: the one message outside steps.
+        """The number of ranks that have a batch: the only message outside steps.
 
         Raises:
             DesyncError: a rank has other settings of `join`.
         """
         settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
-        own = 4.0 ** (throw + 2 * replays)  # no mean of some of these is another one
+        own = 4.0 ** (throw + 2 * replays)  # no mean of different values equals one of them
         words = torch.tensor([has_batch, own], dtype=torch.float32).to(self._device or "cpu")
         with self._alone():
             self._compare_loops(f"step.join(loader, {settings})")
@@ -233,23 +233,23 @@ class TrainStep:
         return float(have)
 
     def _end_join(self) -> None:
-        """The loop has ended on all ranks.
+        """End a loop that has ended on all ranks.
 
         Raises:
-            NonFinite: on all ranks: some have left the last step out, and others have not.
+            NonFinite: on all ranks: some ranks left the last step out, and others took it.
         """
         if self._last_step is not None:
             with self._alone():
                 self._run.drain(self._last_step + 1)
 
     def _compare_loops(self, loop: str) -> None:
-        """Compare, before the first message, how the ranks loop."""
+        """Compare the ranks' loops, before the first message."""
         if not self._compared:
             same_loops(self._mesh, self._run.axes, loop)
             self._compared = True
 
     def _leave(self, error: JoinError) -> None:
-        """The loop was left before its end: by this rank alone, unless all had raised alike."""
+        """Report that this rank left the loop before its end, unless all ranks raised at the same place."""
         if self._broken is None and self.ranks > 1 and not self._together:
             self._break(error)
             self._mesh.report_failure(error, self._last_step)
@@ -257,14 +257,14 @@ class TrainStep:
     # -- failures ------------------------------------------------------------------------------
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Let no other thread of this rank run a step of this mesh meanwhile."""
+        """A context in which no other thread of this rank can run a step of this mesh."""
         return self._mesh.use.alone(self._met) if self.ranks > 1 else contextlib.nullcontext()
 
-    def _met(self, error: JoinError, tells: bool) -> None:
-        """Two threads have met: the step cannot go on."""
+    def _met(self, error: JoinError, reports: bool) -> None:
+        """Make the step unusable, since two threads have met in it; `reports` the failure to the other ranks."""
         if self._broken is None:
             self._break(error)
-            if tells:
+            if reports:
                 self._mesh.report_failure(error, self._last_step)
 
     def _usable(self) -> None:
@@ -273,17 +273,17 @@ class TrainStep:
             raise kind(f"this step cannot go on, it failed before: {text}")
 
     def _break(self, error: BaseException) -> None:
-        """Never run again. The error itself is not kept: with its frames it would hold all that they know."""
+        """Make the step unusable. The error itself is not kept: its frames would keep all their objects alive."""
         self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error) or repr(error)
 
     def _raise(self, error: BaseException) -> NoReturn:
-        """Let the other ranks know, and raise what really happened."""
+        """Reports the failure to the other ranks and raises its root cause."""
         self._iteration = None
         self._run.stop()
         if self._broken is not None or self.ranks == 1:
             raise error
         try:
             self._mesh.raise_root_cause(error, self._last_step)
-        except BaseException as told:
-            self._break(told)
+        except BaseException as cause:
+            self._break(cause)
             raise

@@ -1,4 +1,4 @@
-"""Making the training step of a rank from what the user gives, checked."""
+"""Making the training step of a rank from the user's arguments, which are checked."""
 
 from __future__ import annotations
 
@@ -32,32 +32,31 @@ def train_step(
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
 
-    Gradients travel in buckets while the backward pass goes on, weighted so that the result is that
-    of one process on all ranks' batches together; every rank then takes the same optimizer step.
+    Gradients travel in buckets during the backward pass, weighted so that the result equals that of one
+    process on all ranks' batches together; every rank then takes the same optimizer step.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`: the mean over the local batch, 0-d. With
             buffers: `(params, buffers, batch) -> (loss, aux, buffers)`. Numbers under aux["sum"] are
-            summed over the ranks in the same messages, and come back in `metrics.sums`.
-        pipeline: What `fuse` makes.
-        mesh: The ranks; by default all of them, as the axis "data".
-        donate: Let a step take the memory of the state it is given. False keeps the old state whole, at
-            the price of a copy in each step.
+            summed over the ranks in the same messages, and returned in `metrics.sums`.
+        pipeline: A `Pipeline`, made by `fuse`.
+        mesh: The ranks; by default all ranks, as the axis "data".
+        donate: Whether a step takes the memory of the state it is given. False keeps the old state usable,
+            at the cost of a copy in each step.
         weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens; 0, or from 1e-30 to 1e30. By default
-            each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision. Of float16 parameters the weighted
-            gradients travel times a power of two, so that weights of thousands do not overflow in a `mean`.
-        bucket_bytes: Gradients are sent once this much is ready. More than the default of 5 MiB, such as 20 * 2**20, can be faster
-            where a hook sends little of each bucket in several messages, as `power_sgd` does.
-        accumulate: Micro-batches in a step: the step is called once for each, and sends and steps in
+            each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision. The weighted gradients of float16
+            parameters are scaled by a power of two in messages, so that weights of thousands do not overflow in a `mean`.
+        bucket_bytes: The size in bytes at which a bucket of gradients is sent. More than the default of 5 MiB, such as
+            20 * 2**20, can be faster where a hook sends little of each bucket in several messages, as `power_sgd` does.
+        accumulate: The number of micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window.
-        overlap_step: Step each bucket as soon as its message is here, behind the messages that are
-            still under way, where the hook is a plain reduction and the tensors are on the CPU. A
-            loss that is not finite still changes nothing; a gradient that is not finite although all
-            losses are is then noticed when buckets before it have been stepped, and leaves a torn
-            state. The default checks all gradients before it changes anything.
-        on_buffers: What becomes of the buffers at the end of a step, in the place of gradients:
-            `average_buffers(axis)`, `broadcast_buffers(axis)`, one for some and another for others with
-            `partition`, now and then with `every`. By default each rank keeps its own.
+        overlap_step: Whether to step each bucket as soon as its message has arrived, while later messages are still under way.
+            It has an effect where the hook is a plain reduction and the tensors are on the CPU. A loss that is not finite still
+            changes nothing. A gradient that is not finite although all losses are finite is then detected after earlier buckets
+            have been stepped, and leaves a torn state. The default checks all gradients before it changes anything.
+        on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`, `broadcast_buffers(axis)`,
+            different ones for different buffers with `partition`, or only in some steps with `every`. By default each rank
+            keeps its own buffers.
 
     Returns:
         A `TrainStep`.

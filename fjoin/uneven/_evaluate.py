@@ -17,12 +17,12 @@ from ..transforms._check import iterable
 
 
 class Evaluation(NamedTuple):
-    """What `evaluate` returns, the same on all ranks."""
+    """The result of `evaluate`, the same on all ranks."""
 
     means: dict[str, Any]  # name -> mean over all batches of all ranks, weighted: a float, or a float64 tensor
     sums: dict[str, Any]  # name -> sum over all batches of all ranks
-    weight: float  # of all batches
-    batches: int  # of all ranks
+    weight: float  # the sum over all batches of all ranks
+    batches: int  # the number of batches of all ranks
 
 
 def evaluate(
@@ -40,19 +40,19 @@ def evaluate(
     is repeated or left out, unlike with a sampler that pads.
 
     Args:
-        metric_fn: `batch -> {name: mean over the batch}`, numbers or tensors of any shape; what stands under
-            "sum", a dict too, is summed instead. Called without gradients. It must not communicate.
+        metric_fn: `batch -> {name: mean over the batch}`, numbers or tensors of any shape; the values of the dict
+            under "sum" are summed instead. Called without gradients. It must not communicate.
         loader: This rank's batches; any number, 0 included.
-        mesh: The ranks; by default all of them.
+        mesh: The ranks; by default all ranks.
         weight: `batch -> float`, the batch's weight in the means: its samples, its tokens. By default 1.
 
     Returns:
         An `Evaluation`, equal on all ranks to the bit.
 
     Raises:
-        ValueError, TypeError: what `metric_fn` or `weight` returned cannot be used.
+        ValueError, TypeError: `metric_fn` or `weight` returned an unusable value.
         DesyncError: on all ranks: other names on some rank.
-        PeerLost, CollectiveTimeout: another rank failed or did not come.
+        PeerLost, CollectiveTimeout: another rank failed, or did not arrive in time.
 
     >>> batches = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([6.0])]
     >>> fjoin.evaluate(lambda x: {"mean": x.mean(), "sum": {"n": len(x)}}, batches, weight=len)
@@ -100,7 +100,7 @@ def _go_through(
                         raise ValueError(
                             f"the metric {name!r} has shape {tuple(wide.shape)}, before that {tuple(into[name].shape)}"
                         )
-                    # A batch of weight 0 adds nothing, whatever its mean is: 0 * nan would be nan.
+                    # A batch of weight 0 adds nothing, even where its mean is nan: 0 * nan would be nan.
                     into[name] = into.get(name, torch.zeros_like(wide)) + (wide * factor if factor else 0.0)
             total, batches = total + w, batches + 1
     return {"means": _sent(means), "sums": _sent(sums), "weight": total, "batches": batches}

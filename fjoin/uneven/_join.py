@@ -1,4 +1,4 @@
-"""The generic Join: ranks that are out of input shadow the collectives of those that are not."""
+"""The generic Join: ranks that are out of input shadow the collectives of the ranks with input."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WARN_AFTER = 1000
 
 
 class _Config:
-    """Stands on a joinable as its `_join_config` while it is inside a Join.
+    """The `_join_config` of a joinable while it is inside a Join.
 
-    torch's own `notify_join_context` asks for these fields before it communicates: for `is_first_joinable`
-    where a joinable of torch's kind notifies. So this is where ours hears of it, and answers that there is
-    nothing left to do.
+    torch's own `notify_join_context` reads these fields before it communicates; it reads `is_first_joinable`
+    when one of torch's joinables notifies. This read triggers our notification, and its value False makes
+    torch do nothing else.
     """
 
     enable = False
@@ -48,15 +48,15 @@ class Join:
     """A context in which ranks may have different numbers of iterations.
 
     A rank that leaves the block runs the joinables' main hooks, in their order, once for each iteration of the
-    ranks that are still in it, so that these find somebody to communicate with; when all have left, every
-    rank runs the post hooks. Ranks learn of each other by one small message in each iteration, sent by the
-    first joinable's notification; with a DistributedDataParallel, by its forward passes under grad mode.
+    ranks that are still in it, to match their collectives; when all have left, every rank runs the post hooks.
+    Each iteration has one small message with the ranks that have input. The first joinable's notification sends
+    it; with a DistributedDataParallel, its forward passes under grad mode do.
 
     Pass the optimizers too: `Join([ddp, optimizer])`. Then a rank without input takes every step with the gradients
-    of the others, and parameters and optimizer state stay equal on all ranks. ZeroRedundancyOptimizer is both.
-    Learning-rate schedulers that step in every iteration belong there as well. The loop must then step once in each
-    iteration that synchronises gradients, and run one forward pass for each backward pass; to accumulate, use
-    `ddp.no_sync()`. A torch.amp.GradScaler is not known here: its scale would be taken for gradient.
+    of the others, and parameters and optimizer state stay equal on all ranks. A ZeroRedundancyOptimizer is both
+    optimizer and joinable. Pass learning-rate schedulers that step in every iteration as well. The loop must then
+    step once in each iteration that synchronises gradients, and run one forward pass for each backward pass; to
+    accumulate, use `ddp.no_sync()`. A torch.amp.GradScaler is not supported: its scale would be part of the gradients.
 
     Args:
         joinables: Objects of `Joinable`, torch's or ours, DistributedDataParallel and
@@ -65,20 +65,20 @@ class Join:
         enable: False makes the context do nothing.
         throw_on_early_termination: Raise on all ranks once the first is out of input. Each notification then
             waits for its message.
-        kwargs: Handed to every joinable's `join_hook`. `divide_by_initial_world_size` (default True) says what
-            DistributedDataParallel's gradients are divided by: the number of all ranks, or of those with
-            input. `before_step`, a function, is called before optimizers step on a rank without input:
-            what the loop does there itself, such as clipping.
+        kwargs: Passed to every joinable's `join_hook`. `divide_by_initial_world_size` (default True) is whether
+            DistributedDataParallel's gradients are divided by the number of all ranks; otherwise they are divided
+            by the number of ranks with input. `before_step` is a function that is called before optimizers step
+            on a rank without input: it repeats the loop's own work before a step, such as clipping.
 
     Attributes:
         last_joiner: After the block: the lowest of the ranks that ended last; None before.
-        iterations: How many this rank has taken part in, by its own input or not.
+        iterations: The number of iterations that this rank has taken part in, with or without its own input.
 
     Raises:
         ValueError: no joinable, or joinables of different process groups.
-        TypeError: what is no joinable, optimizer or scheduler; one whose step needs arguments; a
+        TypeError: an object that is no joinable, optimizer or scheduler; one whose step needs arguments; a
             DistributedDataParallel that notifies no Join.
-        JoinError: at the start of the block: a joinable is in another Join already. Inside: a rank
+        JoinError: at the start of the block: a joinable is already in another Join. Inside: a rank
             accumulates under no_sync where others synchronise. At its end: this rank has communicated and
             never notified the Join.
         DesyncError: at the start of the block, on all ranks: other joinables on some rank.
@@ -173,7 +173,7 @@ class Join:
         try:
             if error is None:
                 self._shadow()
-            elif not isinstance(error, EarlyTermination):  # which all ranks raise at the same place
+            elif not isinstance(error, EarlyTermination):  # all ranks raise that at the same place
                 self._fail(error)
         finally:
             for joinable, config in zip(self._joinables, self._kept, strict=True):
@@ -186,10 +186,10 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: torch_join.Joinable) -> Work | None:
-        """Say that this rank has input in this iteration; called by a joinable before its collectives.
+        """Notify the other ranks that this rank has input in this iteration; called by a joinable before its collectives.
 
         Returns:
-            The message on its way, where `joinable` is the first of its Join; else None.
+            The message under way, where `joinable` is the first of its Join; otherwise None.
 
         Raises:
             EarlyTermination: with throw_on_early_termination: a rank is out of input.
@@ -197,7 +197,7 @@ class Join:
         config = joinable._join_config
         return config.notify() if isinstance(config, _Config) else torch_join.Join.notify_join_context(joinable)
 
-    # -- what hooks ask for ----------------------------------------------------------------------
+    # -- called by the hooks ---------------------------------------------------------------------
 
     def notify(self, syncs: bool) -> None:
         """Begin an iteration of this rank."""
@@ -219,7 +219,7 @@ class Join:
         return self._roll.wait() if self._roll is not None else ()
 
     def syncing(self) -> tuple[int, ...]:
-        """Those of them that synchronise gradients."""
+        """The ranks with input that synchronise gradients in this iteration."""
         return self._roll.syncing() if self._roll is not None else ()
 
     def _notify(self) -> Work | None:
@@ -229,12 +229,12 @@ class Join:
         return self._roll
 
     def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look at what a step of this rank's own uses; warn of an optimizer that steps on ranks with input only."""
+        """Inspect a step of this rank's own; warn of an optimizer that steps only on ranks with input."""
         if self._shadowing:
             return
         for hook in self._ddps:
             hook.saw_step(optimizer)
-        inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an optimizer of their own
+        inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an inner optimizer
         known = [*self._steppers, *(getattr(stepper, name, None) for stepper in self._steppers for name in inner)]
         if self._warned or any(optimizer is one for one in known):
             return
@@ -295,18 +295,18 @@ class Join:
             self._shadowing = False
 
     def _step(self) -> None:
-        """What the loop's own code does on ranks with input."""
+        """Step the optimizers and schedulers, as the loop's own code does on ranks with input."""
         if self._steppers and self._before_step is not None:
             self._before_step()
         for stepper in self._steppers:
             stepper.step()
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Let the other ranks know, and raise what really happened."""
-        self._roll = None  # a message that nobody has waited for holds connections too
+        """Reports the failure to the other ranks and raises its root cause."""
+        self._roll = None  # a message that was never awaited also holds connections
         for hook in self._ddps:
             hook.release()
-        for joinable in self._joinables:  # connections close once nobody holds their group
+        for joinable in self._joinables:  # connections close once their group is no longer referenced
             for name, value in list(vars(joinable).items()):
                 if isinstance(value, dist.ProcessGroup):
                     joinable.__dict__[name] = None

@@ -1,4 +1,4 @@
-"""What takes part in a Join: torch's two classes, and pure hooks as objects."""
+"""Participants of a Join: torch's two classes, and pure hooks as objects."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..transforms.sync import _last_joiner as pure
 
 
 class JoinHook(torch_join.JoinHook):
-    """What a joinable does on a rank that is out of input; override either method.
+    """The work of a joinable on a rank that is out of input; override either method.
 
     Same as: torch.distributed.algorithms.join.JoinHook.
     """
 
     def main_hook(self) -> None:
-        """Call the collectives of one iteration of the other ranks; run once for each of them."""
+        """Call the collectives of one iteration of the other ranks; run once for each iteration."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Run once after all ranks are out of input.
 
         Args:
-            is_last_joiner: Whether this rank was among those that ended last; `Join.last_joiner` is the
-                lowest of them.
+            is_last_joiner: Whether this rank was among the ranks that ended last; `Join.last_joiner` is the
+                lowest of these.
         """
 
 
@@ -49,7 +49,7 @@ class Joinable(torch_join.Joinable):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook; `kwargs` are those given to the Join, the same for all its joinables."""
+        """The hook; `kwargs` are the keyword arguments of the Join, the same for all its joinables."""
 
     @property
     @abstractmethod
@@ -63,10 +63,10 @@ class Joinable(torch_join.Joinable):
 
 
 class PureJoinable(Joinable):
-    """A state that pure functions renew, as an object for a Join; made by `as_joinable`.
+    """A state updated by pure functions, as an object for a Join; made by `as_joinable`.
 
     Attributes:
-        state: What the hooks are given and return; the loop's own code may set it too.
+        state: The state that the hooks take and return; the loop's own code may set it too.
     """
 
     def __init__(self, hook: pure.JoinHook | Callable[..., pure.JoinHook], state: Any, mesh: Mesh) -> None:
@@ -111,15 +111,15 @@ def as_joinable(
 
     Args:
         hook: A `transforms.JoinHook`, or a function that makes one from the keyword arguments of the Join.
-        state: What its functions are given first.
-        mesh: The ranks that join, with the axes that the hook names. A process group is taken as one axis
-            "data", and so are all ranks by default: in the default group, as torch's own joinables.
+        state: The initial state, passed to its functions.
+        mesh: The ranks that join, with the axes that the hook names. A process group becomes one axis "data".
+            By default all ranks of the default group do, as with torch's own joinables.
 
     Returns:
         A joinable with the attribute `state`.
 
     Raises:
-        TypeError: `hook` is neither.
+        TypeError: `hook` is neither a JoinHook nor a function.
 
     >>> from fjoin import transforms as tx
     >>> counter = fjoin.as_joinable(tx.JoinHook(main=lambda n: n + tx.psum(0, "data")), 0)

@@ -1,4 +1,4 @@
-"""Uneven inputs in a loop of one's own: every rank runs it as often as the rank with most batches."""
+"""Uneven inputs in a custom loop: every rank runs it as often as the rank with the most batches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Loop(Generic[B]):
 
     Attributes:
         live: Whether this rank has a batch in this iteration; without one, and for a batch of weight 0, the body gets the
-            last that had weight, or `empty`.
+            last batch that had weight, or `empty`.
         weight: This rank's weight in this iteration; 0 where it is not live.
         total: The sum of the weights over all ranks.
-        number: The iterations before this one.
-        batches: Those of them, and this one, in which this rank had a batch: where to resume.
+        number: The number of iterations before this one.
+        batches: The number of iterations so far, with this one, in which this rank had a batch: the position to resume at.
     """
 
     def __init__(
@@ -42,8 +42,11 @@ class Loop(Generic[B]):
 
     @property
     def scale(self) -> float:
-        """weight * ranks / total: times this, losses of local means whose gradients are averaged over the ranks,
-        as DistributedDataParallel and fully_shard do, give the mean over all ranks' samples."""
+        """weight * ranks / total: the factor of a loss that is a local mean.
+
+        With it, averaging the gradients over the ranks, as DistributedDataParallel and fully_shard do, gives the mean over all
+        ranks' samples.
+        """
         return self.weight * self._mesh.size / self.total if self.total else 0.0
 
     def __iter__(self) -> Iterator[B]:
@@ -80,13 +83,13 @@ class Loop(Generic[B]):
             raise
         except BaseException as error:
             finished = True
-            if isinstance(error, EarlyTermination):  # which all ranks raise at the same place
+            if isinstance(error, EarlyTermination):  # all ranks raise that at the same place
                 raise
             self._mesh.raise_root_cause(error, self.number)
         finally:
             self._running = False
             if not finished and self._mesh.size > 1:
-                # A body that ended by the loss of a peer is not the first to have left.
+                # A body that ended because a peer was lost is not the first to have left.
                 left = JoinError(
                     f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
                     f"exception; to stop all ranks after n batches, loop over fjoin.join(itertools.islice(loader, n))"
@@ -102,7 +105,7 @@ class Loop(Generic[B]):
 
 
 class _Sum:
-    """The sum of the weights, and the number of ranks that have a batch, on their way."""
+    """A message under way with the sum of the weights and the number of ranks that have a batch."""
 
     def __init__(self, mesh: Mesh, weight: float, has: bool) -> None:
         self._words = to_device(mesh.device, torch.tensor([weight, float(has)], dtype=torch.float64))
@@ -142,26 +145,30 @@ def join(
     throw_on_early_termination: bool = False,
     when_exhausted: Literal["shadow", "replay"] = "shadow",
 ) -> Any:
-    """Iterate over this rank's loader until all ranks are out of input, in a loop of one's own.
+    """Iterate over this rank's loader until all ranks are out of input, in a custom loop.
 
-    Every rank runs the body equally often, so that whatever communicates in it finds its peers: collectives of a
-    custom loop, DistributedDataParallel, fully_shard and tensor-parallel models. A rank that is out of input gets its
-    last batch again, with weight 0. To count every sample once, multiply the loss, the mean over the local batch, by
-    `loop.scale`; it must be finite also where the scale is 0. Iterations in which no rank has weight are left out. What
-    the body changes besides, such as a module's buffers, it changes on all ranks. What the ranks need to know of each
-    other travels in one small message in each iteration, under way while the body runs.
+    Every rank runs the body equally often, so all communication in it finds its peers: collectives of a custom loop,
+    DistributedDataParallel, fully_shard and tensor-parallel models.
+
+    - A rank that is out of input gets its last batch again, with weight 0.
+    - To count every sample once, multiply the loss, the mean over the local batch, by `loop.scale`. The loss must be
+      finite even where the scale is 0.
+    - Iterations in which no rank has weight are left out.
+    - Other changes by the body, such as to a module's buffers, happen on all ranks.
+    - Each iteration has one small message between the ranks, under way while the body runs.
 
     With `steps`, several `train_step`s share the loader, as a generator's and a discriminator's do, and no
     message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
 
     Args:
-        loader: Any iterable of batches, of any length on each rank, 0 included. It is asked for the next batch before the
-            body has run on this one, so it must not write that into the memory of this one: a loader that reuses its buffer
-            yields copies. Tensor operations that write there are noticed at once, numpy's a batch later.
-        steps: What `train_step` made, over the same axes and with the same `accumulate`.
-        mesh: The ranks, without `steps`; by default all of them.
+        loader: Any iterable of batches, of any length on each rank, 0 included. The loop takes the next batch before the body
+            has run on the current one, so the loader must not write it into the memory of the current one: a loader that
+            reuses its buffer must yield copies. Writes by tensor operations are detected at once, writes by numpy one batch
+            later.
+        steps: Steps made by `train_step`, over the same axes and with the same `accumulate`.
+        mesh: The ranks, without `steps`; by default all ranks.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
-        empty: What a rank that never has a batch gets; every use of the default raises `NoBatch`.
+        empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
         throw_on_early_termination: Raise on all ranks where the first is out of input.
         when_exhausted: With `steps`, as in `TrainStep.join`.
 
@@ -170,8 +177,8 @@ def join(
 
     Raises:
         EarlyTermination: on all ranks, see above.
-        JoinError: the loop is still running; the loader has written into the batch that it gave before; with `steps`, the
-            body did not call each exactly once.
+        JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did not
+            call each exactly once.
         PeerLost: another rank left the loop by break, return or an exception: the mesh is taken down, by default the
             default process group. Ranks that wait in a module's own messages end with the backend's error: over groups
             of its own, such as those of `fully_shard`, at their time-out.

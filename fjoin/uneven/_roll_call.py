@@ -11,7 +11,7 @@ from ..transforms._tree import to_device
 
 
 class PresenceMessage:
-    """One iteration's message: which ranks have input, and which of them synchronise gradients in it."""
+    """One iteration's message: the ranks that have input, and those that synchronise gradients in it."""
 
     def __init__(self, mesh: Mesh, device: torch.device, live: bool = False, syncs: bool = False) -> None:
         words = torch.zeros(2, mask_words(mesh.size), dtype=torch.float32)
@@ -22,7 +22,7 @@ class PresenceMessage:
         self._read: tuple[tuple[int, ...], ...] = ()
 
     def wait(self) -> tuple[int, ...]:
-        """The ranks that have input."""
+        """The ranks that have input; waits for the message."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -30,6 +30,6 @@ class PresenceMessage:
         return self._read[0]
 
     def syncing(self) -> tuple[int, ...]:
-        """Those of them that synchronise gradients."""
+        """The ranks with input that synchronise gradients."""
         self.wait()
         return self._read[1]

@@ -1,6 +1,6 @@
 """torch's own joinables inside our Join: DistributedDataParallel, ZeroRedundancyOptimizer, any optimizer.
 
-torch's hooks throw away the gradients that a rank without input receives. These keep them, so that
+torch's hooks discard the gradients that a rank without input receives. These hooks keep them, so that
 the optimizer takes the same step on all ranks.
 """
 
@@ -23,7 +23,7 @@ from ._joinable import JoinHook
 
 
 class Iteration(Protocol):
-    """What a hook may ask its Join."""
+    """The part of a `Join` that its hooks use."""
 
     last_joiner: int | None
 
@@ -34,7 +34,7 @@ class Iteration(Protocol):
     def syncing(self) -> tuple[int, ...]: ...
 
 
-# In a module with static_graph, the parameters that no rank uses: found in its first step, and the same ever after.
+# For a module with static_graph, the parameters that no rank uses: found in its first step, and constant from then on.
 _UNUSED: weakref.WeakKeyDictionary[DistributedDataParallel, list[int]] = weakref.WeakKeyDictionary()
 
 
@@ -45,27 +45,27 @@ class DDPHook(JoinHook):
         ddp: The module.
         join: Its Join.
         notifies: Whether its forward passes begin the iterations.
-        by_world: Divide gradients by the number of all ranks; else by that of ranks with input.
+        by_world: Whether to divide gradients by the number of all ranks; otherwise by the number of ranks with input.
     """
 
     def __init__(self, ddp: DistributedDataParallel, join: Iteration, notifies: bool, by_world: bool) -> None:
         self.ddp, self._join, self._notifies = ddp, join, notifies
-        self._by_world = by_world or ddp in REGISTERED  # whose hook divides by the weights
+        self._by_world = by_world or ddp in REGISTERED  # a registered hook divides by itself
         ignored = ddp.parameters_to_ignore
         self.params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         self._handles: list[Any] = []
-        self._in_window = False  # whether gradients of no_sync passes are waiting at the parameters
+        self._in_window = False  # whether the parameters hold gradients of no_sync passes
         self._kept_flag: bool | None = None
-        # torch's name for what a Join has been asked for, where other code reads it.
-        self._told, self._told_before = {"_divide_by_initial_world_size": by_world}, dict[str, Any]()
+        # The Join's setting under torch's name, where other code reads it.
+        self._settings, self._settings_before = {"_divide_by_initial_world_size": by_world}, dict[str, Any]()
         self._kept: list[Tensor | None] = []
 
     def enter(self) -> None:
         ddp = self.ddp
-        if ddp.logger is not None:  # join_uneven_inputs in what DDP logs
+        if ddp.logger is not None:  # sets join_uneven_inputs in DDP's log
             ddp.logger._set_uneven_input_join()
-        self._told_before = {name: vars(ddp)[name] for name in self._told if name in vars(ddp)}
-        vars(ddp).update(self._told)
+        self._settings_before = {name: vars(ddp)[name] for name in self._settings if name in vars(ddp)}
+        vars(ddp).update(self._settings)
         ddp._sync_buffers = self._sync_buffers  # type: ignore[method-assign]
         self._handles = [ddp.register_forward_hook(self._after_forward)]
         if not self._by_world:
@@ -75,16 +75,16 @@ class DDPHook(JoinHook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for name in ("_sync_buffers", *self._told):
+        for name in ("_sync_buffers", *self._settings):
             vars(self.ddp).pop(name, None)
-        vars(self.ddp).update(self._told_before)
+        vars(self.ddp).update(self._settings_before)
 
     # -- on a rank with input ------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Called where torch's module would notify its own Join."""
+        """Begin an iteration; called where torch's module would notify its own Join."""
         ddp = self.ddp
-        if not torch.is_grad_enabled():  # nobody else need take part in an evaluation
+        if not torch.is_grad_enabled():  # other ranks need not take part in an evaluation
             self._kept_flag, ddp.require_forward_param_sync = ddp.require_forward_param_sync, False
             return
         syncs = ddp.require_backward_grad_sync
@@ -107,14 +107,14 @@ class DDPHook(JoinHook):
             self._in_window = False
 
     def saw_step(self, optimizer: Any) -> None:
-        """An optimizer of these parameters has stepped, on a rank with input."""
+        """Record the parameters without a gradient in a static graph's first step; called on a rank with input."""
         if self.ddp.static_graph and self.ddp not in _UNUSED and any(p.grad is not None for p in self.params):
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if any(id(p) in stepped for p in self.params):
                 _UNUSED[self.ddp] = [i for i, p in enumerate(self.params) if p.grad is None]
 
     def _sync_buffers(self) -> None:
-        """In the place of torch's, which takes them from rank 0, or sends a message to find a rank."""
+        """Replaces torch's method, which takes the buffers from rank 0, or sends a message to find a rank."""
         ddp = self.ddp
         with torch.no_grad():
             ddp._assign_modules_buffers()
@@ -122,21 +122,21 @@ class DDPHook(JoinHook):
                 ddp._sync_module_buffers(min(self._join.live()))
 
     def _scale(self, grad: Tensor) -> Tensor | None:
-        """Undo the division by all ranks as far as it is not wanted, before any hook sees the gradient."""
+        """Scale by ranks / ranks with input before any hook gets the gradient, since the module divides by all ranks."""
         if not self.ddp.require_backward_grad_sync:
             return None
         factor = self.ddp.process_group.size() / len(self._join.live())
-        if self._in_window:  # what the no_sync passes left is sent along
+        if self._in_window:  # the gradients of the no_sync passes are sent along
             for p in self.params:
                 if p.grad is not None:
                     p.grad.mul_(factor)
             self._in_window = False
         return grad * factor
 
-    # -- on a rank without -----------------------------------------------------------------------
+    # -- on a rank without input -----------------------------------------------------------------
 
     def main_hook(self) -> None:
-        """Take part in one iteration: with zeros, or with what an open accumulation window holds."""
+        """Take part in one iteration: with zeros, or with the gradients of an open accumulation window."""
         ddp, live, syncs = self.ddp, self._join.live(), bool(self._join.syncing())
         if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
             raise JoinError(
@@ -172,8 +172,8 @@ class DDPHook(JoinHook):
         reducer._push_all_rebuilt_params()
 
     def _leave_out_unused(self) -> None:
-        """What no rank has used has no gradient on ranks with input either."""
-        used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass counts no more
+        """Remove the gradients of parameters that no rank has used, as on ranks with input."""
+        used = self.ddp.reducer._get_local_used_map().zero_()  # this rank's own last pass no longer counts
         self.ddp.process_group.allreduce([used]).wait()
         for p, count in zip(self.params, used.tolist(), strict=True):
             if not count:
@@ -189,7 +189,7 @@ class DDPHook(JoinHook):
                 g.copy_(p.grad).mul_(factor if hooked else factor / ddp.process_group.size())
 
     def after_main(self) -> None:
-        """After all hooks of the iteration: give the parameters back what they had."""
+        """Restore the parameters' own gradients; called after all hooks of the iteration."""
         for p, grad in zip(self.params, self._kept, strict=False):
             p.grad = grad
         self._kept = []
@@ -204,24 +204,24 @@ class DDPHook(JoinHook):
         )  # fmt: skip
 
     def release(self) -> None:
-        """Let go of the process group, so that its connections close; the module cannot be used after that."""
+        """Release the process group, so that its connections close; the module cannot be used after that."""
         self.leave()
         for name in ("reducer", "logger", "process_group"):
             self.ddp.__dict__[name] = None
 
 
 def check_notifies(ddp: DistributedDataParallel) -> None:
-    """Raise TypeError for a module whose forward passes tell no Join of themselves, torch's included."""
+    """Raise TypeError for a module whose forward passes do not notify a Join, neither ours nor torch's."""
     if ddp._use_python_reducer or ddp._delay_all_reduce_all_params:
-        what = "with optimize_ddp='python_reducer'" if ddp._use_python_reducer else "that delays all its all-reduces"
+        kind = "with optimize_ddp='python_reducer'" if ddp._use_python_reducer else "that delays all its all-reduces"
         raise TypeError(
-            f"a DistributedDataParallel {what} cannot be in a Join: its forward passes notify none; use fjoin.join(loader), which "
+            f"a DistributedDataParallel {kind} cannot be in a Join: its forward passes notify none; use fjoin.join(loader), which "
             f"runs the loop's body on all ranks"
         )
 
 
 def check_steps_alone(stepper: Any) -> None:
-    """Raise TypeError for what cannot step on a rank without input: its step needs arguments."""
+    """Raise TypeError for an object that cannot step on a rank without input, since its step needs arguments."""
     _, *arguments = inspect.signature(type(stepper).step).parameters.values()
     needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if needs:
@@ -232,5 +232,5 @@ def check_steps_alone(stepper: Any) -> None:
 
 
 def is_stepper(value: Any) -> bool:
-    """An optimizer or a learning-rate scheduler: it steps on all ranks alike."""
+    """Whether `value` is an optimizer or a learning-rate scheduler, which step on all ranks alike."""
     return isinstance(value, (torch.optim.Optimizer, LRScheduler))
