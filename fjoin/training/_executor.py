@@ -113,7 +113,7 @@ class Run:
             NonFinite: on all ranks.
         """
         counts = self._counts
-        if counts.buffer is None or self.pipeline.skips is not None or self._plan.carries(step - 1):
+        if counts.buffer is None or self.pipeline.skips is not None or self._lane(step - 1) is counts:
             return
         counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.step_check.left_out))
         counts.send().wait()

@@ -75,11 +75,6 @@ class Plan(NamedTuple):
             return () if equal else (axes,)
         return (self.agree,) if equal or not axes else (self.agree, axes)
 
-    def carries(self, step: int) -> bool:
-        """Whether the hook's own messages bring the lane to all ranks that loop together."""
-        axes, equal = self.reduced(step)
-        return equal and axes == self.agree
-
 
 def make_plan(
     hook: Transform, sizes: Mapping[str, int], after: Transform | None = None, on_buffers: Transform | None = None
