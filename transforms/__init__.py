@@ -41,6 +41,7 @@ from ._spec import to_json as to_json
 from ._state_dict import from_state_dict as from_state_dict
 from ._state_dict import to_state_dict as to_state_dict
 from ._transform import Compression as Compression
+from ._transform import Inner as Inner
 from ._transform import Needs as Needs
 from ._transform import Reduction as Reduction
 from ._transform import Transform as Transform
