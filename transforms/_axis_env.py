@@ -1,4 +1,4 @@
-"""Which interpreter each axis name stands for, per thread."""
+"""The axes bound in each thread: axis name -> interpreter of its collectives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ._errors import UnboundAxis
 
-# One axis, or several that are one together.
+# One axis, or several axes used as one.
 AxisName: TypeAlias = str | tuple[str, ...]
 
 
 class Axis:
-    """What can run collectives over one named set of ranks.
+    """An interpreter of collectives over one named set of ranks.
 
     `run(op, x, arg)` takes and returns plain tensors, with n the size of the axis:
 
@@ -40,18 +40,18 @@ class Axis:
         raise NotImplementedError
 
     def run_(self, x: Tensor) -> Tensor:
-        """psum of what may be overwritten."""
+        """psum of a tensor that may be overwritten."""
         return self.run("psum", x, None)
 
     def joint(self, axes: tuple[str, ...]) -> Axis | None:
-        """One axis that covers several, this one among them, at once; None where there is none."""
+        """One axis that covers several axes at once, this one included; None if there is none."""
         return None
 
     def note(self, what: str) -> None:
-        """Told what the next message carries as bytes: the simulator compares it between ranks."""
+        """Record a description of the floats in the next message of bytes; the simulator compares it between ranks."""
 
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
-        """Told how many rows an all_to_all_single of bytes moves: the simulator compares them."""
+        """Record the numbers of rows in the next all_to_all_single of bytes; the simulator compares them."""
 
 
 class _Threads(threading.local):
@@ -75,7 +75,7 @@ def under_vmap() -> bool:
 
 @contextlib.contextmanager
 def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
-    """Bind axis names in this thread for the length of a with block; the outer ones come back after it."""
+    """Bind axis names in this thread inside a with block; the outer bindings are restored after it."""
     before = _THREADS.axes
     _THREADS.axes = {**before, **axes}
     try:
@@ -85,7 +85,7 @@ def bind_axes(axes: dict[str, Axis]) -> Iterator[None]:
 
 
 def current_weight() -> float:
-    """This rank's weight in the step that is running: 0 where its batch is replayed only to keep others company.
+    """This rank's weight in the current step: 0 where its batch is replayed only to match the other ranks' collectives.
 
     A train_step binds it around `loss_fn`; elsewhere it is 1.
 
@@ -98,7 +98,7 @@ def current_weight() -> float:
 
 @contextlib.contextmanager
 def bind_weight(weight: float) -> Iterator[None]:
-    """Let `current_weight` give this in this thread for the length of a with block."""
+    """Set the result of `current_weight` in this thread inside a with block."""
     before, _THREADS.weight = _THREADS.weight, weight
     try:
         yield

@@ -1,6 +1,6 @@
 """A transform on one bucket of parameters at a time.
 
-Law: the calls on all buckets, put together, equal one call on the whole tree.
+Law: the merged results of the calls on all buckets equal one call on the whole tree.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ._tree import State
 class FirstBucket:
     """A stage's new state in the call of this step's first bucket, for the calls on the other buckets.
 
-    What is common to all parameters, such as the sum of the weights, is sent with the first bucket
-    only; the others ask for it here, after their own messages. A transform that runs others hands
-    each of them its part, `first_bucket.substate(field)`.
+    Values common to all parameters, such as the sum of the weights, are sent with the first bucket only. The calls on
+    the other buckets read them here, after their own messages. A transform that runs others passes each of them its
+    part, `first_bucket.substate(field)`.
     """
 
     def __init__(self, get: Callable[[], State]) -> None:
         self.get = get
 
     def substate(self, key: str | int) -> FirstBucket:
-        """The same for a part of the state: a field of a NamedTuple by name, an item of a tuple by index."""
+        """A `FirstBucket` for a part of the state: a field of a NamedTuple by name, an item of a tuple by index."""
         return FirstBucket(lambda: getattr(self.get(), key) if isinstance(key, str) else self.get()[key])
 
 
@@ -35,9 +35,9 @@ def restrict(state: State, paths: Collection[str], chosen: Collection[str]) -> S
     """A state without the parameters that are not chosen.
 
     Args:
-        state: A state in which what belongs to parameters lies in dicts keyed by their paths.
+        state: A state whose values for parameters are in dicts keyed by their paths.
         paths: The paths of all parameters.
-        chosen: Those that stay.
+        chosen: The paths to keep.
 
     >>> restrict(({"a": 1, "b": 2}, 3), ["a", "b"], ["b"])
     ({'b': 2}, 3)
@@ -46,7 +46,7 @@ def restrict(state: State, paths: Collection[str], chosen: Collection[str]) -> S
 
 
 def merge(states: Sequence[State], paths: Collection[str]) -> State:
-    """One state from those of all buckets; what they have in common is taken from the first.
+    """One state from the states of all buckets; common values are taken from the first.
 
     >>> merge([({"a": 1}, 3), ({"b": 2}, 3)], ["a", "b"])
     ({'a': 1, 'b': 2}, 3)
@@ -55,12 +55,12 @@ def merge(states: Sequence[State], paths: Collection[str]) -> State:
 
 
 def _zip(states: list[State], join: Callable[[list[dict[str, Any]]], dict[str, Any]], paths: set[str]) -> State:
-    """Walk states of one form side by side; `join` makes one of the dicts keyed by paths."""
+    """Merge states of one form; `join` merges the dicts keyed by paths."""
     first = states[0]
     if isinstance(first, dict):
         if any(state for state in states) and all(state.keys() <= paths for state in states):
             return join(states)
-        # Some may lack a name, such as one of a lane that the first call adds.
+        # Some states may lack a name, such as a name of the lane, which the first call adds.
         return {key: _zip([state[key] for state in states if key in state], join, paths) for key in first}
     if isinstance(first, (tuple, list)):
         children = [_zip(list(column), join, paths) for column in zip(*states, strict=True)]

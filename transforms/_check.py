@@ -81,7 +81,7 @@ def positive(name: str, value: Any, zero: bool = False) -> float:
 
 
 def decay(name: str, value: Any) -> float:
-    """The value, if it is a number from 0 on and below 1: the share that a moving average keeps.
+    """The value, if it is a number in [0, 1), such as the decay of a moving average.
 
     Raises:
         ValueError: it is not; a bool does not count as one.
@@ -96,7 +96,7 @@ def decay(name: str, value: Any) -> float:
 
 
 def axis_sizes(sizes: Any, most: int) -> dict[str, int]:
-    """Axis name -> number of ranks, if there are at most so many in all.
+    """Axis name -> number of ranks, if there are at most `most` ranks in all.
 
     Raises:
         TypeError: no mapping; an axis that is not named by a string.
@@ -138,7 +138,7 @@ def axis_names(axis: Any) -> tuple[str, ...]:
 
     Raises:
         TypeError: neither a string nor a tuple of strings.
-        ValueError: one of them stands twice.
+        ValueError: a name occurs twice.
 
     >>> axis_names(("node", "local"))
     ('node', 'local')
@@ -188,7 +188,7 @@ def one_axis(name: str, axis: Any) -> str:
 
 
 def real(of: Mapping[str, Any], where: str) -> None:
-    """Raise TypeError where a leaf is complex, which has no codes.
+    """Raise TypeError for a complex leaf, which cannot be encoded.
 
     >>> real({"w": torch.zeros(2)}, "power_sgd")
     """

@@ -12,7 +12,7 @@ U = TypeVar("U", bound=Callable[..., Any])
 
 
 def counts_steps(update: U) -> U:
-    """Let the field `step` of a state be the pipeline's counter where `update` is given one; alone it counts its own calls."""
+    """Decorates an `update`, whose state's `step` becomes the pipeline's counter if given, or counts its own calls."""
 
     @functools.wraps(update)
     def counted(grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, State]:

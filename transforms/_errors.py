@@ -1,4 +1,4 @@
-"""Errors that pure code and its interpreters raise; the shell's own stand in fjoin."""
+"""Errors of pure code and its interpreters; the errors of the shell are in fjoin."""
 
 
 class CollectiveMismatch(RuntimeError):
@@ -6,7 +6,7 @@ class CollectiveMismatch(RuntimeError):
 
 
 class UnboundAxis(NameError):
-    """A collective named an axis that nothing binds where it runs."""
+    """A collective named an axis that is not bound."""
 
 
 class NotVmappable(TypeError):

@@ -1,4 +1,4 @@
-"""The lane: a few named scalars that ride in the message that carries the gradients.
+"""The lane: a few named scalars in the message that carries the gradients.
 
 A float32 message holds each scalar as two words, v = high * base + low, with base a power of two
 chosen so that the sum of all ranks' low words stays exact: whole numbers are exact as long as
@@ -23,7 +23,7 @@ Lane: TypeAlias = Mapping[str, Any]
 
 
 def check_lane(lane: Lane | None) -> None:
-    """Raise TypeError where the lane is no mapping, ValueError where a name is taken."""
+    """Raise TypeError if the lane is no mapping, ValueError if it uses a reserved name."""
     if lane is not None and not isinstance(lane, Mapping):
         raise TypeError(f"lane must be a mapping from names to scalars, got {lane!r}")
     if lane and "total" in lane:
@@ -31,7 +31,7 @@ def check_lane(lane: Lane | None) -> None:
 
 
 def lane_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The dtype of the lane beside payloads of these dtypes: float64 if there is one, else float32."""
+    """The dtype of the lane for payloads of these dtypes: float64 if one of them is, float32 otherwise."""
     return torch.float64 if torch.float64 in set(dtypes) else torch.float32
 
 
@@ -80,12 +80,12 @@ def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device
 
 @functools.cache
 def _most(dtype: torch.dtype, ranks: int) -> float:
-    """The largest number of one rank that a message carries."""
+    """The largest number of one rank that a message can carry."""
     return torch.finfo(dtype).max / ranks * (1.0 if dtype is torch.float64 else _base(ranks))
 
 
 def _check_fits(name: str, value: float, dtype: torch.dtype, ranks: int) -> None:
-    """Raise ValueError for a finite number whose words, summed over the ranks, need not fit the dtype."""
+    """Raise ValueError for a finite number whose words, summed over the ranks, might not fit the dtype."""
     most = _most(dtype, ranks)
     if math.isfinite(value) and abs(value) > most:
         raise ValueError(
@@ -116,17 +116,17 @@ def decode_lane(words: Tensor, names: Iterable[str], ranks: int) -> dict[str, Te
     return dict(zip(names, wide.unbind(0), strict=True))
 
 
-# One scalar holds a bit for each of so many ranks, exactly in float32.
+# The number of ranks whose bits one scalar holds exactly in float32.
 _MASK_BITS = 24
 
 
 def mask_words(ranks: int) -> int:
-    """How many scalars hold a bit for each of these ranks."""
+    """The number of scalars that hold a bit for each of these ranks."""
     return math.ceil(ranks / _MASK_BITS)
 
 
 def rank_bit(rank: int) -> tuple[int, float]:
-    """A rank's bit: the index of its scalar, and the value there."""
+    """A rank's bit: the index of its scalar, and its value in that scalar."""
     return rank // _MASK_BITS, float(2 ** (rank % _MASK_BITS))
 
 
@@ -147,9 +147,11 @@ def ranks_in(masks: Iterable[float]) -> tuple[int, ...]:
 def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
     """The names in the lane of a train_step: its own, then the user's sums.
 
-    total: the sum of the ranks' factors in the mean; weight, loss: the sums of the weights and of
-    weight * loss; has_next: ranks that have another batch; step_id: which step of its mesh a rank has called, the same on all;
-    nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite.
+    - total: the sum of the ranks' factors in the mean
+    - weight, loss: the sums of the weights and of weight * loss
+    - has_next: the number of ranks that have another batch
+    - step_id: the index in its mesh of the step that a rank has called, the same on all ranks
+    - nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite
     """
     masks = (f"nonfinite{i}" for i in range(mask_words(ranks)))
     return ("total", "weight", "loss", "has_next", "step_id", *masks, *(f"sum.{name}" for name in sums))

@@ -3,7 +3,7 @@
     Transform   init(params) -> state
                 update(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)
 
-What one remembers is in the state that it returns.
+A transform keeps its memory in the state that it returns.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ._tree import State, Tree
 
 
 class Needs(enum.Flag):
-    """What a transform needs to be given. A chain needs what its stages do."""
+    """The requirements of a transform on its input. A chain has the requirements of all its stages."""
 
     NOTHING = 0  # any part of the elements: one flat buffer may stand for the tree, with zeros between the leaves
     LEAVES = enum.auto()  # each leaf in its own shape; any subset of the leaves, the empty one included
     PATHS = enum.auto()  # the leaves by their paths
-    LAYOUT = enum.auto()  # what lies together in a buffer, and in which order: the result depends on it
+    LAYOUT = enum.auto()  # the layout of the buffer, that is its leaves and their order: the result depends on it
     TREE = enum.auto()  # all leaves at once
 
     def __str__(self) -> str:
@@ -36,25 +36,25 @@ class Needs(enum.Flag):
 
 
 class Reduction(NamedTuple):
-    """What a transform sums over the ranks."""
+    """The reduction of a transform over the ranks."""
 
-    sums: Callable[[State], Any]  # state -> `MeanState`, what the last message has brought besides the gradients
-    axis: AxisName | None = None  # of one that does nothing but a weighted mean or sum: over which axes
-    over: Literal["weight", "live", "world"] | None = None  # what that divides by; None: it sums
-    # Whether that is one psum of weight * gradient, weight and lane, then the division, and the state a `MeanState`: a step then
-    # sums buckets in place, and leaves the division to the optimizer's kernel.
+    sums: Callable[[State], Any]  # state -> `MeanState`, the total weight and the lane of the last message
+    axis: AxisName | None = None  # for a transform that is only a weighted mean or sum: its axes
+    over: Literal["weight", "live", "world"] | None = None  # the divisor of that mean; None: it sums
+    # Whether the transform is one psum of weight * gradient, weight and lane, then the division, with a `MeanState` as
+    # state. A step then sums buckets in place, and leaves the division to the optimizer's kernel.
     fusable: bool = False
 
 
 class Compression(NamedTuple):
-    """What a transform leaves out of what it sends.
+    """The lossy compression of a transform's messages.
 
-    `paths` is `params -> paths` of the leaves of which a part is not sent: `update` keeps it in `extra["memory"]`, if that is given,
-    see `error_feedback`. None: the transform itself sends it later.
+    `paths` is a function `params -> paths` of the leaves that are not sent completely. `update` stores their residuals
+    in `extra["memory"]`, if it is given; see `error_feedback`. None: the transform sends the residuals itself later.
     """
 
     paths: Callable[[Tree], Collection[str]] | None
-    encoded: bool = True  # whether a codec encodes what is sent
+    encoded: bool = True  # whether a codec encodes the messages
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,23 +64,23 @@ class Transform(Specified):
     Args:
         init: `params -> state`.
         update: `(grads, state, params=None, *, weight=None, lane=None, **extra) -> (grads, state)`.
-            `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is
-            1), `lane` a dict of named scalars to be summed along with the gradients. It may
-            return None for the gradients: nothing to step with in this call (see `accumulate`);
-            then the stages that follow are not run. The state of parameters lies in dicts keyed by their paths, inside tuples,
-            NamedTuples, lists and dicts. Of `extra`:
+            `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is 1), `lane` a dict of
+            named scalars that are summed along with the gradients. It may return None for the gradients if there is no
+            step in this call (see `accumulate`); then the following stages are not run. The state of parameters is in
+            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. Keywords in `extra`:
 
-            - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks, from which periods
-              and warm-ups are read. A transform that is given none counts its own calls.
-            - `persistent`: parameters or buffers are given, which stay from step to step. A reduction returns them where no rank
-              has weight, since the mean of nothing is 0.
-            - `first_bucket`: in a call on one of several buckets, has with `.get()` the same stage's new state in the first
-              bucket's call of this step. `Inner` hands it on to a transform inside.
-            - `unit`: a power of two with which sums of weight * gradient fit float16; `mean` multiplies it in before it sums.
+            - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods
+              and warm-ups depend on it. A transform without this keyword counts its own calls.
+            - `persistent`: the input is parameters or buffers, which persist between steps. A reduction returns them
+              unchanged where no rank has weight, since a mean without weights is 0.
+            - `first_bucket`: in a call on one of several buckets, its `.get()` returns the new state of the same stage
+              in the first bucket's call of this step. `Inner` passes it to a transform inside.
+            - `unit`: a power of two that makes sums of weight * gradient fit float16; `mean` multiplies by it before it
+              sums.
             - `donated`: no caller needs the gradients any more, so `update` may write into them.
-        needs: What `update` must be given; by default the whole tree.
-        reduces: Of a transform that carries the lane: what its messages bring.
-        compression: Of a transform that does not send all of a gradient.
+        needs: The requirements of `update` on its input; by default the whole tree.
+        reduces: The reduction, for a transform that carries the lane.
+        compression: The compression, for a transform that does not send the complete gradient.
         pauses: Whether `update` may return None for the gradients.
         vmappable: Whether `update` runs under the simulator's vmap engine.
         spec: The transform as data; `factory` fills it in.
@@ -116,7 +116,7 @@ class Transform(Specified):
 
     @property
     def sums(self) -> Callable[[State], Any] | None:
-        """`Reduction.sums`; None where it does not carry the lane."""
+        """`Reduction.sums`; None for a transform that does not carry the lane."""
         return self.reduces.sums if self.reduces else None
 
     @functools.cached_property
@@ -138,11 +138,11 @@ class Transform(Specified):
 
 
 class Inner:
-    """A transform inside another one, whose state has a field for that of this.
+    """A transform inside another one, whose state is a field of the outer state.
 
     Args:
-        transform: It.
-        field: The field's name.
+        transform: The inner transform.
+        field: The name of the field.
     """
 
     def __init__(self, transform: Transform, field: str = "inner") -> None:
@@ -151,21 +151,21 @@ class Inner:
     def update(
         self, grads: Tree, state: Any, params: Tree, *, first_bucket: Any = None, donated: bool = False, **extra: Any
     ) -> tuple[Tree, State]:
-        """Call it, with the arguments of the other's call; its new state.
+        """Call the inner transform with the arguments of the outer call, and return its result and its new state.
 
         Args:
-            state: The other's.
+            state: The outer state.
         """
         own = first_bucket.substate(self.field) if first_bucket is not None else None
         lent = donate_kwargs(self.transform, donated)
         return self.transform.update(grads, getattr(state, self.field), params, first_bucket=own, **lent, **extra)
 
     def reduction(self, *own: str, same: bool = False) -> Reduction | None:
-        """What the other one reduces.
+        """The reduction of the outer transform.
 
         Args:
-            own: The names that the other one has put into the lane itself.
-            same: Whether the other one does nothing but what this does, in another form.
+            own: The names that the outer transform has put into the lane itself.
+            same: Whether the outer transform computes the same mean or sum as the inner one, in another form.
         """
         if self.transform.reduces is None:
             return None
@@ -180,15 +180,15 @@ class Inner:
 
 
 def donate_kwargs(to: Transform, donated: bool = True) -> dict[str, bool]:
-    """What to tell the `update` of a transform whose caller needs the gradients no more.
+    """The keywords for `update` if its caller needs the gradients no more: `donated`, where the signature has it.
 
-    No two of these share memory, so that what it returns may be written there, if its signature has `donated`.
+    No two of these gradients share memory, so `update` may write its results into them.
     """
     return {"donated": True} if donated and "donated" in to.keywords else {}
 
 
 def _compression_of(children: Sequence[Transform]) -> Compression | None:
-    """That of transforms run one after the other."""
+    """The compression of transforms that run one after the other."""
     found = [child.compression for child in children if child.compression]
     functions = [one.paths for one in found if one.paths]
     if not found:

@@ -1,4 +1,4 @@
-"""Pytrees with paths: the few operations that optree does not have under one name."""
+"""Pytrees with paths: operations that optree does not have under one name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def named_leaves(tree: Tree) -> dict[str, Tensor]:
 
 
 def flatten_in_insertion_order(tree: Tree) -> tuple[list[str], list[Tensor], Any]:
-    """Paths, leaves and structure with dicts in their own order: that in which parameters were registered."""
+    """Paths, leaves and structure with dicts in insertion order, in which parameters were registered."""
     with optree.dict_insertion_ordered(True, namespace="fjoin"):
         paths, leaves, structure = optree.tree_flatten_with_path(tree, namespace="fjoin")
     return [path_string(path) for path in paths], leaves, structure
@@ -63,7 +63,7 @@ def zeros_at_least_f32(tree: Tree) -> dict[str, Tensor]:
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
-    """Leaf by leaf `a` where the 0-d `condition` holds, else `b`; equal non-tensors are kept."""
+    """`a` where the 0-d `condition` holds and `b` where it does not, leaf by leaf; equal non-tensors are kept."""
 
     def choose(x: Any, y: Any) -> Any:
         if isinstance(x, Tensor):
@@ -76,16 +76,18 @@ def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
 
 
 def choose_state(fine: Tensor, new: State, old: State) -> State:
-    """`new` where `fine`, else `old`; host counters go on, since they say what has been called.
+    """`new` where `fine`, `old` otherwise; host counters are always those of `new`, since they count calls.
 
-    A state that has a method `choose(fine, old)` is asked itself.
+    A state with a method `choose(fine, old)` is replaced by the result of that method.
     """
 
     if new is old:
         return new
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         all_of = (new, old) if new.dim() else (new, old, fine)
-        device = next((x.device for x in all_of if x.device.type != "cpu"), new.device)  # the host would have to wait
+        device = next(
+            (x.device for x in all_of if x.device.type != "cpu"), new.device
+        )  # on the host it would have to wait
         return torch.where(to_device(device, fine), to_device(device, new), to_device(device, old))
     if type(new) is type(old) and hasattr(new, "choose"):
         return new.choose(fine, old)
@@ -98,7 +100,7 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
 
 
 def fields(state: State) -> list[Any]:
-    """The fields of an optimizer's state, those of states inside it included; None where there is none."""
+    """The fields of an optimizer's state, including those of states inside it; None for fields that are None."""
     return optree.tree_leaves(state, none_is_leaf=True)
 
 
@@ -108,7 +110,7 @@ def with_fields(state: State, new: Iterable[Any]) -> State:
 
 
 def all_finite(tree: Tree) -> Tensor:
-    """A 0-d bool tensor: no leaf holds a NaN or an infinity."""
+    """A 0-d bool tensor: whether all leaves are free of NaN and infinities."""
     leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.is_floating_point()]
     if not leaves:
         return torch.ones((), dtype=torch.bool, device=device_of(()))
@@ -126,8 +128,10 @@ def global_norm(tree: Tree) -> Tensor:
 
 
 def plain(*trees: Tree) -> bool:
-    """Whether nothing differentiates, maps or traces through these tensors, so that fresh copies of
-    them may be changed in place."""
+    """Whether nothing differentiates, maps or traces through these tensors.
+
+    If so, fresh copies of them may be changed in place.
+    """
     if _transformed():
         return False
     given: Tree = trees
@@ -141,34 +145,37 @@ def _transformed() -> bool:
 
 
 def device_of(leaves: Iterable[Tensor]) -> torch.device | None:
-    """That of the first; where there is none that of `beside`, or None."""
-    return next((leaf.device for leaf in leaves), _BESIDE.device)
+    """The device of the first leaf; without leaves that of `default_device_of`, or None."""
+    return next((leaf.device for leaf in leaves), _DEFAULT.device)
 
 
-class _Beside(threading.local):
+class _DefaultDevice(threading.local):
     device: torch.device | None = None
 
 
-_BESIDE = _Beside()
+_DEFAULT = _DefaultDevice()
 
 
 @contextlib.contextmanager
 def default_device_of(tree: Tree) -> Iterator[None]:
-    """Within it, what serves no leaf of a tree makes its messages where the tree lies."""
-    before, _BESIDE.device = _BESIDE.device, device_of(optree.tree_leaves(tree))
+    """Inside a with block, transforms without leaves make their messages on the device of `tree`."""
+    before, _DEFAULT.device = _DEFAULT.device, device_of(optree.tree_leaves(tree))
     try:
         yield
     finally:
-        _BESIDE.device = before
+        _DEFAULT.device = before
 
 
 def to_device(device: torch.device | None, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on a device, without waiting for it: that is, where the tensor comes from the host. None: where it is."""
+    """A tensor on a device; a tensor from the host is copied without waiting. None: its own device."""
     return x.to(device, dtype or x.dtype, non_blocking=x.device.type == "cpu")
 
 
 def readable_without_sync(x: Tensor) -> bool:
-    """Whether Python may look at a tensor's values without waiting for a device: nothing differentiates, maps, traces or fakes it."""
+    """Whether Python can read a tensor's values without waiting for a device.
+
+    It must be on the CPU, and nothing may differentiate, map, trace or fake it.
+    """
     if type(x) is not Tensor or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
         return False
     return not _transformed() and torch._C._len_torch_dispatch_stack() == 0
@@ -185,7 +192,7 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
     if have.keys() != want.keys():
         missing, extra = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
         raise ValueError(
-            f"{name} and {like_name} differ in structure: {name} lacks {missing} and has {extra} besides; "
+            f"{name} and {like_name} differ in structure: {name} lacks {missing} and has the additional {extra}; "
             f"pass {name} with the structure of {like_name}"
         )
     for path, leaf in have.items():

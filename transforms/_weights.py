@@ -1,4 +1,4 @@
-"""What a rank counts in a reduction: its weight, or that it has one."""
+"""The factor of a rank in a reduction: its weight, or 1 if it has weight."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def check_weight(weight: Any) -> Tensor:
 def known_weight(name: str, weight: Any) -> float:
     """The weight as a float.
 
-    Only ratios of weights count, and sums of them, and of their products with losses, travel in float32: so they have bounds.
+    Weights have bounds, because their sums, and sums of their products with losses, are sent in float32. Only their
+    ratios count.
 
     Raises:
         ValueError: neither 0 nor from 1e-30 to 1e30.
@@ -62,23 +63,23 @@ def known_weight(name: str, weight: Any) -> float:
 
 
 class RankWeight(NamedTuple):
-    """What a rank counts in a reduction."""
+    """The factor of a rank in a reduction."""
 
-    factor: Tensor  # of its gradients in the sum, 0-d float64
-    known: float | None  # the same where the host knows it, so that 1 and 0 cost nothing
+    factor: Tensor  # the factor of its gradients in the sum, 0-d float64
+    known: float | None  # the factor where the host knows it; 1 and 0 then cost nothing
 
     def to(self, device: torch.device | None) -> RankWeight:
         return self._replace(factor=to_device(device, self.factor))
 
     def masked(self, x: Tensor) -> Tensor:
-        """`x`, or zeros where this rank counts nothing, whatever it holds: 0 * nan would be nan."""
+        """`x`, or zeros if this rank's factor is 0, whatever `x` contains: 0 * nan would be nan."""
         if self.known is None:
             return torch.where(to_device(x.device, self.factor) > 0, x, torch.zeros_like(x))
         return x if self.known else torch.zeros_like(x)
 
 
 def share_of(weight: Any, over: Over) -> RankWeight:
-    """A rank's weight, or 1 for any where only counts matter.
+    """The factor of a rank: its weight for over="weight"; otherwise 1 if it has weight, and 0 if not.
 
     Raises:
         ValueError: as `check_weight` does.
@@ -91,13 +92,13 @@ def share_of(weight: Any, over: Over) -> RankWeight:
 
 
 def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
-    """A reduction's result; with `persistent` what it was given, where no rank has counted anything.
+    """The result of a reduction, or with `persistent` its input if no rank has weight.
 
-    The mean of nothing is 0: right for gradients, which then change nothing, but not for parameters.
+    The mean without weights is 0. That is right for gradients, which then change nothing, but not for parameters.
     """
     return where(total != 0, new, old) if persistent else new
 
 
 def nonzero_or_one(divisor: Tensor) -> Tensor:
-    """What to divide by: 1 in the place of 0, so that a sum of nothing stays 0."""
+    """The divisor with 1 in place of 0, so an empty sum stays 0."""
     return torch.where(divisor == 0, torch.ones_like(divisor), divisor)

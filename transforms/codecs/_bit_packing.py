@@ -1,4 +1,4 @@
-"""Small whole numbers, several in a byte."""
+"""Packing small whole numbers into bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def in_a_byte(base: int) -> int:
-    """How many digits of a base a byte holds.
+    """The number of digits of a base in a byte.
 
     >>> [in_a_byte(base) for base in (2, 3, 15, 255)]
     [8, 5, 2, 1]
@@ -24,7 +24,7 @@ def width(n: int, base: int) -> int:
 
 
 def pack(digits: Tensor, base: int) -> Tensor:
-    """(rows, n) uint8 below `base` as (rows, width(n)): the first part's digits are the lowest, and so on."""
+    """Pack (rows, n) uint8 below `base` as (rows, width(n)); the digits of the first part of a row are the lowest."""
     count, base, n = in_a_byte(base), whole_bits(base), digits.shape[1]
     if count == 1:
         return digits
@@ -36,16 +36,16 @@ def pack(digits: Tensor, base: int) -> Tensor:
 
 
 def unpack(data: Tensor, n: int, base: int) -> Tensor:
-    """The other way round."""
+    """The inverse of `pack`: (rows, width(n)) -> (rows, n)."""
     count, base = in_a_byte(base), whole_bits(base)
     if count == 1:
         return data
     digits = []
     for _ in range(count):
         if base & (base - 1):
-            rest = torch.div(data, base, rounding_mode="floor")
-            digits.append(data - rest * base)
-            data = rest
+            quotient = torch.div(data, base, rounding_mode="floor")
+            digits.append(data - quotient * base)
+            data = quotient
         else:  # several times as fast
             digits.append(data & (base - 1))
             data = data >> (base.bit_length() - 1)
@@ -53,6 +53,6 @@ def unpack(data: Tensor, n: int, base: int) -> Tensor:
 
 
 def whole_bits(base: int) -> int:
-    """The next power of two, where as many digits of it fit."""
+    """The next power of two if a byte holds as many digits of it, the base itself otherwise."""
     power = 1 << (base - 1).bit_length()
     return power if in_a_byte(power) == in_a_byte(base) else base

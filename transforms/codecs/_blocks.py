@@ -1,4 +1,4 @@
-"""Codecs of a byte or half of one, in equal steps or as small floats."""
+"""Codecs of one byte or half a byte per element, in equal steps or as small floats."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from .._spec import factory
-from ._codec import Codec, as_bytes, by_chance, read
+from ._codec import Codec, as_bytes, read, stochastic_round
 from ._scaled import blocks, check_block, in_blocks, scaled, times_scale, whole
 
 
 @factory
 def int8(block: int = 256, stochastic: bool = False) -> Codec:
-    """One byte: 255 values, as far apart from each other, from a block's largest absolute value to its negative.
+    """One byte: 255 values in equal steps, from the negative of a block's largest absolute value to that value.
 
     The error is at most 1 / 254 of that value. Bytes per element: 1 + 4 / block.
 
     Args:
         block: Elements that share a scale, at least 1.
-        stochastic: Round up or down by chance, so that what is decoded is right on average; the error is at most 1 / 127.
+        stochastic: Use stochastic rounding, so that decoded values are unbiased; the error is at most 1 / 127.
 
     Returns:
         A `Codec`.
@@ -59,8 +59,8 @@ def int4(block: int = 64, stochastic: bool = False) -> Codec:
     return whole(block, 7, stochastic)
 
 
-# Largest finite value; by how many bits the code without its sign is to be shifted to be that of a float32; what that is
-# still to be multiplied with, for its exponent begins elsewhere; bits of fraction; the smallest power of two with all of them.
+# The largest finite value; the shift that makes a float32 of the code without its sign; the factor that corrects the
+# bias of its exponent; bits of fraction; the smallest power of two with all of these bits.
 _FP8 = {
     torch.float8_e4m3fn: (448.0, 20, 2.0**120, 3, 2.0**-6),
     torch.float8_e5m2: (57344.0, 21, 2.0**112, 2, 2.0**-14),
@@ -73,9 +73,9 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: 
 
     Args:
         block: Elements that share a scale, at least 1.
-        dtype: torch.float8_e4m3fn, an error of at most 1 / 16 of values down to 2**-14 of their block's largest, or torch.float8_e5m2,
-            1 / 8 of those down to 2**-29; smaller ones are off by as much as those.
-        stochastic: Round up or down by chance, so that what is decoded is right on average; twice the error at most.
+        dtype: torch.float8_e4m3fn, with an error of at most 1 / 16 of values down to 2**-14 of their block's largest,
+            or torch.float8_e5m2, with 1 / 8 of values down to 2**-29. Smaller values have the absolute error of these.
+        stochastic: Use stochastic rounding, so that decoded values are unbiased; at most twice the error.
 
     Returns:
         A `Codec`.
@@ -94,14 +94,14 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: 
         raise ValueError(f"dtype must be one of {sorted(map(str, _FP8))}, got {dtype!r}")
     largest, shift, unit, fraction, smallest = _FP8[dtype]
 
-    def code(x: Tensor, dice: Tensor | None) -> Tensor:
-        if dice is not None:
-            x = by_chance(x, dice, fraction, smallest).clamp(-largest, largest)
+    def code(x: Tensor, uniform: Tensor | None) -> Tensor:
+        if uniform is not None:
+            x = stochastic_round(x, uniform, fraction, smallest).clamp(-largest, largest)
         return x.to(dtype).view(torch.uint8)
 
     def value(codes: Tensor) -> Tensor:
-        bits = codes.to(torch.int32)  # by hand: several times as fast as torch's own conversion on CPUs
-        sign = (bits & 0x80).mul_(-(2**24))  # the last bit of an int32
+        bits = codes.to(torch.int32)  # bit operations are several times as fast as torch's conversion on CPUs
+        sign = (bits & 0x80).mul_(-(2**24))  # the sign bit of an int32
         return bits.bitwise_and_(0x7F).mul_(2**shift).add_(sign).view(torch.float32).mul_(unit)
 
     return scaled(block, largest, code, value, stochastic=stochastic)
@@ -109,12 +109,13 @@ def fp8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn, stochastic: 
 
 @factory
 def uint8(block: int | None = None) -> Codec:
-    """One byte: 255 equal steps from the smallest value of a block to its largest, 0 being one of them.
+    """One byte: 255 equal steps from the smallest value of a block to its largest; 0 is one of the values.
 
-    The error is at most 1 / 510 of their distance. Good where values have mostly one sign. Bytes per element: 1 + 5 / block.
+    The error is at most 1 / 510 of their distance. It is good for values that mostly have one sign. Bytes per element:
+    1 + 5 / block.
 
     Args:
-        block: Elements that share a scale; None: all that one rank sends another of a bucket.
+        block: Elements that share a scale; None: all elements of a bucket that one rank sends to another.
 
     Returns:
         A `Codec`.
@@ -122,8 +123,8 @@ def uint8(block: int | None = None) -> Codec:
     Raises:
         ValueError: `block` is no whole number above 0.
 
-    Same as: what torch's quantization_pertensor_hook (None) and quantization_perchannel_hook (512) send, whose scale is at
-        least 1.2e-7.
+    Same as: the messages of torch's quantization_pertensor_hook (None) and quantization_perchannel_hook (512), whose
+        scale is at least 1.2e-7.
 
     >>> codec, x = uint8(), torch.tensor([[0.0, 255.0, 3.2]])
     >>> codec.decode(codec.encode(x), 3), codec.width(3)

@@ -1,4 +1,4 @@
-"""Codecs: what floats are while they travel."""
+"""Codecs: the form of floats in messages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ._random_bits import Key, Noise
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Codec(Specified):
-    """Rows of floats to rows of bytes, and back.
+    """Encodes rows of floats as rows of bytes, and decodes them.
 
-    A row is what one rank sends to another: its bytes hold all that is needed to read it, scales included.
+    A row is the message of one rank to another. Its bytes contain everything that is needed to decode it, scales
+    included.
 
     Args:
-        encode: (rows, n) float32 -> (rows, width(n)) uint8; where `stochastic`, of that and of a `Noise`.
-        decode: (rows, width(n)) uint8, n -> (rows, n) float32. A row in which something was not finite when it was encoded has
-            something that is not finite.
+        encode: (rows, n) float32 -> (rows, width(n)) uint8; where `stochastic`, a function of that and a `Noise`.
+        decode: (rows, width(n)) uint8, n -> (rows, n) float32. If an input row has a non-finite value, so has the
+            decoded row.
         width: n -> bytes in a row of n floats.
-        elementwise: Whether each float's bytes depend on that float alone, so that it does not matter which floats
-            stand in a row.
-        stochastic: Whether `encode` throws dice; the hook that encodes then keeps the count of its steps.
-        key: Where `stochastic`, the seed and the step that noise is made of; see `keyed`. `compress` fills it in.
+        elementwise: Whether each float's bytes depend on that float alone, and not on the other floats of its row.
+        stochastic: Whether `encode` uses random bits; the hook that encodes then counts its steps.
+        key: Where `stochastic`, the seed and the step of the random bits; see `keyed`. `compress` fills it in.
         spec: The codec as data; `factory` fills it in.
 
     >>> from fjoin import transforms as tx
@@ -56,17 +56,19 @@ class Codec(Specified):
         if self.spec.name:
             return self.spec
         functions = {"encode": self.encode, "decode": self.decode, "width": self.width}
-        rest = {"elementwise": self.elementwise, "stochastic": self.stochastic, "key": self.key}
-        return Spec("custom", tuple({**functions, **rest}.items()))
+        options = {"elementwise": self.elementwise, "stochastic": self.stochastic, "key": self.key}
+        return Spec("custom", tuple({**functions, **options}.items()))
 
     def keyed(self, seed: int, step: int) -> Codec:
-        """The same codec with what its dice are keyed by: both the same on all ranks."""
+        """The same codec with the key of its random bits: `seed` and `step`, both equal on all ranks."""
         return keyed(self, seed, step)
 
 
 @factory
 def keyed(codec: Codec, seed: int, step: int) -> Codec:
-    """`codec.keyed(seed, step)`: for a collective of one's own; `compress` keys its codec itself, by its seed and its count of steps.
+    """`codec.keyed(seed, step)`, for your own collectives.
+
+    `compress` keys its codec itself, by its seed and its count of steps.
 
     Raises:
         ValueError: `seed` or `step` is no whole number.
@@ -78,12 +80,12 @@ def keyed(codec: Codec, seed: int, step: int) -> Codec:
     return replace(codec, key=(whole_number("seed", seed), whole_number("step", step)), spec=Spec(""))
 
 
-def check_codec(name: str, value: Any, dice: bool = True) -> Codec:
-    """The value, if it is a codec, without a key of its own; not `dice`: and throws none.
+def check_codec(name: str, value: Any, allow_stochastic: bool = True) -> Codec:
+    """Return `value` if it is a codec without a key.
 
     Raises:
         TypeError: it is no codec.
-        ValueError: it has a key, or throws dice.
+        ValueError: it has a key, or is stochastic and `allow_stochastic` is False.
     """
     if not isinstance(value, Codec):
         raise TypeError(f"{name} must be a Codec, got {value!r}; for example int8()")
@@ -91,13 +93,13 @@ def check_codec(name: str, value: Any, dice: bool = True) -> Codec:
         raise ValueError(
             f"{name} has a key already: {value!r}; pass it without, and the seed as an argument of the hook"
         )
-    if value.stochastic and not dice:
-        raise ValueError(f"{name} must be a codec without dice, got {value!r}")
+    if value.stochastic and not allow_stochastic:
+        raise ValueError(f"{name} must be a codec that is not stochastic, got {value!r}")
     return value
 
 
 def refuse_derivative(leaves: Iterable[Tensor], remedy: str) -> None:
-    """Raise RuntimeError, with a remedy, where something differentiates through what is to be encoded."""
+    """Raise RuntimeError, with a remedy, if a derivative is taken through values to be encoded."""
     if any(_is_differentiated(leaf) for leaf in leaves):
         raise RuntimeError(f"codes have no derivative; {remedy}")
 
@@ -112,15 +114,15 @@ def _is_differentiated(leaf: Tensor) -> bool:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """(rows, n) of anything as (rows, bytes)."""
+    """(rows, n) of any dtype as (rows, bytes)."""
     return read(x, torch.uint8)
 
 
 def read(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(rows, n) as what their bytes are, read as another dtype; a view where torch can make one."""
+    """The bytes of (rows, n) read as another dtype; a view where torch can make one."""
     if not x.numel():
         return x.new_empty(x.shape[0], x.shape[1] * x.dtype.itemsize // dtype.itemsize, dtype=dtype)
-    # Rows at odd places, or of a batch of which only a part is meant: torch refuses to view them.
+    # torch refuses to view rows at odd offsets, and rows that are part of a wider batch.
     odd = any(place * x.dtype.itemsize % dtype.itemsize for place in (x.storage_offset(), x.stride(0)))
     if odd or x.stride(1) != 1 or torch._C._are_functorch_transforms_active():
         x = x.clone(memory_format=torch.contiguous_format)
@@ -128,20 +130,20 @@ def read(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def poison(x: Tensor) -> Tensor:
-    """(rows, n) floats: NaN for each row in which something is not finite, else 0; (rows, 1)."""
+    """(rows, n) floats -> (rows, 1): NaN for each row with a non-finite value, 0 for the others."""
     return (x * 0).sum(dim=1, keepdim=True)
 
 
-def by_chance(x: Tensor, dice: Tensor, fraction: int, smallest: float) -> Tensor:
-    """Round to so many bits of fraction, up or down by chance, so that the result is right on average.
+def stochastic_round(x: Tensor, uniform: Tensor, fraction: int, smallest: float) -> Tensor:
+    """Stochastic rounding to `fraction` bits of fraction; the result is unbiased.
 
     Args:
-        dice: Like `x`, uniform in [0, 1).
-        smallest: The smallest power of two that still has all these bits.
+        uniform: Random numbers like `x`, in [0, 1).
+        smallest: The smallest power of two with all these bits.
     """
     power = (x.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)  # 2 ** exponent; infinity stays so
     step = power.clamp(min=smallest) * 2.0**-fraction
-    return torch.floor(x / step + dice) * step
+    return torch.floor(x / step + uniform) * step
 
 
 @factory
@@ -149,7 +151,7 @@ def bfloat16(stochastic: bool = False) -> Codec:
     """Two bytes: float32 without its last 16 bits, rounded; the same range.
 
     Args:
-        stochastic: Round up or down by chance, so that what is decoded is right on average.
+        stochastic: Use stochastic rounding, so that decoded values are unbiased.
 
     Returns:
         A `Codec`.
@@ -163,9 +165,9 @@ def bfloat16(stochastic: bool = False) -> Codec:
         return _plain(torch.bfloat16)
 
     def encode(x: Tensor, noise: Noise) -> Tensor:
-        # Up where 16 random bits and the 16 that go make a carry: in integers, since no step is too small for them.
-        dice = (noise.uniform() * 2.0**16).to(torch.int32)
-        up = (x.contiguous().view(torch.int32) + dice).bitwise_and_(-(2**16)).view(torch.float32)
+        # Up where 16 random bits plus the 16 dropped bits carry. In integers, which have no underflow for small steps.
+        bits = (noise.uniform() * 2.0**16).to(torch.int32)
+        up = (x.contiguous().view(torch.int32) + bits).bitwise_and_(-(2**16)).view(torch.float32)
         return as_bytes(torch.where(torch.isfinite(x), up, x).to(torch.bfloat16))
 
     return replace(_plain(torch.bfloat16), encode=encode, stochastic=True)
@@ -173,7 +175,7 @@ def bfloat16(stochastic: bool = False) -> Codec:
 
 @factory
 def bfp16() -> Codec:
-    """`bfloat16` under the name that torch's quantized collectives have for it.
+    """`bfloat16` under its name in torch's quantized collectives.
 
     Returns:
         A `Codec`.
@@ -195,7 +197,7 @@ def _plain(dtype: torch.dtype) -> Codec:
 
 @factory
 def float32() -> Codec:
-    """Four bytes, all of a float32: what travels without a codec, and what float64 gradients lose half of.
+    """Four bytes: the whole float32, as without a codec; float64 gradients lose half of their bits.
 
     Returns:
         A `Codec`.
@@ -208,10 +210,11 @@ def float32() -> Codec:
 
 @factory
 def float16() -> Codec:
-    """Two bytes, ten bits of them for the fraction, and a power of two for each row that makes it fit.
+    """Two bytes with ten bits of fraction, and for each row a power of two that scales it into range.
 
-    Nothing overflows that a float32 holds. The largest of a row is brought to between 32752 and 65504; so values have ten bits down to
-    2**-29 of it, fewer down to 2**-40, and are 0 below.
+    Values within the range of float32 do not overflow. The largest value of a row is scaled to between 32752 and 65504.
+    So values have ten bits of fraction down to 2**-29 of the largest one, fewer bits down to 2**-40, and are 0 below
+    that.
 
     Returns:
         A `Codec`.
@@ -235,5 +238,5 @@ def float16() -> Codec:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value of each row, (rows, 1); a NaN where there is one, 0 for rows of nothing."""
+    """The largest absolute value of each row, (rows, 1); NaN for rows with a NaN, 0 for empty rows."""
     return x.abs().amax(dim=1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)

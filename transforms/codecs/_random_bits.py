@@ -1,4 +1,4 @@
-"""Random bits for codecs that round by chance: the same ones for the same place in a leaf, in whatever bucket it travels."""
+"""Random bits for stochastic codecs: equal for equal positions in a leaf, in every bucket layout."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _GOLDEN = -1640531527  # 2**32 / the golden ratio, as an int32
 
 
 class Noise(NamedTuple):
-    """What `Codec.encode` is given where it is `stochastic`.
+    """The source of random bits for `Codec.encode` of a stochastic codec.
 
-    places: (rows, n) int32, where each float stands: of its path and its offset in the leaf.
-    own: 0-d int32, differs between seeds, steps, ranks and messages.
-    common: 0-d int32, differs between seeds and steps only.
+    positions: (rows, n) int32, a number for each float, computed from its path and its offset in the leaf.
+    own: 0-d int32, a key that differs between seeds, steps, ranks and messages.
+    common: 0-d int32, a key that differs between seeds and steps only.
 
     >>> noise = Noise(torch.arange(4, dtype=torch.int32).view(1, 4), torch.tensor(7), torch.tensor(1))
     >>> noise.uniform()
@@ -33,13 +33,13 @@ class Noise(NamedTuple):
     common: Tensor
 
     def uniform(self) -> Tensor:
-        """(rows, n) float32 in [0, 1): independent for each place and each `own`."""
-        bits = mixed_(self.positions + self.own.to(torch.int32))
+        """(rows, n) float32 in [0, 1), independent for each position and each `own`."""
+        bits = hash32_(self.positions + self.own.to(torch.int32))
         return bits.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
 
 
-def mixed_(h: Tensor) -> Tensor:
-    """int32 to int32, in place, one to one: each bit depends on all bits.
+def hash32_(h: Tensor) -> Tensor:
+    """Hashes int32 to int32 in place, one to one: each bit depends on all bits.
 
     Source: C. Wellons, lowbias32, of his hash-prospector.
     """
@@ -49,7 +49,7 @@ def mixed_(h: Tensor) -> Tensor:
 
 
 def places_of(leaves: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
-    """(n,) int32: a number for each element of each leaf, of its path and its offset there."""
+    """(n,) int32: a number for each element of each leaf, computed from its path and its offset in the leaf."""
     each = [
         torch.arange(leaf.numel(), dtype=torch.int32, device=device) * _GOLDEN + _signed(zlib.crc32(path.encode()))
         for path, leaf in leaves.items()
@@ -58,12 +58,12 @@ def places_of(leaves: Mapping[str, Tensor], device: torch.device | None = None) 
 
 
 def key_of(key: Key, *folded: int | Tensor, device: torch.device | None = None) -> Tensor:
-    """A 0-d int32 of a seed, a step and whatever else shall make a difference."""
+    """A 0-d int32 key: a hash of the seed, the step, and the `folded` numbers."""
     seed, step = key
     out = torch.full((), _signed(seed ^ (seed >> 32)), dtype=torch.int32, device=device)
     for part in (step, *folded):
         part = to_device(device, part, torch.int32) if isinstance(part, Tensor) else _signed(part)
-        out = mixed_(out * _GOLDEN + part + 1)
+        out = hash32_(out * _GOLDEN + part + 1)
     return out
 
 

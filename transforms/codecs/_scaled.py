@@ -1,7 +1,7 @@
-"""Codes with a scale for every block of elements.
+"""Codecs with a scale for every block of elements.
 
-A block is what has one scale: what is largest in it becomes the largest code. A value that is not finite makes the scale so, and
-with it the whole block.
+The elements of a block share one scale, which maps the largest of them to the largest code. A non-finite value makes
+the scale, and so the whole block, non-finite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_block(block: int | None, may_be_none: bool = False) -> None:
 
 
 def in_blocks(x: Tensor, block: int | None) -> Iterator[Tensor]:
-    """(rows, n) as (rows, blocks, block), and what is left over as (rows, 1, rest); nothing of what is empty."""
+    """(rows, n) as (rows, blocks, block), then the remainder as (rows, 1, remainder); empty parts are omitted."""
     n = x.shape[1]
     size = block or max(n, 1)
     whole = n // size * size
@@ -62,17 +62,17 @@ def scaled(
     measure: Callable[[Tensor], Tensor] = largest_of,
     limit: Callable[[Tensor], Tensor] | None = None,
 ) -> Codec:
-    """A codec of scales in float32, followed by codes.
+    """A codec whose rows are scales in float32, followed by codes.
 
     Args:
         block: Elements that share a scale; None: all of a row.
         largest: The largest code's value.
-        code: (values up to `largest`, which it may overwrite; uniform noise, or None) to codes, uint8. Of a value that is
-            not finite it may make anything.
-        value: The other way round, to float32 in new memory.
-        base: How many codes there are.
-        measure: (rows, blocks, size) to (rows, blocks): what becomes `largest`.
-        limit: What is done to the blocks before.
+        code: (values up to `largest`, which it may overwrite; uniform noise, or None) -> codes, uint8. The code of a
+            non-finite value is arbitrary.
+        value: The inverse: codes -> float32 values in new memory.
+        base: The number of codes.
+        measure: (rows, blocks, size) -> (rows, blocks): the value that is mapped to `largest`.
+        limit: Applied to the blocks first, for example to clip them.
     """
     check_block(block, may_be_none=True)
     flag("stochastic", stochastic)
@@ -101,7 +101,7 @@ def scaled(
 
 
 def slices(cut: Tensor) -> tuple[Tensor, ...]:
-    """Blocks, or one long block, in pieces that a CPU's cache holds beside their dice."""
+    """Blocks, or one long block, in pieces that fit a CPU's cache together with their random numbers."""
     rows, count, size = cut.shape
     most = max(_SLICE, cut.numel() // 64) if cut.device.type == "cpu" else cut.numel()
     if count == 1:
@@ -109,13 +109,13 @@ def slices(cut: Tensor) -> tuple[Tensor, ...]:
     return cut.split(max(1, most // max(1, rows * size)), dim=1)
 
 
-_SLICE = 2**17  # elements; encoding with dice is twice as fast so
+_SLICE = 2**17  # elements; with it stochastic encoding is twice as fast
 
 
-def rounded(x: Tensor, dice: Tensor | None, largest: int) -> Tensor:
-    """In place to the nearest whole number, or by chance to one of the two beside it."""
-    # The largest value may come out a little above the largest code, and would be rounded up to none at all.
-    return x.round_() if dice is None else _cut(_cut(x, largest).add(dice).floor_(), largest)
+def rounded(x: Tensor, uniform: Tensor | None, largest: int) -> Tensor:
+    """Round in place to the nearest whole number, or with `uniform` numbers stochastically up or down."""
+    # The largest value may be a little above the largest code; rounded up, it would have no code.
+    return x.round_() if uniform is None else _cut(_cut(x, largest).add(uniform).floor_(), largest)
 
 
 def _cut(x: Tensor, largest: int) -> Tensor:
@@ -130,12 +130,12 @@ def whole(
     measure: Callable[[Tensor], Tensor] = largest_of,
     limit: Callable[[Tensor], Tensor] | None = None,
 ) -> Codec:
-    """Codes that are whole numbers from -largest to largest; see `scaled`."""
-    if largest == 127:  # as bytes with a sign they need no shift
+    """A codec whose codes are whole numbers from -largest to largest; see `scaled`."""
+    if largest == 127:  # signed bytes need no shift
         return scaled(
             block,
             127.0,
-            lambda x, dice: rounded(x, dice, 127).to(torch.int8).view(torch.uint8),
+            lambda x, uniform: rounded(x, uniform, 127).to(torch.int8).view(torch.uint8),
             lambda codes: codes.view(torch.int8).to(torch.float32),
             stochastic=stochastic,
             measure=measure,
@@ -143,9 +143,9 @@ def whole(
         )
     base = 2 * largest + 1
 
-    def code(x: Tensor, dice: Tensor | None) -> Tensor:
-        # The code of what is not finite may be anything, but must not spill into its neighbours.
-        codes = rounded(x, dice, largest).add_(largest)
+    def code(x: Tensor, uniform: Tensor | None) -> Tensor:
+        # The code of a non-finite value is arbitrary, but must not change its neighbours.
+        codes = rounded(x, uniform, largest).add_(largest)
         if (bits := whole_bits(base)) & (bits - 1) == 0:
             return codes.to(torch.uint8) & (bits - 1)
         return codes.nan_to_num_().clamp(0, base - 1).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""One bit for each element, and what the bits stand for in every block."""
+"""Codecs of one bit for each element, with the values of the bits for every block."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._scaled import blocks, check_block, in_blocks, times_scale
 def sign(block: int | None = 4096) -> Codec:
     """One bit: the sign, times the mean absolute value of a block.
 
-    So a block of zeros is zeros, and a rank without input adds nothing. Bytes per element: 1 / 8 + 4 / block.
-    Use it inside `error_feedback`.
+    So a block of zeros is decoded as zeros, and a rank without input adds nothing. Bytes per element: 1 / 8 + 4 /
+    block. Use it inside `error_feedback`.
 
     Args:
-        block: Elements that share a scale; None: all that one rank sends another of a bucket.
+        block: Elements that share a scale; None: all elements of a bucket that one rank sends to another.
 
     Returns:
         A `Codec`.
@@ -49,13 +49,13 @@ def sign(block: int | None = 4096) -> Codec:
 
 @factory
 def one_bit(block: int | None = 4096) -> Codec:
-    """One bit: whether a value is negative; it stands for the mean of the negative ones of a block, or of the others.
+    """One bit: whether a value is negative. It is decoded as the mean of the block's negative values, or of the others.
 
-    Bytes per element: 1 / 8 + 8 / block. Use it inside `error_feedback`, which keeps the errors of those that send and of
-    those that sum.
+    Bytes per element: 1 / 8 + 8 / block. Use it inside `error_feedback`, which keeps the errors of the ranks that send
+    and of the ranks that sum.
 
     Args:
-        block: Elements that share two means; None: all that one rank sends another of a bucket.
+        block: Elements that share two means; None: all elements of a bucket that one rank sends to another.
 
     Returns:
         A `Codec`.
@@ -83,7 +83,7 @@ def one_bit(block: int | None = 4096) -> Codec:
         count = blocks(n, block)
         means, bits = read(data[:, : 8 * count], torch.float32), unpack(data[:, 8 * count :], n, 2).to(torch.float32)
         low, high = means[:, :count], means[:, count:]
-        # Of a mean that is not finite 0 times it is NaN, so that the whole block is not.
+        # 0 times a non-finite mean is NaN, so the whole block is not finite.
         return times_scale(bits.clone(), low, block) + times_scale(1.0 - bits, high, block)
 
     return Codec(encode, decode, lambda n: 8 * blocks(n, block) + width(n, 2))

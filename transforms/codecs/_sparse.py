@@ -1,6 +1,6 @@
 """Codecs that send some of the elements, and nothing of the others.
 
-What is not sent is lost; use them inside `error_feedback`, which sends it later.
+The other elements are lost; use these codecs inside `error_feedback`, which sends them later.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch import Tensor
 from .._check import flag
 from .._spec import factory
 from ._codec import Codec, as_bytes, check_codec, float32, poison, read
-from ._random_bits import Noise, mixed_
+from ._random_bits import Noise, hash32_
 
 
 @factory
 def top_k(k: float, values: Codec | None = None) -> Codec:
-    """The k largest absolute values of a row, with their places; zeros in the place of the others.
+    """The k largest absolute values of a row, with their indices; the other elements are decoded as zeros.
 
-    A row is what one rank sends to another of a bucket: on three ranks and more, a part of the bucket. What has been
-    summed is cut to its k largest again. Bytes: k times those of a value and 2, in rows of more than 65536 elements 4.
+    A row is the part of a bucket that one rank sends to another: on three and more ranks, a chunk of the bucket. Sums
+    are reduced to their k largest elements again. Bytes: k times those of a value plus 2, or plus 4 in rows of more
+    than 65536 elements.
 
     Args:
         k: A share in (0, 1], rounded up, or a whole number of elements, at least 1: the type decides.
@@ -34,8 +35,8 @@ def top_k(k: float, values: Codec | None = None) -> Codec:
     Raises:
         ValueError: `k` out of range, or, when something is encoded, above the elements of a row.
 
-    Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, arXiv:1704.05021; cut again after the sum:
-        Shi et al., gTop-k, arXiv:1901.04359.
+    Source: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, arXiv:1704.05021; cut again after
+        the sum: Shi et al., gTop-k, arXiv:1901.04359.
 
     >>> codec, x = top_k(0.5), torch.tensor([[3.0, -1.0, 0.5, -4.0]])
     >>> codec.decode(codec.encode(x), 4), codec.width(4)
@@ -46,14 +47,14 @@ def top_k(k: float, values: Codec | None = None) -> Codec:
 
 @factory
 def threshold(value: float, most: float = 0.01, values: Codec | None = None) -> Codec:
-    """What is not below a threshold, but no more than a share of the elements.
+    """The elements whose absolute value reaches a threshold, up to a share of all elements.
 
-    The bytes are those of `top_k(most)`, whatever is sent, so that they are known before; what the threshold holds back is the
-    noise.
+    The number of bytes is that of `top_k(most)` in every message, so it is known in advance. The threshold only
+    suppresses noise.
 
     Args:
-        value: What is absolutely smaller is not sent; at least 0.
-        most: How many are sent at most; as the `k` of `top_k`.
+        value: Elements with a smaller absolute value are not sent; at least 0.
+        most: The largest number of elements that are sent; like the `k` of `top_k`.
         values: The codec of the values; None: `float32`.
 
     Returns:
@@ -104,15 +105,15 @@ def _chosen(k: float, values: Codec | None, least: float = 0.0) -> Codec:
 
 @factory
 def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Codec:
-    """k elements of a row drawn by lot, the same ones on all ranks; zeros in the place of the others.
+    """k random elements of a row, the same ones on all ranks; the other elements are decoded as zeros.
 
-    A row is cut into k parts, of which one element each is drawn. No places travel, only what they are drawn with.
-    Bytes: k times those of a value, and 4.
+    A row is split into k parts, and one element is drawn from each part. Instead of the indices, only the key of the
+    random numbers is sent. Bytes: k times those of a value, plus 4.
 
     Args:
         k: As for `top_k`.
         values: The codec of the values; None: `float32`.
-        scaled: Multiply by what makes it right on average, about n / k: for use without `error_feedback`.
+        scaled: Multiply by about n / k, which makes the result unbiased: for use without `error_feedback`.
 
     Returns:
         A `Codec`.
@@ -133,18 +134,18 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
     inner = _check_values(values)
 
     def drawn(key: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """(rows, count) places of what is drawn with (rows, 1) keys, and of how many each was drawn, (count,)."""
+        """The indices drawn with (rows, 1) keys, (rows, count), and the size of the part of each, (count,)."""
         count = _count(k, n)
         part = torch.arange(count + 1, device=key.device) * n // max(count, 1)
-        lot = mixed_(key + torch.arange(count, dtype=torch.int32, device=key.device)).to(torch.int64) & 0x7FFFFFFF
+        random = hash32_(key + torch.arange(count, dtype=torch.int32, device=key.device)).to(torch.int64) & 0x7FFFFFFF
         of = part[1:] - part[:-1]
-        return part[:-1] + lot % of, of
+        return part[:-1] + random % of, of
 
     def encode(x: Tensor, noise: Noise) -> Tensor:
         key = noise.common.to(x.device, torch.int32).expand(x.shape[0], 1)
         at, of = drawn(key, x.shape[1])
         chosen = x.gather(1, at) * of if scaled else x.gather(1, at)
-        # What is not finite and was not drawn must be told too.
+        # A non-finite element that is not drawn must make the row non-finite too.
         chosen = chosen + poison(x)
         some = (noise._replace(positions=noise.positions.gather(1, at)),) if inner.stochastic else ()
         return torch.cat([as_bytes(key.contiguous()), inner.encode(chosen, *some)], dim=1)
@@ -152,8 +153,8 @@ def random_k(k: float, values: Codec | None = None, scaled: bool = False) -> Cod
     def decode(data: Tensor, n: int) -> Tensor:
         at, _ = drawn(read(data[:, :4], torch.int32), n)
         chosen = inner.decode(data[:, 4:], _count(k, n))
-        rest = poison(chosen).expand(-1, n)
-        return rest.scatter(1, at, chosen)
+        others = poison(chosen).expand(-1, n)
+        return others.scatter(1, at, chosen)
 
     return Codec(encode, decode, lambda n: 4 + inner.width(_count(k, n)), stochastic=True)
 

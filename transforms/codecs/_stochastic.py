@@ -1,4 +1,4 @@
-"""Encoding rows with codecs of which some throw dice."""
+"""Encoding rows with codecs that may be stochastic."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ._random_bits import Noise, key_of, places_of
 
 
 class StochasticEncoder:
-    """Encodes rows of floats, with noise where the codec takes any.
+    """Encodes rows of floats, with random bits for stochastic codecs.
 
     Args:
         flat: (n,) or (rows, n), all floats of the message.
-        places: (n,) int32, where each of them stands; None: as if all were one leaf.
+        positions: (n,) int32, the position of each float; None: as if all were one leaf.
         rank: This rank's index.
         message: A number for each message of one call.
-        group: The index, among others, of the ranks that an answer goes to. It is the same whoever gives it, and so are its
-            dice: which rank sums an element depends on what stands beside it.
+        group: The index of the group of ranks that receives the answer to a message. It keys the random bits of
+            answers, so they do not depend on the rank that sums an element, which depends on the bucket layout.
 
     Raises:
-        ValueError: the codec throws dice and has no key.
+        ValueError: the codec is stochastic and has no key.
     """
 
     def __init__(
@@ -33,22 +33,26 @@ class StochasticEncoder:
         if codec.stochastic:
             if codec.key is None:
                 raise ValueError(
-                    f"{codec!r} throws dice and needs a seed and a step; use it in compress or quantized_mean, or pass "
-                    f"codec.keyed(seed, step)"
+                    f"{codec!r} is stochastic and needs a seed and a step; use it in compress or quantized_mean, or "
+                    f"pass codec.keyed(seed, step)"
                 )
             self.positions = places_of({"": flat}, flat.device) if positions is None else positions
 
     def encode(self, rows: Tensor, positions: Tensor, back: bool = False) -> Tensor:
-        """(rows, n) at such places to (rows, width); `back`: whether it is the answer to a message."""
+        """Encode (rows, n) at these positions as (rows, width).
+
+        Args:
+            back: Whether this is the answer to a message.
+        """
         if not self._codec.stochastic:
             return self._codec.encode(rows)
         assert self._codec.key is not None
-        whose = self._group if back else self._rank
-        own = key_of(self._codec.key, whose, 2 * self._message + back, device=rows.device)
+        sender = self._group if back else self._rank
+        own = key_of(self._codec.key, sender, 2 * self._message + back, device=rows.device)
         return self._codec.encode(rows, Noise(positions, own, key_of(self._codec.key, device=rows.device)))
 
 
 def encode_rows(codec: Codec, rows: Tensor, rank: Tensor | int, message: int = 0) -> Tensor:
-    """(rows, n) to (rows, width)."""
-    dice = StochasticEncoder(codec, rows, None, rank, message)
-    return dice.encode(rows, dice.positions.view(rows.shape) if codec.stochastic else dice.positions)
+    """Encode (rows, n) as (rows, width)."""
+    encoder = StochasticEncoder(codec, rows, None, rank, message)
+    return encoder.encode(rows, encoder.positions.view(rows.shape) if codec.stochastic else encoder.positions)

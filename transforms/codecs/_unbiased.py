@@ -1,4 +1,4 @@
-"""Codecs that always throw dice: what they decode is right on average, and of few different values."""
+"""Codecs that are always stochastic: decoded values are unbiased, and there are few different ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._scaled import check_block, largest_of, slices, whole
 
 @factory
 def qsgd(levels: int = 7, block: int = 64) -> Codec:
-    """Whole multiples of a block's norm / levels, rounded by chance: right on average.
+    """Whole multiples of a block's norm / levels, with stochastic rounding: unbiased.
 
     Bytes per element: 1 / 5, 1 / 3, 1/2 or 1 for up to 1, 2, 7 or 127 levels, and 4 / block.
 
@@ -42,7 +42,7 @@ def qsgd(levels: int = 7, block: int = 64) -> Codec:
     check_block(block)
     whole_number("levels", levels, 1, 127)
 
-    # A norm of squares would overflow and underflow where the values themselves do not.
+    # Squares could overflow and underflow where the values themselves do not.
     def norm(cut: Tensor) -> Tensor:
         most = largest_of(cut)
         return torch.linalg.vector_norm(cut / nonzero_or_one(most).unsqueeze(2), dim=2) * most
@@ -52,12 +52,13 @@ def qsgd(levels: int = 7, block: int = 64) -> Codec:
 
 @factory
 def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
-    """-1, 0 or 1 times a block's largest absolute value, by chance: right on average. Five in a byte.
+    """-1, 0 or 1 times a block's largest absolute value, with stochastic rounding: unbiased. Five elements in a byte.
 
     Args:
-        block: Elements that share a scale; None: all that one rank sends another of a bucket.
-        clip: Values beyond so many times the root mean square of their block are cut first, which makes the rest more exact
-            and them too small; at least 1. The paper takes 2.5 standard deviations, which are 0 where all are equal. None: none are.
+        block: Elements that share a scale; None: all elements of a bucket that one rank sends to another.
+        clip: Values are first clipped to this multiple of their block's root mean square, at least 1. That makes the
+            other values more exact, and the clipped ones too small. The paper takes 2.5 standard deviations, which are
+            0 where all values are equal. None: no clipping.
 
     Returns:
         A `Codec`.
@@ -86,14 +87,15 @@ def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
 
 @factory
 def natural() -> Codec:
-    """One byte, a sign and a power of two, one of the two beside a value by chance: right on average.
+    """One byte: a sign and a power of two, with stochastic rounding to one of the two neighbours: unbiased.
 
     Powers below 2**-126 of the largest become 0. Bytes per element: 1.
 
     Returns:
         A `Codec`.
 
-    Source: Horvath et al., Natural Compression, arXiv:1905.10988, with a scale for each row in place of the whole exponent.
+    Source: Horvath et al., Natural Compression, arXiv:1905.10988, with a scale for each row in place of the whole
+        exponent.
 
     >>> natural().width(10)
     14
@@ -103,7 +105,7 @@ def natural() -> Codec:
         found = [x.new_zeros(x.shape[0], 0, dtype=torch.uint8)]
         for part, where in zip(slices(x.unsqueeze(1)), slices(noise.positions.unsqueeze(1)), strict=True):
             bits = part.contiguous().view(torch.int32)
-            exponent = (bits >> 23).bitwise_and_(0xFF)  # 0 for what is too small for a power of two of its own
+            exponent = (bits >> 23).bitwise_and_(0xFF)  # 0 for values below the smallest normal power of two
             up = noise._replace(positions=where).uniform() < (bits & 0x7FFFFF).to(torch.float32).mul_(2.0**-23)
             found.append(exponent.add_(up & (exponent > 0)).clamp(max=254).to(torch.uint8).flatten(1))
         exponents = torch.cat(found, dim=1)
@@ -115,7 +117,7 @@ def natural() -> Codec:
 
     def decode(data: Tensor, n: int) -> Tensor:
         scale, codes = read(data[:, :4], torch.float32), data[:, 4:].to(torch.int32)
-        # 127 gives 0, all bits of it.
+        # 127 gives a float of which all bits are 0.
         power = (127 - (codes & 0x7F)) * 2**23 + (codes & 0x80) * -(2**24)
         return power.view(torch.float32) * scale
 

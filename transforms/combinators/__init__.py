@@ -1,1 +1,1 @@
-"""Transforms made of others."""
+"""Transforms made of other transforms."""

@@ -1,4 +1,4 @@
-"""Putting transforms together, and the two that make one from nothing."""
+"""`chain` composes transforms; `identity` and `stateless` make simple ones."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .._tree import State, Tree
 
 @factory
 def chain(*transforms: Transform) -> Transform:
-    """Run transforms one after the other, left to right.
+    """Runs transforms one after the other, left to right.
 
-    Nested chains are flattened, identities dropped; a chain of one is that one, a chain of none is
-    `identity()`. A stage that reduces hands its total on as the weight, and its sums as the lane,
-    to the stages after it, so that `chain(mean("local"), mean("node"))` is the mean over both. When
-    a stage returns None for the gradients, the stages after it are not run.
+    Nested chains are flattened and identities dropped. A chain of one transform is that transform; an empty chain is
+    `identity()`. A stage that reduces passes its total as the weight, and its sums as the lane, to the stages after it:
+    `chain(mean("local"), mean("node"))` is the mean over both axes. When a stage returns None for the gradients, the
+    stages after it are not run.
 
     Returns:
         A `Transform`; its state is the tuple of the stages' states.
 
     Raises:
         TypeError: an argument is no transform; an optimizer comes last, in `fuse`.
-        ValueError: a reduction stands behind `accumulate`.
+        ValueError: a reduction comes after `accumulate`.
 
     Same as: optax.chain.
 
@@ -66,7 +66,7 @@ def chain(*transforms: Transform) -> Transform:
         new = list(state)
         for i, part in enumerate(parts):
             there = substate(first_bucket, i)
-            lent = donate_kwargs(part, donated and i == 0)  # what a stage gives, it may have kept
+            lent = donate_kwargs(part, donated and i == 0)  # a stage may keep its result in its state
             grads, new[i] = part.update(
                 grads, state[i], params, weight=weight, lane=lane, first_bucket=there, **lent, **extra
             )
@@ -87,7 +87,7 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def stages(transform: Transform) -> list[Transform]:
-    """The stages of a chain; a transform that is none is its own only stage, identity has none."""
+    """The stages of a chain; any other transform is its own only stage, and identity has none."""
     if transform.spec.name == "chain":
         return list(transform.spec["transforms"])
     if transform.spec.name == "identity":
@@ -97,7 +97,7 @@ def stages(transform: Transform) -> list[Transform]:
 
 @factory
 def identity() -> Transform:
-    """Leave the gradients as they are.
+    """Returns the gradients unchanged.
 
     >>> identity().update(torch.tensor(1.0), ())
     (tensor(1.), ())
@@ -116,8 +116,8 @@ def stateless(function: Callable[..., Any], elementwise: bool = False) -> Transf
 
     Args:
         function: `grad -> grad`, pure, of the same shape and dtype.
-        elementwise: Whether each element of the result depends on that of the gradient alone, so that one flat buffer of many
-            leaves may stand for a leaf.
+        elementwise: Whether each element of the result depends on that element of the gradient alone; the function may
+            then be called on one flat buffer of many leaves.
 
     Returns:
         A `Transform` without state.

@@ -21,41 +21,42 @@ def _positive(name: str, value: float) -> None:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What torch.nn.utils.clip_grad_norm_ multiplies by: min(1, max_norm / (norm + 1e-6))."""
+    """The factor of torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6))."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 class ClipState(NamedTuple):
-    norm: torch.Tensor  # of the last call's gradients before clipping, 0-d float64; NaN before the first call
+    norm: torch.Tensor  # the norm of the last call's gradients before clipping, 0-d float64; NaN before the first call
 
     def or_else(self, norm: torch.Tensor) -> torch.Tensor:
-        """The last call's norm, or another where there is none."""
+        """The last call's norm if it is finite, `norm` otherwise."""
         before = to_device(norm.device, self.norm, norm.dtype)
         return torch.where(torch.isfinite(before), before, norm)
 
 
 @factory
 def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "exact") -> Transform:
-    """Scale all gradients so that their norm together is at most `max_norm`.
+    """Scales all gradients by one factor to a global norm of at most `max_norm`.
 
         g <- g min(1, max_norm / (|g| + 1e-6)),   |g|^2 = sum of squares over all leaves
 
-    Put it after the reduction: the norm of the mean is meant. It needs the whole tree, so it waits
-    for all messages. A NaN or infinity in any leaf makes all of them NaN.
+    Put it after the reduction, so that it clips the norm of the mean. It needs the whole tree, so it waits for all
+    messages. A NaN or infinity in any leaf makes all leaves NaN.
 
-    With mode="previous" |g| is the norm that the last call's gradients had, before they were clipped, so
-    that nothing waits for all of them: with `fjoin.train_step(..., overlap_step=True)` each bucket is
-    stepped as its message comes. What it lets through may be longer than `max_norm`, by as much as the
-    norm has grown since. The first call, and one after a norm that was not finite, is exact.
+    With mode="previous" |g| is the norm of the last call's gradients before they were clipped. Then no bucket waits for
+    the
+    others: with `fjoin.train_step(..., overlap_step=True)` each bucket is stepped when its message arrives. The norm of
+        the
+    result may exceed `max_norm` by the factor by which the norm has grown since the last call. The first call, and a
+    call after a norm that was not finite, is exact.
 
     Args:
         max_norm: The largest norm; above 0.
-        mode: Whose norm: "exact", these gradients' own, or "previous", the last call's.
+        mode: The norm to use: "exact", of these gradients, or "previous", of the last call's gradients.
 
     Returns:
-        A `Transform` without state, or with `ClipState(norm)` where mode="previous".
-        `extra["sharded_over"]`, axis names, says over which axes the tree is sharded; the squares are
-        summed across them.
+        A `Transform` without state, or with `ClipState(norm)` where mode="previous". `extra["sharded_over"]` gives the
+        names of the axes over which the tree is sharded; the squares are summed across them.
 
     Raises:
         ValueError: `max_norm` is not above 0; `mode` is none of the two.
@@ -93,7 +94,7 @@ def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "e
 
 @factory
 def clip_by_value(max_value: float) -> Transform:
-    """Limit every element to [-max_value, max_value]; a NaN stays a NaN.
+    """Clips every element to [-max_value, max_value]; a NaN stays a NaN.
 
     Args:
         max_value: The largest absolute value; above 0.

@@ -1,6 +1,6 @@
 """Transforms that decide when others run.
 
-What decides whether a collective runs is a host integer in the state, the same on all ranks.
+The decision whether a collective runs depends on a host integer in the state, which is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class SwitchState(NamedTuple):
 
 @factory
 def switch_after(step: int, before: Transform, after: Transform) -> Transform:
-    """Run one transform for the first `step` calls, and another from then on.
+    """Runs one transform for the first `step` calls, and another one afterwards.
 
     Args:
-        step: Calls that `before` serves; at least 0.
-        before: For calls 0 to step - 1.
-        after: For the others; its state starts as `after.init(params)` made it.
+        step: The number of calls of `before`; at least 0.
+        before: The transform for calls 0 to step - 1.
+        after: The transform for the later calls; its state starts as `after.init(params)`.
 
     Returns:
         A `Transform` with state `SwitchState(step, before, after)`.
@@ -76,23 +76,23 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
 class EveryState(NamedTuple):
     step: int  # calls so far, on the host
     inner: State
-    weight: Tensor  # of parameters: the sum of the weights of the calls since it has last run, 0-d float64
+    weight: Tensor  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
 
 
 @factory
 def every(steps: int, transform: Transform) -> Transform:
-    """Run a transform in every `steps`-th call; in the others the gradients pass unchanged.
+    """Runs a transform in every `steps`-th call; in the other calls the gradients pass unchanged.
 
-    Of parameters, behind an optimizer, it is given the weight of all calls since it has last run: those in which a rank has
-    trained on what it holds.
+    For parameters, after an optimizer, the transform gets the sum of the weights of all calls since its last run: the
+    weight of the batches on which a rank has trained its parameters since then.
 
     Args:
         steps: The period; calls steps - 1, 2 steps - 1, ... (counted from 0) run it.
-        transform: What to run then.
+        transform: The transform to run in these calls.
 
     Returns:
-        A `Transform` with state `EveryState(step, inner, weight)`. It does not carry the lane, which must
-        travel in every step.
+        A `Transform` with state `EveryState(step, inner, weight)`. It does not carry the lane, which must be sent in
+        every step.
 
     Raises:
         ValueError: `steps` is no whole number, or below 1.
@@ -136,27 +136,26 @@ def every(steps: int, transform: Transform) -> Transform:
 
 class AccumulateState(NamedTuple):
     step: int  # calls so far, on the host
-    weight: Tensor  # of this window so far, 0-d float64
+    weight: Tensor  # the sum of the weights in this window so far, 0-d float64
     grads: Tree  # sum of weight * gradient in this window, like the parameters
     lane: dict[str, Tensor]  # sums of the lane in this window
     inner: State
 
     def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:
-        """This state, or after a call without effect one that begins a window: what was gathered is lost with it."""
+        """This state with `inner` chosen; after a call without effect the accumulated gradients are lost too."""
         return self._replace(inner=choose_state(fine, self.inner, old.inner))
 
 
 @factory
 def accumulate(steps: int, transform: Transform) -> Transform:
-    """Gather the gradients of `steps` calls and hand their weighted mean to a transform once.
+    """Accumulates the gradients of `steps` calls and passes their weighted mean to a transform once.
 
-    In the other calls the gradients are None: chain and fuse stop there, so that nothing is sent
-    and nothing is stepped. The window's weight is the sum of its calls' weights, so the mean over
-    all calls and ranks stays exact.
+    In the other calls the gradients are None: chain and fuse stop there, and nothing is sent or stepped. The window's
+    weight is the sum of its calls' weights, so the mean over all calls and ranks stays exact.
 
     Args:
         steps: Calls in a window.
-        transform: What runs at the end of each window, for example `mean("data")`.
+        transform: The transform that runs at the end of each window, for example `mean("data")`.
 
     Returns:
         A `Transform` with state `AccumulateState(step, weight, grads, lane, inner)`.

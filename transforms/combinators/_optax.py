@@ -18,30 +18,30 @@ from .._tree import State, Tree, check_dense, named_leaves, plain
 
 
 class OptaxState(NamedTuple):
-    flats: tuple[Tensor, ...]  # the leaves of optax's state, the small ones of a dtype in one flat tensor
+    flats: tuple[Tensor, ...]  # the leaves of optax's state; small leaves of one dtype share a flat tensor
 
 
 @factory
 def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
-    """An optax transformation as a stage: any that needs no more than gradients and parameters.
+    """An optax transformation as a stage, if it needs only gradients and parameters.
 
-    It is compiled by jax for the tree at hand. Tensors cross to jax and back by DLPack, large ones without a copy where
-    their memory is aligned, all small ones of a dtype as one flat tensor; jax cuts them into leaves.
+    jax compiles it for the given tree. Tensors are passed to jax and back by DLPack: large ones without a copy where
+    their memory is aligned, all small ones of a dtype as one flat tensor, which jax splits into leaves.
 
-    An optax optimizer gives what is to be added to parameters, which `sgd(1.0, maximize=True)` does:
+    An optax optimizer returns updates to be added to the parameters. `sgd(1.0, maximize=True)` adds them:
     `fuse(chain(mean("data"), from_optax(optax.adamw(1e-3))), sgd(1.0, maximize=True))`.
 
     Args:
-        transformation: An `optax.GradientTransformation`; with `fuse`, it is given the parameters too.
-        per_leaf: Whether it treats each leaf by itself, so that it may be called on some of them.
+        transformation: An `optax.GradientTransformation`; with `fuse`, it gets the parameters too.
+        per_leaf: Whether it treats each leaf by itself, so it may be called on some of the leaves.
 
     Returns:
         A `Transform`. State: `OptaxState(flats)`.
 
     Raises:
         ImportError: jax is not installed.
-        TypeError: what is no pair of `init` and `update`.
-        RuntimeError: at `update`: gradients or parameters that something differentiates through.
+        TypeError: `transformation` is no pair of `init` and `update`.
+        RuntimeError: at `update`: something differentiates through gradients or parameters.
 
     Same as: optax, with torch's tensors.
 
@@ -102,7 +102,7 @@ class _Shapes(NamedTuple):
 
 
 class _Compiled:
-    """A transformation for trees of one form, between flat arrays."""
+    """A transformation compiled for trees of one form; arguments and results are flat arrays."""
 
     def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:
         jax = _jax()
@@ -114,7 +114,7 @@ class _Compiled:
             return optree.tree_unflatten(shapes.structure, layout.cut(flats))
 
         def leaves_of(state: Any) -> list[Any]:
-            """The leaves of a state, of typed random keys the bits, since those are no tensors."""
+            """The leaves of a state; typed random keys, which are no tensors, as their bits."""
             leaves = jax.tree.leaves(state)
             return [jax.random.key_data(x) if kind else x for x, kind in zip(leaves, kinds, strict=True)]
 
@@ -148,7 +148,7 @@ class _Compiled:
         self.init, self.update = jax.jit(init), jax.jit(update)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """jax computes in 64 bits only where it is told to."""
+        """A context in which jax computes in 64 bits if a leaf is float64."""
         return _jax().enable_x64(torch.float64 in self._shapes.dtypes)
 
     def enter(self, tree: Tree) -> list[Any]:
@@ -163,12 +163,12 @@ class _Compiled:
         return optree.tree_unflatten(self._shapes.structure, self._layout.cut(flats))
 
 
-# A leaf of as many elements crosses alone: that takes about 60 us, and putting it beside others a copy each way.
+# A leaf of this many elements is passed to jax alone. That takes about 60 us; joining leaves takes a copy each way.
 _ALONE = 2**16
 
 
 class _Layout:
-    """Where each leaf lies in the flat arrays: one for all small leaves of a dtype, and one for each large leaf.
+    """The position of each leaf in the flat arrays: one array for all small leaves of a dtype, one for each large leaf.
 
     Attributes:
         sizes: The arrays: (dtype, the large leaf's index or -1) -> elements.
@@ -199,7 +199,7 @@ def to_optax(transform: Transform) -> Any:
     """A transform without collectives as an optax transformation, eagerly or under jax.jit.
 
     Args:
-        transform: A `Transform`. jax calls it back from a thread of its own, where no axis is bound, so it must not
+        transform: A `Transform`. jax calls it from a thread of its own, where no axis is bound, so it must not
             communicate.
 
     Returns:
@@ -207,7 +207,7 @@ def to_optax(transform: Transform) -> Any:
 
     Raises:
         ImportError: jax or optax is not installed.
-        TypeError: what is no Transform.
+        TypeError: `transform` is no Transform.
 
     >>> import jax.numpy as jnp
     >>> from fjoin import transforms as tx
@@ -221,7 +221,7 @@ def to_optax(transform: Transform) -> Any:
     import optax  # type: ignore[import-untyped]
 
     def arrays(state: State) -> list[Any]:
-        """The leaves of a state as numpy arrays, of dtypes that jax has at the time."""
+        """The leaves of a state as numpy arrays, of dtypes that jax supports in its present mode."""
         arrays = [np.asarray(leaf) for leaf in optree.tree_leaves(state)]
         return [array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
 
@@ -237,7 +237,7 @@ def to_optax(transform: Transform) -> Any:
             grads, given = (jax.tree.map(lambda x: _from_numpy(np.asarray(x)), tree) for tree in (grads, given))
             first = transform.init(grads)
             kinds = optree.tree_leaves(first)
-            # Host integers and flags decide what runs, so they come back as what they were.
+            # Host integers and flags decide which code runs, so they are converted back to their types.
             held = [
                 _from_numpy(np.asarray(leaf)).to(kind.dtype)
                 if isinstance(kind, Tensor)

@@ -20,7 +20,7 @@ Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]
 
 
 def check_which(name: str, which: Any, functions: bool = True) -> None:
-    """Raise unless `which` is a pattern, several of them, or, with `functions`, a function of a path.
+    """Raise unless `which` is a pattern, several patterns, or, with `functions`, a function of a path.
 
     Raises:
         TypeError: none of these.
@@ -36,7 +36,7 @@ def check_which(name: str, which: Any, functions: bool = True) -> None:
 
 
 def matcher(which: Which) -> Callable[[str], bool]:
-    """Whether a path is meant: by a glob pattern, by several, or by a function."""
+    """A function path -> bool: whether the path matches a glob pattern, one of several, or a function."""
     if isinstance(which, str):
         return lambda path: fnmatchcase(path, which)
     if callable(which):
@@ -56,11 +56,11 @@ def replace_leaves(tree: Tree, new: Mapping[str, Any]) -> Tree:
 
 @factory
 def masked(transform: Transform, which: Which) -> Transform:
-    """Run a transform on some of the leaves; the others pass unchanged.
+    """Runs a transform on some of the leaves; the others pass unchanged.
 
     Args:
-        transform: What to run; it sees a flat dict path -> leaf of the chosen leaves.
-        which: A glob pattern on the path ("*.weight"), several of them, or a function of the path.
+        transform: The transform; it gets a flat dict path -> leaf of the chosen leaves.
+        which: A glob pattern for paths ("*.weight"), several patterns, or a function of the path.
 
     Returns:
         A `Transform`; its state is that of `transform` on the chosen leaves.
@@ -93,7 +93,7 @@ def masked(transform: Transform, which: Which) -> Transform:
             new, state = transform.update(chosen, state, some, **extra)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
-    # It reduces nothing: the leaves that it passes by are not the same on all ranks.
+    # `reduces` is not set: the leaves that are not chosen differ between ranks.
     lossy = transform.compression
     if lossy and (paths := lossy.paths):
         lossy = lossy._replace(paths=lambda params: paths(_chosen(which, params)))
@@ -114,23 +114,22 @@ def partition(parts: Mapping[Patterns, Transform]) -> Transform: ...
 def partition(parts: Mapping[Patterns, Optimizer]) -> Optimizer: ...
 @factory
 def partition(parts: Mapping[Patterns, Any]) -> Any:
-    """Another transform, or another optimizer, for different parameters, by path.
+    """Applies different transforms, or different optimizers, to different parameters, chosen by path.
 
     Weight decay off for biases and norms is one line:
 
         partition({("*bias", "*norm*"): adamw(lr, weight_decay=0.0), "*": adamw(lr)})
 
     Args:
-        parts: Glob pattern on the path, or a tuple of several -> transforms, or optimizers. The first
-            that matches a path wins.
+        parts: A glob pattern for paths, or a tuple of several -> a transform, or an optimizer. The first match wins.
 
     Returns:
         A `Transform` whose state is the tuple of the parts' states, or an `Optimizer`.
 
     Raises:
-        ValueError: `parts` is empty; at `init`: a path that nothing matches, or a pattern that is
-            left without a path. The message lists them. At `update`: `accumulate` inside.
-        TypeError: transforms and optimizers mixed, or something else.
+        ValueError: `parts` is empty; at `init`: a path without a matching pattern, or a pattern without a path. The
+            message lists them. At `update`: `accumulate` inside.
+        TypeError: transforms and optimizers mixed, or another type.
 
     Same as: optax.partition (multi_transform); torch.optim's param_groups.
 
@@ -205,7 +204,7 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
             new.update(_not_none(out, "partition"))
         return replace_leaves(grads, new), tuple(new_state)
 
-    # The lane needs to travel once only: with the first part that reduces.
+    # The lane is sent only once: with the first part that reduces.
     reducing = [i for i, part in enumerate(parts.values()) if part.reduces]
     carrier = reducing[0] if reducing else None
     first = next(iter(parts.values()))
@@ -233,7 +232,7 @@ def parts_alone(partitioned: Transform) -> list[Transform]:
             return label_of(parts, path) == pattern
 
         which.__qualname__ = repr(pattern)
-        # The lane travels with the first part that reduces.
+        # The lane is sent with the first part that reduces.
         found.append(replace(masked(part, which), reduces=part.reduces if pattern == first else None))
     return found
 

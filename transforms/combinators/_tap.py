@@ -1,4 +1,4 @@
-"""Looking at what passes."""
+"""Observing gradients: `tap` and `logged`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .._tree import State, Tree, global_norm, named_leaves
 
 @factory
 def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
-    """Let a function see the gradients that pass, which stay as they are.
+    """Calls a function on the gradients and passes them unchanged.
 
     Args:
-        function: Called with a dict path -> gradient, of a bucket at a time in `fjoin.train_step` and after `fjoin.ddp.register`;
-            what it returns is dropped. It must not write into them: pass `lambda g: seen.append(g["w"].clone())`. `explain`
-            does not call it.
+        function: Called with a dict path -> gradient, one bucket at a time in `fjoin.train_step` and after
+            `fjoin.ddp.register`; its result is ignored. It must not write into the gradients, and must copy those that
+            it keeps: `lambda g: seen.append(g["w"].clone())`. `explain` does not call it.
 
     Returns:
         A `Transform` without state.
 
     Raises:
         TypeError: `function` is not callable.
-        NotVmappable: under the vmap engine, where values cannot be seen.
+        NotVmappable: under the vmap engine, where values cannot be read.
 
     Same as: jax.debug.callback; torch's Tensor.register_hook.
 
@@ -61,13 +61,13 @@ class LoggedState(NamedTuple):
 
 @factory
 def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
-    """Run a hook, and log what goes in and what comes out.
+    """Runs a hook, and logs the norms of its input and its output.
 
-    In every `every`-th call one line at level INFO: the step, the parameters meant, the weight, the norms of the gradients before
-    and after, and how many elements are not finite.
+    It logs one line at level INFO in every `every`-th call: the step, the parameters, the weight, the norms of the
+    gradients before and after, and the number of elements that are not finite.
 
     Args:
-        hook: What to run.
+        hook: The hook to run.
         every: The period, at least 1.
         logger: The name of the logger.
 

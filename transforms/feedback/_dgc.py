@@ -1,4 +1,4 @@
-"""Deep gradient compression: momentum and error feedback of what is sent now and then."""
+"""Deep gradient compression: momentum and error feedback for sparse messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..codecs._codec import Codec, check_codec
 from ..codecs._sparse import top_k
 from ..combinators._partition import replace_leaves
 from ..reductions._mean import MeanState, init_mean, mean
-from ..reductions._residuals import Memory, init_last
+from ..reductions._residuals import ResidualMemory, init_last
 from ._error_feedback import WithoutInput, check_without_input
 
 _FIRST = 0.25  # the share that is sent at the beginning of the warm-up
@@ -30,8 +30,8 @@ _STAGES = 5
 class DGCState(NamedTuple):
     reduced: MeanState
     step: int  # calls so far, on the host
-    momentum: dict[str, Tensor]  # by path, of this rank's gradients, at least float32
-    error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * momentum
+    momentum: dict[str, Tensor]  # path -> momentum of this rank's gradients, at least float32
+    error: dict[str, Tensor]  # path -> residual, not sent yet, in units of weight * momentum
     last: dict[str, Tensor]  # as in `ErrorState`
 
 
@@ -47,25 +47,28 @@ def dgc(
     over: Over = "weight",
     without_input: WithoutInput = "freeze",
 ) -> Transform:
-    """The mean of the largest elements of what momentum has gathered; what is not sent is gathered on.
+    """The mean of the largest elements of accumulated momentum; the other elements keep accumulating.
 
         u <- m u + g,  v <- v + w u,  the largest k of v are sent; v <- v - sent,  u <- 0 where v was sent
 
-    The momentum is inside, so the optimizer behind it has none: `fuse(dgc(axis), sgd(lr))`. What is sent in each call, as all is at
-    k = 1.0, so has no momentum; v is scaled and sent as e in `error_feedback`. On an axis of one rank nothing is sent, and all of it
-    has momentum. Where a sum is not finite the state stays as it was.
+    The transform contains the momentum, so the optimizer after it needs none: `fuse(dgc(axis), sgd(lr))`. An element
+    that is sent in every call has no momentum; with k = 1.0 this is every element. v is scaled and sent like e in
+    `error_feedback`. On an axis of one rank nothing is sent, and all elements have momentum. Where a sum is not finite,
+    momentum and error do not change.
 
     Args:
         axis: One axis.
-        k: The share of each message's elements that is sent, in (0, 1]. Sums are cut to their largest k again; see `top_k`.
+        k: The share of each message's elements that is sent, in (0, 1]. Sums are reduced to their largest k too; see
+            `top_k`.
         momentum: m, in [0, 1).
         nesterov: Send g + m u in the place of u.
-        clip: The norm to which a rank clips its gradients of each bucket first; None: it does not. The paper takes that of the whole
-            over the root of the ranks.
+        clip: The norm to which a rank first clips its gradients of each bucket; None: no clipping. The paper uses the
+            norm for the whole gradient divided by the square root of the number of ranks.
         warmup: Calls in which the share falls from a quarter to k, in five stages.
         values: The codec of the values; None: `float32`.
-        over: What to divide by; see `mean`.
-        without_input: What a rank of weight 0 does: "freeze" keeps its momentum and its error, "flush" sends the error.
+        over: The divisor; see `mean`.
+        without_input: The state of a rank of weight 0: "freeze" keeps its momentum and its error, "flush" sends the
+            error.
 
     Returns:
         A `Transform` with state `DGCState(reduced, step, momentum, error, last)`; the last three differ between ranks.
@@ -95,14 +98,14 @@ def dgc(
     flag("dgc: nesterov", nesterov)
     check_without_input(without_input)
     if values is not None:
-        check_codec("dgc: values", values, dice=False)
+        check_codec("dgc: values", values, allow_stochastic=False)
     inner, codecs = mean(axis, over), _codecs(k, values, whole_number("dgc: warmup", warmup, 0))
 
     def init(params: Tree) -> DGCState:
         return DGCState(init_mean(params), 0, zeros_at_least_f32(params), zeros_at_least_f32(params), init_last(params))
 
     def gather(of: dict[str, Tensor], old: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The momenta with these gradients, and what is sent of them."""
+        """The momenta with these gradients, and the values to add to v."""
         u = {path: momentum * old[path] + g.to(old[path]) for path, g in of.items()}
         return u, {path: of[path].to(x) + momentum * x for path, x in u.items()} if nesterov else u
 
@@ -114,7 +117,7 @@ def dgc(
         share = share_of(weight, "live")
         of = {path: share.masked(torch.as_tensor(g)) for path, g in named_leaves(grads).items()}
         u, sends = gather(of if clip is None else _clipped(of, clip), state.momentum)
-        memory = Memory(state.error, without_input == "flush", state.last, per_rank=True)
+        memory = ResidualMemory(state.error, without_input == "flush", state.last, per_rank=True)
         codec = [codec for start, codec in codecs if start <= state.step][-1]
         out, reduced = inner.update(
             replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
@@ -140,7 +143,7 @@ def dgc(
 
 
 def _codecs(k: float, values: Codec | None, warmup: int) -> list[tuple[int, Codec]]:
-    """The step in which each codec begins: in the warm-up the share that is sent falls by the same factor from one to the next."""
+    """Pairs (first step, codec). In the warm-up the share that is sent falls by a constant factor between stages."""
     shares = [_FIRST * (k / _FIRST) ** (i / _STAGES) for i in range(_STAGES)] if k < _FIRST else []
     return [(-(-i * warmup // _STAGES), top_k(share, values)) for i, share in enumerate([*shares, k])]
 
@@ -151,5 +154,5 @@ def _clipped(of: dict[str, Tensor], most: float) -> dict[str, Tensor]:
 
 
 def _without(momentum: Tensor, sent: Tensor | None) -> Tensor:
-    """0 where something was sent."""
+    """The momentum, 0 where an element was sent."""
     return momentum if sent is None else torch.where(sent != 0, torch.zeros_like(momentum), momentum)

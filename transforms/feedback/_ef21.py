@@ -1,4 +1,4 @@
-"""Error feedback by differences: each rank sends how its gradient has changed."""
+"""Error feedback by differences: each rank sends the change of its gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._weights import nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import axis_index, axis_size
 from ..axes._primitive import names
 from ..combinators._partition import replace_leaves
-from ..reductions._residuals import Memory
+from ..reductions._residuals import ResidualMemory
 from ._error_feedback import WithoutInput, check_lossy, zero_errors
 
 _HELD = "weight that is held"
@@ -25,38 +25,41 @@ _MOVED = "ranks with the state of another"
 
 class EF21State(NamedTuple):
     inner: State
-    own: dict[str, Tensor]  # by path what the others believe of this rank's weight * gradient, at least float32
-    whole: dict[str, Tensor]  # by path the sum of all ranks' beliefs, equal on all ranks
-    counts: Tensor  # what this rank counted when it last had input, 0-d float64
-    place: Tensor  # (2,) int64, the rank and the number of ranks that `own` is of; -1 at first
+    own: dict[str, Tensor]  # path -> the others' estimate of this rank's weight * gradient, at least float32
+    whole: dict[str, Tensor]  # path -> the sum of all ranks' estimates, equal on all ranks
+    counts: Tensor  # this rank's factor when it last had input, 0-d float64
+    place: Tensor  # (2,) int64, the rank and the number of ranks that `own` belongs to; -1 at first
 
 
 @factory
 def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
-    """Send only how far a rank's gradient is from what the others believe it to be.
+    """Sends the difference between a rank's gradient and the other ranks' estimate of it.
 
-        c <- what the others decode of w g - h,  h <- h + c,  H <- H + sum of all c,  the result: H / sum of w
+        c <- w g - h as the others decode it,  h <- h + c,  H <- H + sum of all c,  the result: H / sum of w
 
-    With H the sum of all ranks' h. So gradients that settle are sent ever more exactly. Weights that change are changes to be sent too,
-    and what a small batch does not send of them is divided by little: where batches differ much take means `over="live"`, or
+    h is the estimate of this rank's w g, and H the sum of all ranks' estimates. As gradients converge, the differences
+    shrink and the estimates become more exact. A change of weight is a difference to send too. The part of it that a
+    small batch does not send is divided by a small weight: if batch sizes differ much, use means `over="live"`, or
     `error_feedback`.
 
-    As for that, a code must lose less than it is given. Where the sum is not finite, so is the result, and beliefs stay as they
-    were. Where a rank has the state of another one, or of another number of ranks, as after loading, all beliefs begin anew in that
-    call, with what is sent in it.
+    As for `error_feedback`, the error of a codec must be smaller than its input. Where the sum is not finite, the
+    result is not finite either, and the estimates do not change. If a rank has the state of another rank, or of another
+    number of ranks, as after loading, all estimates restart in that call from its messages.
 
     Args:
-        hook: A mean over one axis in which something is encoded, and nothing else: `quantized_mean`, or `compress` or `cast` of a
-            `mean` or a `sum_over`, or `power_sgd`.
-        without_input: What a rank of weight 0 does: "freeze" lets its last gradient, with the weight it had, count on;
-            "flush" takes it back, encoded, so that the result nears the mean over those that have input.
+        hook: An encoded mean over one axis, without other stages: `quantized_mean`, or `compress` or `cast` of a `mean`
+            or a `sum_over`, or `power_sgd`.
+        without_input: The estimate of a rank of weight 0: "freeze" keeps its last gradient, with its last weight, in
+            the result; "flush" subtracts it, encoded, so that the result approaches the mean over the ranks with input.
 
     Returns:
-        A `Transform` with state `EF21State(inner, own, whole, counts, place)`; `own`, `counts` and `place` differ between ranks.
+        A `Transform` with state `EF21State(inner, own, whole, counts, place)`; `own`, `counts` and `place` differ
+        between ranks.
 
     Raises:
-        TypeError: nothing is encoded in `hook`, or it is more than a mean: other stages, `switch_after`, `partition` and so on hold
-            `ef21`, not the other way round; and so for `hierarchical_mean`, in which a rank keeps what its node has lost.
+        TypeError: nothing is encoded in `hook`, or it is more than a mean: other stages, `switch_after`, `partition`
+            and so on hold `ef21`, not the other way round; or it is `hierarchical_mean`, in which a rank keeps the
+            residual of its node.
         ValueError: `without_input` is none of the two.
 
     Source: Richtarik, Sokolov and Fatkhullin, EF21, arXiv:2106.05203, algorithm 2.
@@ -97,21 +100,21 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         device = device_of(of.values())
         share = share_of(weight, over or "weight").to(device)
         factor, nothing = share.factor, torch.zeros_like(share.factor)
-        # The weight of a gradient that is held is carried on, and counts on.
+        # The weight of a kept gradient is kept too, and counts in the divisor.
         counted_last = nothing if without_input == "flush" else to_device(device, state.counts)
         counts = torch.where(factor > 0, factor, counted_last)
         held = nothing if over == "world" else torch.where(factor > 0, nothing, counts)
         here = to_device(device, torch.stack([axis_index(axis), torch.tensor(axis_size(axis))]))
         before = to_device(device, state.place)
         moved = (here != before).any()
-        believed = {path: torch.where(moved, torch.zeros_like(h), h) for path, h in state.own.items()}
-        # As wide as beliefs, or what is rounded of a result would stay in them.
+        estimates = {path: torch.where(moved, torch.zeros_like(h), h) for path, h in state.own.items()}
+        # In the dtype of the estimates: rounding errors of narrower results would stay in the estimates.
         wide = {path: of[path].to(h.dtype) for path, h in state.own.items() if path in of}
-        # What is owed is w g - h; what is left of it when c has been sent makes h + c = w g - left.
-        memory = Memory({path: -h for path, h in believed.items()}, without_input == "flush", per_rank=True)
-        told = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if first_bucket is None else None
+        # With the residual -h the message is w g - h, and its remainder gives h + c = w g - remainder.
+        memory = ResidualMemory({path: -h for path, h in estimates.items()}, without_input == "flush", per_rank=True)
+        scalars = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if first_bucket is None else None
         out, inner = inside.update(
-            replace_leaves(grads, wide), state, params, weight=weight, lane=told, first_bucket=first_bucket,
+            replace_leaves(grads, wide), state, params, weight=weight, lane=scalars, first_bucket=first_bucket,
             **{**extra, "memory": memory},
         )  # fmt: skip
         sums, results = sums_of(inner), named_leaves(out)
@@ -120,19 +123,19 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         anew = sums.lane.get(_MOVED, torch.zeros(())) > 0
         counted = sums.total + torch.where(anew, 0.0, sums.lane.get(_HELD, torch.zeros(())))
         counts = torch.where(anew & (factor == 0), nothing, counts)
-        for path, came in results.items():
+        for path, result in results.items():
             if path not in memory.new:
-                new[path] = came.to(of[path].dtype)
+                new[path] = result.to(of[path].dtype)
                 continue
-            left, given = memory.new[path], share.masked(wide[path])
-            told_now = came if over is None else came * sums.total.to(came)
-            belief = torch.where(anew, told_now, whole[path] + told_now)
-            mean = torch.where(counted == 0, torch.zeros_like(belief), belief / nonzero_or_one(counted).to(belief))
-            new[path] = (belief if over is None else mean).to(of[path].dtype)
-            mine = given * factor.to(given) - left
-            mine = torch.where(anew, mine - believed[path], mine)  # only what has been sent now
+            remainder, given = memory.new[path], share.masked(wide[path])
+            change = result if over is None else result * sums.total.to(result)
+            total = torch.where(anew, change, whole[path] + change)
+            mean = torch.where(counted == 0, torch.zeros_like(total), total / nonzero_or_one(counted).to(total))
+            new[path] = (total if over is None else mean).to(of[path].dtype)
+            mine = given * factor.to(given) - remainder
+            mine = torch.where(anew, mine - estimates[path], mine)  # only the message of this call
             own[path] = torch.where(fine, mine, own[path])
-            whole[path] = torch.where(fine, belief, whole[path])
+            whole[path] = torch.where(fine, total, whole[path])
         new = unless_idle(counted, new, {path: of[path] for path in new}, persistent)
         return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
 

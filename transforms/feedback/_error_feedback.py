@@ -1,4 +1,4 @@
-"""Error feedback: what an encoding loses in one step is sent in the next."""
+"""Error feedback: the encoding error of one step is sent in the next."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from .._transform import Compression, Inner, Needs, Transform, check_transform
 from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from ..codecs._blocks import int8
 from ..codecs._codec import Codec, check_codec
-from ..reductions._residuals import Memory, init_last
+from ..reductions._residuals import ResidualMemory, init_last
 
 WithoutInput: TypeAlias = Literal["freeze", "flush"]
 
 
 class ErrorState(NamedTuple):
     inner: State
-    error: dict[str, Tensor]  # by path what has not been sent yet, in sums of weight * gradient, at least float32
-    last: dict[
-        str, Tensor
-    ]  # by path the weight that errors are worth, and what they are divided by: (1, 2), float64; 0 at first
+    error: dict[str, Tensor]  # path -> residual, not sent yet, in units of weight * gradient, at least float32
+    last: dict[str, Tensor]  # path -> (weight of the residual, its divisor), (1, 2), float64; 0 before the first call
 
 
 @factory
 def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
-    """Add to what this rank sends what earlier messages have lost of it.
+    """Adds to each message the residual of this rank's earlier messages.
 
-        u <- w g + e,  u' is what the others decode of u,  e <- u - u'
+        u <- w g + e,  u' = u as the others decode it,  e <- u - u'
 
-    On three ranks and more the mean is encoded on its way back too; what is lost there is kept by the rank that summed.
-    So nothing is lost for ever: over all steps, the sum of what the hook gave, plus the ranks' errors divided as the last sum was,
-    is the sum of all means, rounded to float32 where something is encoded.
+    On three and more ranks the mean is encoded again for its way back; the rank that summed it keeps that error. So
+    nothing is lost forever: over all steps, the sum of the hook's results, plus the ranks' residuals divided by the
+    last divisor, equals the sum of all means, rounded to float32 where something is encoded.
 
-    Errors are sums of weight * gradient, and scaled as what those are divided by changes. Of what it owes a rank sends no more than
-    its weight bears, min(1, w / the weight that the errors are worth): a small batch does not pay, divided by little, what large
-    ones owe. What is paid too little, or too much where other ranks have ended, is owed on. A step in which no rank has input, or
-    that is not finite, pays nothing (`power_sgd` judges each matrix by itself, `hierarchical_mean` each rank's part). The
-    errors stay bounded only where a code loses less than it is given, as casts, `int8`, `sign`, `top_k`, `random_k` and
-    `power_sgd` do; `terngrad`, `qsgd` of few levels and `random_k(scaled=True)` are right on average and do not.
+    Residuals are in units of weight * gradient and are scaled when the divisor of these sums changes. The residual sent
+    in one step is scaled by min(1, w / residual_weight), so a small batch does not amplify the residual of large ones.
+    A part that was not sent, or sent twice because other ranks have ended, stays in the residual with its sign.
+
+    A step in which no rank has input, or whose result is not finite, uses up no residual (`power_sgd` decides this for
+    each matrix, `hierarchical_mean` for each rank's part). Residuals stay bounded only if the error of a codec is
+    smaller than its input, as for casts, `int8`, `sign`, `top_k`, `random_k` and `power_sgd`. `terngrad`, `qsgd` with
+    few levels and `random_k(scaled=True)` are unbiased, but their errors may be larger.
 
     Args:
-        hook: One in which something is encoded over one axis, or projected: `quantized_mean`, `compress`, `cast`,
-            `power_sgd`, alone or in `partition`, or in a `chain` with stages that send nothing.
-        without_input: What a rank of weight 0 does with its error: "freeze" keeps it until it has input again, "flush"
-            sends it, so that the others learn with it what it has learned before: all of it, however little they have.
+        hook: A hook that encodes or projects over one axis: `quantized_mean`, `compress`, `cast`, `power_sgd`, alone or
+            in `partition`, or in a `chain` with stages that send nothing.
+        without_input: The residual of a rank of weight 0: "freeze" keeps it until the rank has input again; "flush"
+            sends all of it, whatever the weights of the other ranks, so that they get the rest of the rank's gradients.
 
     Returns:
         A `Transform` with state `ErrorState(inner, error, last)`; `error` and `last` differ between ranks.
@@ -57,8 +57,8 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         TypeError: nothing is encoded in `hook`.
         ValueError: `without_input` is none of the two; at `update`: encoded over several axes at once, or twice.
 
-    Source: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes SignSGD,
-        arXiv:1901.09847; the second error: Tang et al., DoubleSqueeze, arXiv:1905.05957.
+    Source: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
+        SignSGD, arXiv:1901.09847; the second error: Tang et al., DoubleSqueeze, arXiv:1905.05957.
 
     >>> from fjoin import transforms as tx
     >>> hook = error_feedback(tx.quantized_mean("data", tx.int8()))
@@ -80,11 +80,11 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
     def update(
         grads: Tree, state: ErrorState, params: Tree = None, *, donated: bool = False, **extra: Any
     ) -> tuple[Tree, ErrorState]:
-        memory = Memory(state.error, without_input == "flush", state.last)
+        memory = ResidualMemory(state.error, without_input == "flush", state.last)
         out, new = inner.update(grads, state, params, donated=donated, **{**extra, "memory": memory})
         return out, ErrorState(new, {**state.error, **memory.new}, memory.last)
 
-    # Which rank sums what is encoded, and so keeps its second error, depends on what stands beside it.
+    # Chunk ownership, and so the second residual, depends on the bucket layout.
     needs = Needs.LAYOUT if encoded else Needs.NOTHING
     return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
 
@@ -92,7 +92,7 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 class LocoState(NamedTuple):
     inner: State
     step: int  # calls so far, on the host
-    error: dict[str, Tensor]  # by path, as encoded, uint8
+    error: dict[str, Tensor]  # path -> encoded residual, uint8
     last: dict[str, Tensor]  # as in `ErrorState`
 
 
@@ -104,18 +104,18 @@ def loco(
     memory: Codec | None = None,
     without_input: WithoutInput = "freeze",
 ) -> Transform:
-    """Error feedback with a moving average of the errors that takes a byte for each element.
+    """Error feedback with a moving average of the residuals, stored in one byte per element.
 
-        e <- (1 - beta) e + beta (u - u'),  kept encoded; 0 in every `reset`-th call
+        e <- (1 - beta) e + beta (u - u'),  stored encoded; 0 in every `reset`-th call
 
-    with u = w g + e and u' what the others decode of it, e scaled and sent as in `error_feedback`. What the average leaves out and
-    what encoding e loses is lost.
+    with u = w g + e, u' = u as the others decode it, and e scaled and sent as in `error_feedback`. The part that the
+    average leaves out and the encoding error of e are lost.
 
     Args:
         hook: As for `error_feedback`.
         beta: The share of the newest error, in (0, 1].
-        reset: Calls after which the errors begin anew, at least 1.
-        memory: What errors are encoded with, a leaf at a time; None: `int8()`. One without dice.
+        reset: Calls after which the residuals are reset to 0, at least 1.
+        memory: The codec of the stored residuals, one leaf at a time, not stochastic; None: `int8()`.
         without_input: As for `error_feedback`.
 
     Returns:
@@ -123,9 +123,10 @@ def loco(
 
     Raises:
         TypeError: nothing is encoded in `hook`; `memory` is no codec.
-        ValueError: `beta` or `reset` out of range, `without_input` none of the two, or `memory` throws dice.
+        ValueError: `beta` or `reset` out of range, `without_input` none of the two, or `memory` is stochastic.
 
-    Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training, arXiv:2407.04480, algorithm 1.
+    Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training, arXiv:2407.04480, algorithm
+        1.
 
     >>> from fjoin import transforms as tx
     >>> hook = loco(tx.quantized_mean("data", tx.int4()))
@@ -136,7 +137,7 @@ def loco(
     if not (isinstance(beta, (int, float)) and not isinstance(beta, bool) and 0 < beta <= 1):
         raise ValueError(f"loco: beta must be in (0, 1], got {beta!r}")
     whole_number("loco: reset", reset, 1)
-    codec = check_codec("loco: memory", int8() if memory is None else memory, dice=False)
+    codec = check_codec("loco: memory", int8() if memory is None else memory, allow_stochastic=False)
 
     def stored(error: dict[str, Tensor]) -> dict[str, Tensor]:
         return {path: codec.encode(e.reshape(1, -1).to(torch.float32))[0] for path, e in error.items()}
@@ -149,7 +150,7 @@ def loco(
     def update(grads: Tree, state: LocoState, params: Tree = None, **extra: Any) -> tuple[Tree, LocoState]:
         of = {path: g for path, g in named_leaves(grads).items() if path in state.error}
         old = {path: codec.decode(state.error[path].unsqueeze(0), g.numel()).view(g.shape) for path, g in of.items()}
-        errors = Memory(old, without_input == "flush", {path: state.last[path] for path in old})
+        errors = ResidualMemory(old, without_input == "flush", {path: state.last[path] for path in old})
         out, kept = inner.update(grads, state, params, **{**extra, "memory": errors})
         last = (state.step + 1) % reset == 0
         new = {
@@ -158,7 +159,7 @@ def loco(
         }
         return out, LocoState(kept, state.step + 1, {**state.error, **stored(new)}, {**state.last, **errors.last})
 
-    # Errors are encoded leaf by leaf.
+    # Residuals are encoded leaf by leaf.
     needs = Needs.LAYOUT | Needs.PATHS
     return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
 

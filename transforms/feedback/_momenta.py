@@ -1,4 +1,4 @@
-"""Momenta that are averaged as they are at first, and encoded once the variance has settled."""
+"""Averages of gradients in a warm-up, and of encoded momenta once the variance is fixed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..reductions._compress import quantized_mean
 from ..reductions._mean import mean
 from ._error_feedback import WithoutInput, error_feedback
 
-LIVE = "ranks with input"  # in the lane, where momenta of ranks without count too
+LIVE = "ranks with input"  # in the lane, where momenta of ranks without input count too
 
 
 def momentum_compression(
@@ -33,9 +33,9 @@ def momentum_compression(
     over: Over,
     without_input: WithoutInput,
 ) -> Transform:
-    """What sends gradients at first, and momenta later, for the factory of this name."""
+    """A mean of gradients in the warm-up, then an encoded mean of momenta, for the factory called `name`."""
     axis = one_axis(name, axis)
-    whole_number("warmup", warmup, 1)  # there is no variance before
+    whole_number("warmup", warmup, 1)  # without a warm-up there is no variance
     if not (isinstance(betas, tuple) and len(betas) == 2):
         raise ValueError(f"{name}: betas must be two numbers, got {betas!r}")
     for beta in betas:
@@ -45,26 +45,26 @@ def momentum_compression(
 
 
 class Moments(NamedTuple):
-    """What has come of a call, by path; see `OneBitAdamState`."""
+    """Result of one update, by path; see `OneBitAdamState`."""
 
     inner: State
     momentum: dict[str, Tensor]
     variance: dict[str, Tensor]
     count_m: dict[str, Tensor]
     count_v: dict[str, Tensor]
-    counted: Tensor  # 0-d bool: some rank counts
-    fine: Tensor  # 0-d bool: that, and what came is finite, so that it is remembered
+    counted: Tensor  # 0-d bool: some rank has weight
+    fine: Tensor  # 0-d bool: `counted`, and the received values are finite; the state is updated only then
 
     def kept(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**old, **{path: torch.where(self.fine, value, old[path]) for path, value in new.items()}}
 
-    def remembered(self, old: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Momentum, variance, and of how many calls each is."""
+    def new_state(self, old: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Momentum, variance, and the number of calls in each."""
         m, v = self.kept(old.momentum, self.momentum), self.kept(old.variance, self.variance)
         return m, v, self.kept(old.count_m, self.count_m), self.kept(old.count_v, self.count_v)
 
     def direction(self, path: str, b1: float, b2: float, eps: float) -> Tensor:
-        """0 where nobody counts, and where there was no gradient while the variance settled: codes make something of nothing."""
+        """Adam's direction; 0 where no rank has weight, or v = 0: sign codecs encode a momentum of 0 as +/-scale."""
         m, v, zero = self.momentum[path], self.variance[path], torch.zeros_like(self.momentum[path])
         m, root = (
             m / bias_correction(b1, self.count_m[path]).to(m),
@@ -77,37 +77,37 @@ def moments(
     inner: Transform, grads: Tree, state: Any, first_bucket: FirstBucket | None, warmup: int, b1: float, b2: float, over: Over,
     extra: dict[str, Any],
 ) -> Moments:  # fmt: skip
-    """Send gradients or momenta; the new momentum and variance of these leaves."""
+    """Averages gradients or momenta, and returns the new momentum and variance of these leaves."""
     share = share_of(extra.get("weight"), "live")
     wide = {path: share.masked(torch.as_tensor(g)).to(state.momentum[path]) for path, g in named_leaves(grads).items()}
     first = state.step < warmup
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
-    if over == "world":  # a rank without input has a gradient of 0, and everybody's momentum
-        told = {**(extra.get("lane") or {}), LIVE: share.factor} if first_bucket is None else None
-        extra = {**extra, "weight": 1.0, "lane": told}
+    if over == "world":  # a rank without input has a gradient of 0, and the same momentum as all ranks
+        lane = {**(extra.get("lane") or {}), LIVE: share.factor} if first_bucket is None else None
+        extra = {**extra, "weight": 1.0, "lane": lane}
     out, new = inner.update(
         replace_leaves(grads, sends), state.inner, first_bucket=substate(first_bucket, "inner"), **extra
     )
-    came = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
+    means = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
     assert inner.sums is not None
     sums = inner.sums(new)
     counted = sums.lane.get(LIVE, sums.total) != 0
-    m, v = came, {path: state.variance[path] for path in came}
+    m, v = means, {path: state.variance[path] for path in means}
     if first:
-        m = {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in came.items()}
-        v = {path: b2 * state.variance[path] + (1 - b2) * g * g for path, g in came.items()}
-    count_m = {path: state.count_m[path] + 1 for path in came}
-    count_v = {path: state.count_v[path] + first for path in came}
-    return Moments(new, m, v, count_m, count_v, counted, counted & all_finite(came))
+        m = {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in means.items()}
+        v = {path: b2 * state.variance[path] + (1 - b2) * g * g for path, g in means.items()}
+    count_m = {path: state.count_m[path] + 1 for path in means}
+    count_v = {path: state.count_v[path] + first for path in means}
+    return Moments(new, m, v, count_m, count_v, counted, counted & all_finite(means))
 
 
 def bias_correction(decay: float, calls: Tensor) -> Tensor:
-    """The share that a moving average from 0 has of what it averages, 0-d float64."""
+    """The sum of the weights in a moving average that starts at 0, 0-d float64."""
     return 1 - decay ** calls.to(torch.float64)
 
 
 def full_like_each(params: Tree, value: float) -> dict[str, Tensor]:
-    """By path the value, 0-d, in at least float32."""
+    """Path -> the value, 0-d, in at least float32."""
     return {
         path: torch.full((), value, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
         for path, p in named_leaves(params).items()

@@ -1,4 +1,4 @@
-"""Adam whose momentum, not gradient, travels encoded, once its variance has settled."""
+"""1-bit Adam: after a warm-up, the variance is fixed and encoded momenta are averaged instead of gradients."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ._momenta import LIVE, full_like_each, moments, momentum_compression
 class OneBitAdamState(NamedTuple):
     inner: State  # of switch_after(warmup, mean, error_feedback(quantized_mean))
     step: int  # calls so far, on the host
-    momentum: dict[str, Tensor]  # by path, equal on all ranks, at least float32
-    variance: dict[str, Tensor]  # the same; stays after the warm-up
-    count_m: dict[str, Tensor]  # by path how many calls the momentum remembers, 0-d
-    count_v: dict[str, Tensor]  # and how many the variance does
+    momentum: dict[str, Tensor]  # path -> momentum, equal on all ranks, at least float32
+    variance: dict[str, Tensor]  # path -> variance, likewise; fixed after the warm-up
+    count_m: dict[str, Tensor]  # path -> number of calls in the momentum, 0-d
+    count_v: dict[str, Tensor]  # path -> number of calls in the variance, 0-d
 
 
 @factory
@@ -39,27 +39,27 @@ def one_bit_adam(
     over: Over = "weight",
     without_input: WithoutInput = "freeze",
 ) -> Transform:
-    """Adam's direction; after `warmup` calls the variance stays and the ranks' momenta are averaged, encoded.
+    """Adam's direction; after `warmup` calls the variance is fixed and encoded momenta are averaged.
 
         at first  g <- mean of g,  m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
         then      m <- mean of b1 m + (1 - b1) g, by error_feedback(quantized_mean(axis, codec))
         result    m / (1 - b1^t) / (sqrt(v / (1 - b2^s)) + eps),  0 where v = 0
 
-    with t and s the calls that m and v remember. An element that had no gradient in the warm-up stands still from then on. The
-    optimizer behind it only takes the step: `fuse(one_bit_adam(axis, warmup), sgd(lr))`.
+    with t and s the numbers of calls in m and v. An element without a gradient in the warm-up is not updated
+    afterwards. The optimizer after this transform only takes the step: `fuse(one_bit_adam(axis, warmup), sgd(lr))`.
 
     Args:
         axis: One axis.
-        warmup: Calls in which gradients are averaged as they are, at least 1; the paper takes 15 to 20 % of all.
+        warmup: Calls in which gradients are averaged unencoded, at least 1; the paper takes 15 to 20 % of all calls.
         betas: (b1, b2), of momentum and variance, at least 0 and below 1.
         eps: Added to the root of the variance.
-        codec: What momenta travel as; None: `sign()`.
-        over: What to divide by; see `mean`.
-        without_input: What a rank of weight 0 does with its error; see `error_feedback`.
+        codec: The codec of the momenta; None: `sign()`.
+        over: The divisor; see `mean`.
+        without_input: The residual of a rank of weight 0; see `error_feedback`.
 
     Returns:
-        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance, taken, settled)`. Where what came is not
-        finite, or from nobody, momentum and variance stay as they were.
+        A `Transform` with state `OneBitAdamState(inner, step, momentum, variance, count_m, count_v)`. Where the sum is
+        not finite, or no rank has weight, momentum and variance do not change.
 
     Raises:
         ValueError: an argument out of range.
@@ -93,7 +93,7 @@ def one_bit_adam(
     ) -> tuple[Tree, OneBitAdamState]:
         got = moments(inner, grads, state, first_bucket, warmup, b1, b2, over, extra)
         back = {path: got.direction(path, b1, b2, eps).to(g.dtype) for path, g in named_leaves(grads).items()}
-        return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.remembered(state))
+        return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.new_state(state))
 
     reduces = Inner(inner).reduction(LIVE)
     return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None))

@@ -1,4 +1,4 @@
-"""LAMB whose momentum, not gradient, travels encoded, once its variance has settled."""
+"""1-bit LAMB: after a warm-up, the variance is fixed and encoded momenta are averaged instead of gradients."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class OneBitLambState(NamedTuple):
     variance: dict[str, Tensor]
     count_m: dict[str, Tensor]
     count_v: dict[str, Tensor]
-    fresh: dict[str, Tensor]  # the variance that would be, from how the momentum changes
-    ratio: dict[str, Tensor]  # 0-d by path, the moving average of LAMB's ratios, which stays after the warm-up
-    change: dict[str, Tensor]  # 0-d by path, what the ratio was last multiplied with
+    fresh: dict[str, Tensor]  # path -> the variance of the gradients implied by the changes of the momentum
+    ratio: dict[str, Tensor]  # path -> the moving average of LAMB's ratios, 0-d, fixed after the warm-up
+    change: dict[str, Tensor]  # path -> the last multiplier of the ratio, 0-d
 
 
 @factory
@@ -47,26 +47,26 @@ def one_bit_lamb(
     over: Over = "weight",
     without_input: WithoutInput = "freeze",
 ) -> Transform:
-    """LAMB's direction; after `warmup` calls as `one_bit_adam`, with each leaf's ratio from what has become of its variance.
+    """LAMB's direction; after `warmup` calls as `one_bit_adam`, with a ratio from the change of each leaf's variance.
 
         at first  c = clip(|x| / |u|, ratios),  a <- b3 a + (1 - b3) c,            the result: c u
         then      r = clip(max of (sqrt v + eps) / (sqrt f + eps), changes, last r (1 +- threshold)),  the result: r a u
 
-    with u the direction of `one_bit_adam` and f the variance of (m - b1 m_before) / (1 - b1), which goes on; v and f each over
-    their share of what they average, 1 - b2**calls.
+    with u the direction of `one_bit_adam` and f the variance of (m - b1 m_before) / (1 - b1), which is updated in every
+    call; v and f are divided by their bias corrections, 1 - b2**calls.
 
     Args:
         axis: One axis.
-        warmup: Calls in which gradients are averaged as they are, at least 1.
+        warmup: Calls in which gradients are averaged unencoded, at least 1.
         betas: (b1, b2), of momentum and variance, at least 0 and below 1.
         b3: Decay of the ratio, likewise.
         eps: Added to the roots of variances.
         ratios: The smallest and the largest |x| / |u|. Where either norm is 0 it is 1.
         changes: The smallest and the largest r.
-        threshold: How far r may move in a call, as a share of itself.
-        codec: What momenta travel as; None: `sign()`.
-        over: What to divide by; see `mean`.
-        without_input: What a rank of weight 0 does with its error; see `error_feedback`.
+        threshold: The largest change of r in a call, as a share of r.
+        codec: The codec of the momenta; None: `sign()`.
+        over: The divisor; see `mean`.
+        without_input: The residual of a rank of weight 0; see `error_feedback`.
 
     Returns:
         A `Transform` with state `OneBitLambState`; its `update` needs the parameters.
@@ -120,18 +120,16 @@ def one_bit_lamb(
                 g = (m - b1 * state.momentum[path]) / (1 - b1)
                 fresh[path] = b2 * fresh[path] + (1 - b2) * g * g
                 v = got.variance[path] / nonzero_or_one(bias_correction(b2, got.count_v[path])).to(m)
-                f = fresh[path] / nonzero_or_one(bias_correction(b2, got.count_m[path])).to(
-                    m
-                )  # each as if it had begun settled
-                gone = (v.sqrt() + eps) / (f.sqrt() + eps)
-                r = gone.amax() if gone.numel() else torch.ones_like(change[path])
+                f = fresh[path] / nonzero_or_one(bias_correction(b2, got.count_m[path])).to(m)
+                quotients = (v.sqrt() + eps) / (f.sqrt() + eps)
+                r = quotients.amax() if quotients.numel() else torch.ones_like(change[path])
                 r = torch.maximum(torch.minimum(r, change[path] * (1 + threshold)), change[path] * (1 - threshold))
                 change[path] = r.clamp(*changes)
                 c = change[path] * ratio[path] / nonzero_or_one(bias_correction(b3, got.count_v[path])).to(change[path])
             out[path] = c * u
         back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), OneBitLambState(
-            got.inner, state.step + 1, *got.remembered(state),
+            got.inner, state.step + 1, *got.new_state(state),
             got.kept(state.fresh, fresh), got.kept(state.ratio, ratio), got.kept(state.change, change),
         )  # fmt: skip
 

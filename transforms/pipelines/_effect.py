@@ -1,4 +1,4 @@
-"""Whether a step has an effect, and what becomes of state and parameters then: the same in the pure pipeline and in the shell."""
+"""Whether a step has an effect, and the resulting state and parameters, for the pure pipeline and the shell."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .._tree import State, Tree, choose_state, readable_without_sync, to_device,
 from .._weights import check_weight
 from ._pipeline import Skips
 
-# A bool where the host knows it, else a 0-d bool tensor.
+# A bool where the host knows it, a 0-d bool tensor otherwise.
 Flag: TypeAlias = "bool | Tensor"
 
 
 class Effect(NamedTuple):
-    """What a step does on this rank.
+    """The effect of a step on this rank.
 
-    live: some rank of those that share the gradients has weight.
+    live: some of the ranks that share the gradients has weight.
     fine: the gradients may be used.
-    raises: an error will be raised for this step, so that nothing may change; the host does not know it yet.
+    raises: an error will be raised for this step, so nothing may change; the host does not know it yet.
     """
 
     live: Flag
@@ -34,27 +34,30 @@ class Effect(NamedTuple):
         return both(self.live, self.fine)
 
     def keep(self, new: Any, old: Any) -> Any:
-        """The state after a step, or that before it; each may be a function that makes it. Host counters go on."""
+        """The state after the step, or the state before it with advanced host counters.
+
+        Each argument may be a function that returns the state.
+        """
         if self.steps is True:
             return new
         new, old = (state() if callable(state) else state for state in (new, old))
         return choose_state(torch.as_tensor(self.steps), new, old)
 
     def where(self, new: Tree, old: Tree) -> Tree:
-        """Leaf by leaf the tensors after a step, or those before it."""
+        """The tensors after the step, or the tensors before it, leaf by leaf."""
         if isinstance(self.steps, Tensor):
             return where(self.steps, new, old)
         return new if self.steps else old
 
     def update_counters(self, skips: Skips, outer: Any) -> Any:
-        """The counts of a pipeline that leaves steps out. A step without input is none of them."""
+        """The counts of a pipeline that skips steps. A step without input does not count."""
         if self.live is False:
             return outer
         counted = skips.update_counters(outer, torch.as_tensor(self.fine))
         return counted if self.live is True else choose_state(self.live, counted, outer)
 
     def weight(self, weight: Any) -> Any:
-        """The weight of this step among others: 0 for one without effect."""
+        """The weight of this step in an average over steps: 0 for a step without effect."""
         if isinstance(self.steps, Tensor):
             weight = to_device(self.steps.device, check_weight(weight))
             return torch.where(self.steps, weight, torch.zeros_like(weight))
@@ -63,10 +66,10 @@ class Effect(NamedTuple):
     def after(
         self, transform: Transform, values: Tree, state: State, weight: Any, step: int, **extra: Any
     ) -> tuple[Tree, State]:
-        """Transform the parameters, or the buffers, at the end of a step. It is done in each step, those without effect included.
+        """Transform the parameters, or the buffers, at the end of each step, steps without effect included.
 
         Args:
-            weight: Of this step.
+            weight: The weight of this step.
             step: The number of steps before this one.
         """
         new = transform.update(values, state, values, weight=self.weight(weight), step=step, persistent=True, **extra)
@@ -84,5 +87,5 @@ def both(a: Flag, b: Flag) -> Flag:
 
 
 def flag(condition: Tensor) -> Flag:
-    """A bool, where Python may look at it without a wait for a device."""
+    """A bool where Python can read the tensor without waiting for a device, the tensor otherwise."""
     return bool(condition) if readable_without_sync(condition) else condition

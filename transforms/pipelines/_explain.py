@@ -1,4 +1,4 @@
-"""What a pipeline will send, before it runs."""
+"""`explain`: the messages of a pipeline, before it runs."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def explain(
     buffers: Mapping[str, Tensor] | None = None,
     on_buffers: Transform | None = None,
 ) -> Explanation:
-    """What each stage of a pipeline sends and keeps, per rank and step, before anything runs.
+    """The messages and the state of each stage of a pipeline, per rank and step, before anything runs.
 
-    The stages are run once on tensors without data, over axes that only note what is asked of them:
-    nothing is declared by hand. Gradients are cut into the buckets of `fjoin.train_step`, and each stage
-    runs on a bucket or on the whole tree as it does there.
+    The stages are run once on tensors without data, over axes that only record the messages; nothing is declared by
+    hand. Gradients are split into the buckets of `fjoin.train_step`, and each stage runs on a bucket or on the whole
+    tree as it does there.
 
     Args:
         pipeline: A `Pipeline`, or a `Transform` alone.
         params: The parameters; only paths, shapes and dtypes are used.
         axes: Axis name -> number of ranks.
         bucket_bytes: As in `fjoin.train_step`.
-        at_step: Only this step, counted from 0. By default a stage has a row for each phase in which it sends something else, such
+        at_step: Only this step, counted from 0. By default a stage has a row for each phase with other messages, such
             as a warm-up.
         buffers, on_buffers: As in `fjoin.train_step`: the buffers, path -> tensor, and their transform.
 
@@ -101,12 +101,12 @@ def explain_cut(
     buffers: Mapping[str, Tensor] | None = None,
     on_buffers: Transform | None = None,
 ) -> Explanation:
-    """`explain` for buckets that are cut in some way.
+    """`explain` for a given layout of buckets.
 
     Args:
-        cut: Path -> leaf, to buckets.
-        module_words: Where the buckets are those of a DistributedDataParallel, so that nothing rides behind their gradients:
-            the words in which it says which parameters are used, 0 if it does not. None where they are not.
+        cut: A function from a dict path -> leaf to buckets.
+        module_words: For the buckets of a DistributedDataParallel, whose messages carry gradients only: the number of
+            words in its message about used parameters, 0 if it sends none. None for other buckets.
     """
     hook, optimizer, after = _parts(pipeline)
     notes: list[Message] = []
@@ -135,12 +135,12 @@ def explain_cut(
 
 
 class _Run:
-    """A step on parameters without data, in which all messages are noted.
+    """A step on parameters without data, in which all messages are recorded.
 
     Args:
         in_module: Whether the buckets are those of a DistributedDataParallel.
-        notes: Where the axes write what they are asked for.
-        at_step: The step, or None for all.
+        notes: The list to which the axes append their messages.
+        at_step: The step, or None for all steps.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class _Run:
         return [row for i, part in enumerate(stages(hook)) for row in self.rows(part, True, i < count)]
 
     def rows(self, part: Transform, in_hook: bool = False, per_bucket: bool = False) -> list[Row]:
-        """Those of a stage, one for each phase.
+        """The rows of a stage, one for each phase.
 
         Args:
-            in_hook: Whether it stands in the hook, whose messages may bring the lane.
-            per_bucket: Whether it runs on each bucket.
+            in_hook: Whether the stage is in the hook, whose messages may carry the lane.
+            per_bucket: Whether the stage runs on each bucket.
         """
         if part.spec.name == "partition" and self._at_step is None and changes_with_steps(part):
             return [
@@ -190,10 +190,10 @@ class _Run:
         return math.prod(self._sizes.get(name, 1) for name in axes)
 
     def lane_rows(self, skips: bool) -> list[Row]:
-        """The messages in which the lane travels alone.
+        """The messages that carry only the lane.
 
         Args:
-            skips: Whether steps that are not finite are left out without an error.
+            skips: Whether non-finite steps are skipped without an error.
         """
 
         def sends(hook: Transform, step: int) -> tuple[tuple[str, ...], ...]:
@@ -211,7 +211,7 @@ class _Run:
         return rows
 
     def _lane_messages(self, step: int, skips: bool) -> tuple[tuple[str, ...], ...]:
-        """Of a module's step those of which it has a use: no loop ends there."""
+        """The axes of these messages, without those that a module's step does not need: it has no end of a loop."""
         found = self.plan.lane_messages(step)
         if self._in_module and self.plan.reduced(step).axes != self.plan.agree and skips:
             found = found[1:]
@@ -220,13 +220,13 @@ class _Run:
     def message(
         self, name: str, words: Tensor, axes: tuple[str, ...], when: str = "each step", ends: bool = False
     ) -> Row:
-        """One of the step's own."""
+        """The row of a message of the step itself."""
         del self._notes[:]
         psum(words, axes)
         return Row(name, Needs.LAYOUT, when, tuple(self._notes), 0, ends)
 
     def counts(self, axes: tuple[str, ...]) -> Tensor:
-        """The lane, where it travels alone; in a module the weight, and a bit for each rank."""
+        """The lane in a message of its own; in a module the weight, and a bit for each rank."""
         ranks = self._ranks(axes)
         if self._in_module:
             return torch.zeros(1 + mask_words(ranks), dtype=torch.float64)
@@ -244,7 +244,7 @@ class _Run:
         return tuple(self._notes)
 
     def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
-        """Bucket by bucket: what is common goes with the first."""
+        """Run a stage bucket by bucket; the first bucket carries the lane."""
         assert self.plan.early is not None
         flat, full, first_bucket = takes_flat(self.plan.early), part.init(self.params), None
         for bucket in self.layout:
@@ -254,12 +254,12 @@ class _Run:
             else:
                 some = {path: self.params[path] for path in bucket.paths}
                 state = restrict(full, self.params, some)
-            told = None if first_bucket else lane
-            _, new = _update(part, some, state, step, lane=told, first_bucket=first_bucket, lane_dtype=self.dtype)
+            own_lane = None if first_bucket else lane
+            _, new = _update(part, some, state, step, lane=own_lane, first_bucket=first_bucket, lane_dtype=self.dtype)
             first_bucket = first_bucket or FirstBucket(functools.partial(lambda first: first, new))
 
     def _reduce(self, part: Transform) -> None:
-        """A plain reduction: the lane rides in one of its messages, if there is a lane and one can."""
+        """Run a plain reduction; one of its messages carries the lane, if there is a lane and a bucket for it."""
         assert part.reduces is not None and part.reduces.axis is not None
         axis, total = part.reduces.axis, torch.ones((), dtype=torch.float64)
         carrier = None if self._in_module else lane_bucket(self.layout)
@@ -282,7 +282,7 @@ def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None
 
 
 def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
-    """One row for each different optimizer, with what it serves."""
+    """One row for each different optimizer, with the number of its leaves."""
     states = optimizer.init(params)
     served: dict[int, tuple[Optimizer, list[str]]] = {}
     for path in params:
@@ -309,13 +309,13 @@ def _update(part: Transform, params: dict[str, Tensor], state: Any, step: int, *
         return part.update(dict(params), _at(state, step), params, weight=None, step=step, **extra)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TypeError(
-            f"{part!r} reads a tensor's value ({error}), so that what it sends cannot be told before it runs; decide on "
+            f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "
             f"host integers in the state, or with torch.where"
         ) from None
 
 
 def _at(state: Any, step: int) -> Any:
-    """A state whose host counters `step` are at some step."""
+    """The state with its host counters `step` set to this step."""
     if hasattr(state, "_fields"):
         parts = zip(state._fields, state, strict=True)
         return type(state)(*(step if name == "step" and type(v) is int else _at(v, step) for name, v in parts))

@@ -1,4 +1,4 @@
-"""What `explain` returns: a table of messages and bytes."""
+"""The result of `explain`: a table of messages and bytes."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ class Message(NamedTuple):
     """One message of one rank in one step."""
 
     collective: str  # its name in transforms: "psum", "all_gather", ...
-    axis: str  # several joined by " x "
-    dtype: torch.dtype  # what travels
-    payload_bytes: int  # what one rank hands to the collective
-    sent_bytes: int  # what one rank sends, by a ring
+    axis: str  # the axis, or several joined by " x "
+    dtype: torch.dtype  # of the message
+    payload_bytes: int  # the input of the collective on one rank
+    sent_bytes: int  # the bytes that one rank sends in a ring
 
 
 class Row(NamedTuple):
-    """One stage of a pipeline, as `explain` sees it for one step."""
+    """One stage of a pipeline in one step."""
 
     stage: str  # its repr
     needs: Needs
-    when: str  # in which steps, or for how many parameters, it runs
+    when: str  # the steps in which it runs, or the number of its parameters
     messages: tuple[Message, ...]  # of a step in which it runs
-    state_bytes: int  # that one rank keeps between steps
-    ends: bool = False  # whether it stops to run, as what a warm-up does
+    state_bytes: int  # the bytes that one rank keeps between steps
+    ends: bool = False  # whether it stops after some step, as a warm-up does
 
 
 class Explanation(NamedTuple):
-    """What `explain` returns; print it, or read its rows. All figures are of one rank and one step.
+    """The result of `explain`; print it, or read its rows. All figures are for one rank and one step.
 
-    Sums of messages and bytes are of a step in which every row of `settled` runs; that of state is of all rows.
+    The sums of messages and bytes are for a step in which every row of `settled` runs; the sum of the state is for all
+    rows.
     """
 
-    rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in their order
+    rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in this order
     axes: dict[str, int]  # name -> ranks
 
     @property
     def settled(self) -> tuple[Row, ...]:
-        """The rows without those of phases that end, such as a warm-up."""
+        """The rows except those of phases that end, such as a warm-up."""
         return tuple(row for row in self.rows if not row.ends)
 
     @property

@@ -26,7 +26,7 @@ class PipelineState(NamedTuple):
     hook: State
     optimizer: State  # the tree of the parameters with an optimizer state at every leaf
     after: State
-    step: int  # steps so far, those without effect included, on the host: what periods are counted by
+    step: int  # steps so far, skipped ones included, on the host; periods count by it
     window: Tensor  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
 
 
@@ -34,14 +34,13 @@ class PipelineState(NamedTuple):
 def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) -> Pipeline:
     """One training step as a pure function: gradient transform, optimizer, parameter transform.
 
-    The shell runs the same pipeline bucket by bucket while the backward pass goes on, with the same
-    result.
+    `fjoin.train_step` runs the same pipeline bucket by bucket during the backward pass, with the same result.
 
     Args:
-        hook: What happens to the gradients; `chain(...)` for several things, `identity()` for nothing.
-        optimizer: What turns gradients into new parameters.
-        after: What happens to the new parameters; it gets them in the place of gradients. A reduction in it gives back
-            what it is given where no rank has weight.
+        hook: The transform of the gradients; `chain(...)` for several, `identity()` for none.
+        optimizer: The optimizer, which computes new parameters from gradients.
+        after: The transform of the new parameters; it gets them in place of gradients. A reduction in it returns its
+            input where no rank has weight.
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
@@ -79,8 +78,8 @@ def pipeline_of(
     """The pipeline of these parts.
 
     Args:
-        skips: Where steps whose gradients are not finite behind the hook are left out: how it keeps count of them.
-        prepare: `(grads, state) -> grads`, what comes before the hook; the state is that of `skips`.
+        skips: For a pipeline that skips steps with non-finite gradients after the hook: the state that counts them.
+        prepare: `(grads, state) -> grads`, applied before the hook; the state is that of `skips`.
     """
     plans: dict[tuple[tuple[str, int], ...], Plan] = {}
 
@@ -108,7 +107,7 @@ def pipeline_of(
             **extra,
         )  # fmt: skip
         own = old.window + own
-        if grads is None:  # accumulating: nothing to step with in this call
+        if grads is None:  # accumulating: no step in this call
             inner = old._replace(hook=hook_state, window=own)
             return params, outer._replace(inner=inner) if skips else inner
         axes = tuple((name, axis.size) for name, axis in bound().items())
@@ -137,8 +136,8 @@ def _judge(
     """The effect of a step on this rank, and the weight of all ranks that share its gradients.
 
     Args:
-        hook_state: After this step.
-        grads: Behind the hook.
+        hook_state: The hook's state after this step.
+        grads: The gradients after the hook.
         step: The number of steps before this one.
         own: The weight of this rank.
         alike: Whether all ranks have this weight.

@@ -1,4 +1,4 @@
-"""Losses scaled up, so that gradients in float16 do not vanish, as far as they do not overflow."""
+"""Dynamic loss scaling, which keeps float16 gradients from underflow and overflow."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ._skip_nonfinite import guarded, no_calls
 
 class LossScaleState(NamedTuple):
     inner: State
-    scale: Tensor  # what the next loss is to be multiplied with, 0-d float32
-    streak: Tensor  # steps with effect since it has last changed, 0-d int64
+    scale: Tensor  # the factor of the next loss, 0-d float32
+    streak: Tensor  # steps with effect since the scale has last changed, 0-d int64
     skipped: Tensor  # steps without effect so far, 0-d int64
 
 
@@ -33,24 +33,23 @@ def dynamic_loss_scale(
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
 ) -> Pipeline:
-    """Take gradients of a scaled loss, and find the largest scale that does not overflow.
+    """Steps with the gradients of a scaled loss, and finds the largest scale that does not overflow.
 
-        g <- g / scale, which the pipeline steps with, unless a NaN or an infinity comes of it
+        g <- g / scale, for the pipeline's step, which is skipped if a NaN or an infinity results
         scale <- scale * growth_factor   after growth_interval steps with effect in a row
         scale <- scale * backoff_factor  after a step without effect
 
-    `fjoin.train_step` scales the loss by itself, and tells losses unscaled; after `fjoin.ddp.register` write
-    `handle.scale(loss).backward()`. In a loop of your own multiply the loss by `state.scale`. Put the reduction inside:
-    what one rank finds then reaches all, and all leave out the same steps and have the same scale.
+    `fjoin.train_step` scales the loss itself, and reports unscaled losses; after `fjoin.ddp.register` write
+    `handle.scale(loss).backward()`. In your own loop multiply the loss by `state.scale`. Put the reduction inside: an
+    overflow on one rank then reaches all ranks, and all skip the same steps and have the same scale.
 
-    Gradients that overflow in one leaf are handed on as NaN, so that no stage, such as a clipping one, makes them finite
-    again.
+    Gradients that overflow are passed as NaN. Otherwise a stage such as clipping could make them finite again.
 
     Args:
-        pipeline: What steps with the gradients; parameters of float32, bfloat16 or float64. The loss may cast them
-            to float16, by itself or under torch.autocast.
+        pipeline: The pipeline that steps with the gradients; parameters of float32, bfloat16 or float64. The loss may
+            cast them to float16, by itself or under torch.autocast.
         init_scale: The first scale, above 0.
-        growth_factor: Above 1. A scale that would become infinite stays.
+        growth_factor: Above 1. A scale that would become infinite does not change.
         backoff_factor: Between 0 and 1.
         growth_interval: Steps in a row, at least 1.
 
@@ -58,8 +57,8 @@ def dynamic_loss_scale(
         A `Pipeline` with state `LossScaleState(inner, scale, streak, skipped)`.
 
     Raises:
-        TypeError: what is no pipeline; at `init`: float16 parameters, whose gradients would vanish when they are unscaled.
-        ValueError: a number out of its range; a pipeline that leaves out steps by itself.
+        TypeError: `pipeline` is no pipeline; at `init`: float16 parameters, whose unscaled gradients would underflow.
+        ValueError: a number out of its range; a pipeline that skips steps itself.
 
     Same as: torch.amp.GradScaler.
     Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2.
@@ -111,12 +110,12 @@ def _unscaled(grads: Tree, state: LossScaleState) -> Tree:
 
 
 def overflow_as_nan(grad: Tensor) -> Tensor:
-    """NaN in the place of infinities, which no stage makes finite again."""
+    """The gradient with NaN in place of infinities, which no stage can make finite again."""
     return torch.nan_to_num(grad, nan=math.nan, posinf=math.nan, neginf=math.nan)
 
 
 def refuse_float16(params: Tree) -> None:
-    """Raise TypeError where unscaled gradients would vanish."""
+    """Raise TypeError for float16 parameters, whose unscaled gradients would underflow."""
     for path, leaf in named_leaves(params).items():
         if leaf.dtype is torch.float16:
             raise TypeError(

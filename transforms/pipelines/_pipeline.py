@@ -15,11 +15,13 @@ from ..optimizers._optimizer import Optimizer
 
 
 class Skips(NamedTuple):
-    """The state of a pipeline around that of another one, whose steps it leaves out where they are not finite."""
+    """The state of a pipeline that runs another one and skips its non-finite steps."""
 
-    begin: Callable[[State], Any]  # state of what it runs -> its own, which has that in the field `inner`
+    begin: Callable[
+        [State], Any
+    ]  # state of the inner pipeline -> the outer state, with the inner one in the field `inner`
     update_counters: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
-    scaled: bool = False  # whether it takes gradients of the loss times `state.scale`
+    scaled: bool = False  # whether the gradients are those of the loss times `state.scale`
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -27,11 +29,11 @@ class Pipeline(Specified):
     """Gradient transform, then optimizer, then parameter transform; made by `fuse`.
 
     Args:
-        init: `params -> state`, the state being `PipelineState(hook, optimizer, after, step, window)`.
+        init: `params -> state`; the state is `PipelineState(hook, optimizer, after, step, window)`.
         step: `(params, grads, state, *, weight=None, lane=None) -> (params, state)`, pure.
-        hook, optimizer, after: What it is made of; `after` may be None.
+        hook, optimizer, after: The parts of the pipeline; `after` may be None.
         spec: The pipeline as data.
-        skips: For one that leaves out steps that are not finite, how it keeps count of them; else None.
+        skips: The state that counts skipped steps, for a pipeline that skips non-finite ones; None for others.
     """
 
     init: Callable[[Tree], State]

@@ -1,4 +1,4 @@
-"""An axis over which nothing travels: it notes what would."""
+"""An axis that sends nothing and records the messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._axis_env import Axis
 from ..axes._order import to_order
 from ._explanation import Message
 
-# What one rank sends, in units of its payload, on an axis of n ranks.
+# The bytes that one rank sends, in units of its payload, on an axis of n ranks.
 _SENT: dict[str, Callable[[int], float]] = {
     "psum": lambda n: 2 * (n - 1) / n,
     "pmax": lambda n: 2 * (n - 1) / n,
@@ -27,7 +27,7 @@ _SENT: dict[str, Callable[[int], float]] = {
 
 
 class Recorder(Axis):
-    """An axis that notes what is sent and returns values of the right shape."""
+    """An axis that records messages and returns values of the right shape."""
 
     def __init__(self, name: str, size: int, notes: list[Message], whole: dict[str, int]) -> None:
         self.name, self.size, self._notes, self._whole = name, size, notes, whole
@@ -40,7 +40,7 @@ class Recorder(Axis):
         payload = sent.numel() * sent.element_size()
         if op == "all_to_all_single":
             give, take = arg
-            share = 1 - give[0] / max(sum(give), 1)  # what this rank keeps does not travel
+            share = 1 - give[0] / max(sum(give), 1)  # the rank's part for itself is not sent
             self._notes.append(Message(op, self.name, x.dtype, payload, round(payload * share)))
             return x.new_zeros(sum(take), *x.shape[1:])
         self._notes.append(Message(op, self.name, sent.dtype, payload, round(payload * _SENT[op](self.size))))

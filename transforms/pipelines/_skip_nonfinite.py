@@ -1,4 +1,4 @@
-"""Calls without effect: steps that are not finite, left out by all ranks alike."""
+"""Calls without effect: all ranks skip the same steps with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._pipeline import Pipeline, Skips
 class SkipState(NamedTuple):
     inner: State
     skipped: Tensor  # calls without effect so far, 0-d int64
-    sums: Any = ()  # what a reduction inside has summed in the last call, with effect or not
+    sums: Any = ()  # the sums of a reduction inside in the last call, with effect or not
 
 
 Skippable = TypeVar("Skippable", Transform, Pipeline)
@@ -27,24 +27,25 @@ Skippable = TypeVar("Skippable", Transform, Pipeline)
 
 @factory
 def skip_if_nonfinite(part: Skippable) -> Skippable:
-    """Let a call that gives gradients with a NaN or an infinity have no effect.
+    """Skips calls whose gradients contain a NaN or an infinity.
 
-    Around a pipeline, what its hook gives is looked at, and parameters and state stay as they were: this is what training
-    wants. Its `after` runs all the same, with weight 0: periods go on, and an average that is due is taken. Around a
-    transform, the gradients become 0 and its state stays; an optimizer after it still steps, so that its momentum moves the
-    parameters. What `accumulate` inside has gathered is lost with the call.
+    - Around a pipeline: the result of its hook is tested, and parameters and state do not change. Use this form for
+      training. `after` still runs, with weight 0: its periods advance, and an average that is due is taken.
+    - Around a transform: the gradients become 0 and its state does not change. An optimizer after it still steps, so
+      its momentum moves the parameters.
 
-    All ranks decide alike only if what they test is equal on all of them: put the reduction inside.
+    Gradients accumulated by `accumulate` inside are lost with the call. All ranks skip the same calls only if the
+    tested gradients are equal on all of them: put the reduction inside.
 
     Args:
         part: A `Pipeline` or a `Transform`.
 
     Returns:
-        The same kind of thing, with state `SkipState(inner, skipped, sums)`.
+        A `Pipeline` or a `Transform`, like `part`, with state `SkipState(inner, skipped, sums)`.
 
     Raises:
         TypeError: `part` is neither.
-        ValueError: `part` is a pipeline that leaves such steps out already.
+        ValueError: `part` is a pipeline that skips such steps already.
 
     Same as: optax.apply_if_finite; the skipped step of torch.amp.GradScaler.
 
@@ -97,10 +98,10 @@ def _skip_transform(part: Transform) -> Transform:
 def guarded(
     part: Pipeline, skips: Skips, prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads
 ) -> Pipeline:
-    """A pipeline around another one whose steps have no effect where what its hook gives is not finite.
+    """A pipeline that runs another one and skips its steps with non-finite gradients after the hook.
 
     Args:
-        prepare: `(grads, state) -> grads`, what comes before the other pipeline.
+        prepare: `(grads, state) -> grads`, applied before the other pipeline.
     """
     if part.skips is not None:
         raise ValueError(

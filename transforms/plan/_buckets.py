@@ -1,4 +1,4 @@
-"""Which parameters travel together: buckets, and where each leaf lies in them."""
+"""Buckets of parameters, and the position of each leaf in its bucket."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from torch import Tensor
 
 from .._lane import lane_dtype
 
-# Measured on gloo: larger messages pay up to about 25 MB on loopback, but at 1 to 3 Gbit/s 5 MiB is
-# best, since the last bucket's message hides behind nothing. A tensor of 4 MB is worth its own
-# message, because it then needs no copy.
+# Measured on gloo: larger messages are faster up to about 25 MB on loopback, but at 1 to 3 Gbit/s 5 MiB is best, since
+# no computation overlaps with the last bucket's message. A tensor of 4 MB gets its own message, which needs no copy.
 BUCKET_BYTES = 5 * 2**20
-# The first of several is smaller, so that sending starts early: a slow link is busy from then on to the end.
+# The first of several buckets is smaller, so sending starts early and a slow link is busy from then on.
 FIRST_BYTES = 2**20
 DIRECT_BYTES = 4 * 10**6
-# Where each leaf begins: matrix kernels are slower on tensors that do not lie on a cache line.
+# The alignment of leaves: matrix kernels are slower on tensors that do not begin at a cache line.
 ALIGN_BYTES = 64
 
 
 class Span(NamedTuple):
-    """Leaves that lie next to each other in a bucket and are stepped by one kernel, padding included."""
+    """Adjacent leaves of a bucket that one kernel steps, padding included."""
 
     start: int
     stop: int
@@ -30,14 +29,14 @@ class Span(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Leaves whose gradients travel in one message."""
+    """Leaves whose gradients are sent in one message."""
 
     paths: tuple[str, ...]  # in the order of storage
-    offsets: tuple[int, ...]  # of each leaf, in elements
+    offsets: tuple[int, ...]  # the start of each leaf, in elements
     numel: int  # padding included
     dtype: torch.dtype
     device: torch.device
-    direct: bool  # one large tensor, sent from where autograd left it
+    direct: bool  # one large tensor, sent from autograd's memory without a copy
     spans: tuple[Span, ...]
 
 
@@ -47,12 +46,12 @@ def make_layout(
     bucket_bytes: int = BUCKET_BYTES,
     direct_bytes: int = DIRECT_BYTES,
 ) -> tuple[Bucket, ...]:
-    """Cut parameters into buckets, in the reverse of their order, which is about that of backward.
+    """Groups parameters into buckets in reverse order, which is about the order of backward.
 
     Args:
         params: Path -> tensor, in the order in which the model registered them.
-        label: Leaves of one bucket with equal labels lie next to each other, in one span.
-        bucket_bytes: A bucket is closed once it holds this much; the first of several sooner.
+        label: A function path -> label. Leaves of one bucket with equal labels are adjacent, in one span.
+        bucket_bytes: A bucket is closed once it has this size; the first of several buckets earlier.
         direct_bytes: A tensor of this size is a bucket of its own.
     """
     done: list[tuple[int, Bucket]] = []  # (when its last gradient is expected, bucket)

@@ -1,4 +1,4 @@
-"""What a transform does in which steps, read off its spec."""
+"""The phases of a transform, such as a warm-up, read off its spec."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 from .._spec import Spec
 from .._transform import Transform
 
-_STARTS = ("warmup", "start")  # arguments that name the step in which a transform begins to do something else
+_STARTS = ("warmup", "start")  # arguments that give the step in which a transform changes its behaviour
 
 
 class Phase(NamedTuple):
-    """Steps in which a transform sends the same."""
+    """Steps in which a transform sends the same messages."""
 
     when: str  # in words, such as "from step 3"
-    step: int  # the first one, counted from 0
-    ends: bool = False  # whether there is a last one, as of a warm-up
+    step: int  # the first step, counted from 0
+    ends: bool = False  # whether there is a last step, as in a warm-up
 
 
 def running(part: Transform, step: int | None) -> list[tuple[Transform, int | None]]:
-    """The transforms that run inside one in a step, each with its own number of that step; of any step all of them."""
+    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all of them."""
     if step is not None and part.spec.name == "switch_after":
         start = part.spec["step"]
         return [(part.spec["before"], step)] if step < start else [(part.spec["after"], step - start)]
@@ -32,10 +32,12 @@ def running(part: Transform, step: int | None) -> list[tuple[Transform, int | No
 
 
 def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phase]:
-    """The phases of a transform, in their order; those without messages, such as the steps between two of `every`, are left out.
+    """The phases of a transform in order.
+
+    Phases that send nothing, such as the steps between two runs of `every`, are omitted.
 
     Args:
-        sends: `(transform, step) -> messages`, of a transform without others inside.
+        sends: `(transform, step) -> messages`, for a transform without others inside.
     """
     if part.spec.name == "switch_after":
         start = part.spec["step"]
@@ -58,7 +60,7 @@ def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phas
 
 
 def changes_with_steps(part: Transform) -> bool:
-    """Whether a transform does other things in some steps than in others, by what its spec says."""
+    """Whether a transform behaves differently in some steps, according to its spec."""
     own = part.spec.name in ("switch_after", "every", "accumulate") or any(
         name in _STARTS for name, _ in part.spec.args
     )
@@ -66,7 +68,7 @@ def changes_with_steps(part: Transform) -> bool:
 
 
 def shown(part: Transform, step: int) -> str:
-    """The repr of what runs in a step."""
+    """The repr of the transform that runs in a step."""
     return repr(_in_step(part, step))
 
 
@@ -89,7 +91,10 @@ def _in_step(part: Any, step: int) -> Any:
 
 
 def _changes(low: int, high: int, sends: Callable[[int], Any]) -> list[int]:
-    """The steps from `low` to `high` in which what is sent changes; what is equal at both ends is taken to be so in between."""
+    """The steps from `low` to `high` in which the messages change.
+
+    It is a binary search: if the messages are equal at both ends of a range, they are assumed equal in between.
+    """
     found, todo, known = {low}, [(low, high)], {low: sends(low), high: sends(high)}
     while todo:
         low, high = todo.pop()
@@ -105,7 +110,7 @@ def _changes(low: int, high: int, sends: Callable[[int], Any]) -> list[int]:
 
 
 def _between(starts: list[int]) -> list[tuple[str, int, bool]]:
-    """For each start the steps up to the next one, in words, and whether there is a next one.
+    """For each start: the steps up to the next start, in words; the start; and whether there is a next one.
 
     >>> _between([0, 3])
     [('before step 3', 0, True), ('from step 3', 3, False)]
@@ -118,7 +123,7 @@ def _between(starts: list[int]) -> list[tuple[str, int, bool]]:
 
 
 def _both(when: str, inner: str) -> str:
-    """The second one counts calls, from the first one on."""
+    """Both conditions in words; `inner` counts calls that begin with the first step of `when`."""
     if "each step" in (when, inner):
         return inner if when == "each step" else when
     return f"{when}, {inner.replace('step', 'call')}"

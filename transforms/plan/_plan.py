@@ -17,9 +17,9 @@ _OURS = "fjoin.transforms."
 
 
 class Reduced(NamedTuple):
-    """What a hook reduces in one step.
+    """The reduction of a hook in one step.
 
-    axes: the axes over which it does: their ranks take one step, or leave it out, together. None where it sends nothing.
+    axes: the axes over which it reduces: their ranks take or skip a step together. Empty where it sends nothing.
     equal: whether its own messages make the gradients and the lane equal on all of these ranks.
     """
 
@@ -28,22 +28,23 @@ class Reduced(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a whole pipeline runs. Of the first two at most one is given.
+    """The way a whole pipeline runs. At most one of `reduce` and `early` is given.
 
-    reduce: a fusable stage, `mean` or `sum_over`, where that comes first and no later stage reduces: buckets are summed in
-        place while backward goes on, and its division is left to the optimizer's kernel.
-    early: the stages before the first that needs the whole tree, as one transform: run on each bucket
-        while backward goes on.
-    clip: a `clip_by_global_norm` that stands alone between `reduce` and the optimizer: it too becomes
-        part of the kernel's scale.
-    rest: the stages that run on the whole tree after that.
-    agree: the axes whose ranks loop together, in all steps: those of the hook, of the parameter transform and of the buffers'.
+    reduce: a fusable stage, `mean` or `sum_over`, that comes first, with no other reduction after it. Buckets are
+        summed in place during backward, and the optimizer's kernel divides.
+    early: the stages before the first one that needs the whole tree, as one transform. They run on each bucket during
+        backward.
+    clip: a `clip_by_global_norm` that is the only stage between `reduce` and the optimizer. It too becomes part of the
+        kernel's scale.
+    rest: the stages that run on the whole tree after these.
+    agree: the axes whose ranks loop together, in all steps: those of the hook, of the parameter transform and of the
+        buffer transform.
     """
 
     hook: Transform
     mesh_axes: tuple[str, ...]
     agree: tuple[str, ...]
-    always: Reduced | None  # what the hook reduces, where that is the same in all steps
+    always: Reduced | None  # the reduction of the hook, where it is the same in all steps
     reduce: Transform | None = None
     early: Transform | None = None
     clip: Transform | None = None
@@ -51,24 +52,25 @@ class Plan(NamedTuple):
 
     @property
     def over(self) -> str | None:
-        """What `reduce` divides by; None for a sum."""
+        """The divisor of `reduce`; None for a sum."""
         assert self.reduce is not None and self.reduce.reduces is not None
         return self.reduce.reduces.over
 
     @property
     def by_weight(self) -> bool:
-        """Whether ranks count in it by their weights, else by having a batch."""
+        """Whether ranks count by their weights in `reduce`; if not, they count by having a batch."""
         return self.over in (None, "weight")
 
     def reduced(self, step: int) -> Reduced:
-        """What the hook reduces in a step, counted from 0."""
+        """The reduction of the hook in a step, counted from 0."""
         return self.always or _reduced(self.hook, self.mesh_axes, step)
 
     def lane_messages(self, step: int) -> tuple[tuple[str, ...], ...]:
-        """The axes of the messages in which the lane travels alone in a step.
+        """The axes of the messages that carry only the lane in a step.
 
-        One over all that loop together, at the start of backward, unless the hook's own messages bring the lane there; and one
-        behind the hook where it leaves different gradients on the ranks that take one step.
+        - One message over all ranks that loop together, at the start of backward, unless the hook's own messages carry
+          the lane to them.
+        - One message after the hook, if the hook leaves different gradients on ranks that step together.
         """
         axes, equal = self.reduced(step)
         if axes == self.agree:
@@ -82,9 +84,9 @@ def make_plan(
     """The plan of a pipeline, or of a hook alone.
 
     Args:
-        hook: What happens to the gradients.
-        sizes: Axis name -> number of ranks, of the axes that are bound where it runs. Those of one rank need no message.
-        after, on_buffers: What happens to the parameters and to the buffers, if anything does.
+        hook: The transform of the gradients.
+        sizes: Axis name -> number of ranks, of the axes that are bound where it runs. Axes of one rank need no message.
+        after, on_buffers: The transforms of the parameters and of the buffers, if any.
     """
     mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
     reach = axes_of(hook, sizes)
@@ -92,7 +94,7 @@ def make_plan(
     agree = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
     parts = stages(hook)
     first = parts[0] if parts else None
-    # Where a later stage communicates too, only the last one knows the sums over all ranks.
+    # If a later stage communicates too, only the last one knows the sums over all ranks.
     always = None if changes_with_steps(hook) else _reduced(hook, mesh_axes, 0)
     plan = Plan(hook, mesh_axes, agree, always)
     own = first.reduces if first is not None else None
@@ -112,10 +114,10 @@ def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
 
 
 def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None) -> set[str]:
-    """The axes that a transform may communicate over: those in its arguments; all, where a function may do anything.
+    """The axes over which a transform may communicate: those in its arguments, or all if it calls an unknown function.
 
     Args:
-        step: Only in this step, counted from 0; None: in any.
+        step: Only in this step, counted from 0; None: in any step.
     """
     if not part.spec.name or "function" in dict(part.spec.args):
         return set(mesh_axes)
@@ -123,14 +125,14 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
     ours = str(getattr(_FACTORIES.get(part.spec.name), "__module__", "")).startswith(_OURS)
     for argument, value in part.spec.args:
         for name in value if isinstance(value, tuple) else (value,):
-            # Of others' factories any argument may name one.
+            # Any argument of a factory outside fjoin may name an axis.
             if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
                 found.add(name)
     return found.union(*(axes_of(child, mesh_axes, at) for child, at in running(part, step)))
 
 
 def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) -> set[str]:
-    """The axes over which a transform makes all gradients equal, and its sums are sums."""
+    """The axes over which a transform makes all gradients equal and sums the lane."""
     if part.sums is None or part.spec.name == "masked":
         return set()
     inside = [_summed_over(child, mesh_axes, at) for child, at in running(part, step)]
@@ -142,11 +144,11 @@ def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) 
 def warn_if_silent(
     what: Any, parts: Collection[Transform | None], mesh_axes: tuple[str, ...], ranks: int, stacklevel: int
 ) -> None:
-    """Warn if nothing in the parts of a pipeline communicates, and no `noop` in them says that this is meant."""
+    """Warn if no part of a pipeline communicates and none of them contains `noop`."""
     given = [part for part in parts if part is not None]
     if not any(axes_of(part, mesh_axes) or _holds(part, "noop") for part in given):
         warnings.warn(
-            f"nothing in {what!r} reduces over the {ranks} ranks, so that each trains on its own batches alone; put "
+            f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
             f"tx.mean({mesh_axes[0]!r}) into it, or tx.noop() where that is meant",
             stacklevel=stacklevel + 1,
         )
@@ -157,5 +159,5 @@ def _holds(part: Any, name: str) -> bool:
 
 
 def takes_flat(part: Transform) -> bool:
-    """Whether a transform may be given a bucket as one flat tensor: not where something in it looks at paths."""
+    """Whether a transform may get a bucket as one flat tensor: if it needs no leaves, no paths and no whole tree."""
     return not part.needs & (Needs.LEAVES | Needs.PATHS | Needs.TREE)

@@ -1,7 +1,8 @@
-"""Sums of matrices over ranks that travel as two thin factors.
+"""Sums of matrices over ranks, sent as two thin factors.
 
-A matrix M of rows x columns is summed as P Q, where the rows of P^T, as many as the rank, are orthonormal. Factors are stored
-with the rank first, P^T as (rank, rows) and Q as (rank, columns): their products with a matrix are several times faster so.
+A matrix M of rows x columns is summed as P Q; P^T has `rank` rows, which are orthonormal. Factors are stored with the
+rank first, P^T as (rank, rows) and Q as (rank, columns): in this layout their products with a matrix are several times
+faster.
 """
 
 from __future__ import annotations
@@ -22,27 +23,31 @@ from ..reductions._coded_mean import coded_mean
 
 
 def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor) -> Tensor:
-    """(rank, columns) numbers in (-1, 1), float64 where `like` is so, else float32: a hash of its arguments, on its device.
+    """Random numbers in (-1, 1), (rank, columns): a hash of the arguments.
+
+    They are float64 where `like` is, float32 otherwise, and lie on the device of `like`.
 
     >>> draw(0, "w", 0, 1, 3, torch.zeros(())).shape
     torch.Size([1, 3])
     """
     key = key_of((seed, step), device=like.device)
     unit = Noise(places_of({name: like.new_empty(rank, columns)}, like.device), key, key).uniform()
-    # In the middle of its steps of 2**-23, so never 0.
+    # In the middle of steps of 2**-23, so never 0.
     return (2 * unit - (1 - 2**-24)).to(torch.promote_types(like.dtype, torch.float32)).view(rank, columns)
 
 
-class Owing(NamedTuple):
-    """A `Share` of a rank that may owe something."""
+class FeedbackWeight(NamedTuple):
+    """A `RankWeight` of a rank that may have residuals."""
 
     factor: Tensor
     known: float | None
-    flush: bool  # whether it sends its errors where the factor is 0
+    flush: bool  # whether it sends its residuals where the factor is 0
 
-    def owed(self, grad: Tensor, error: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What it is to send of a leaf, factor * gradient + error; None for nothing. In new memory, where there is an error
-        and the factor is known and not 0."""
+    def message(self, grad: Tensor, error: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The message of a leaf, factor * gradient + residual; None for no message.
+
+        It is in new memory where there is a residual and the factor is known and not 0.
+        """
         grad, error = as_dtype(grad, dtype), None if error is None else as_dtype(error, dtype)
         if self.known == 0.0:  # 0 * nan would be nan
             return error if self.flush else None
@@ -59,15 +64,15 @@ class Owing(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How floats and the words of the lane are summed."""
+    """Sums floats and the words of the lane over the ranks."""
 
     axis: AxisName
-    wire: Codec | None  # the form of the floats; the words are then float64
-    feeds: bool  # whether what `wire` loses is asked for
-    leaf: str  # a path of the bucket, for dice
+    wire: Codec | None  # the codec of the floats; with a codec the words are float64
+    feeds: bool  # whether the encoding errors of `wire` are needed
+    leaf: str  # a path of the bucket, which keys random bits
 
     def __call__(self, name: str, parts: list[Tensor], words: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The sums of all parts, flat, those of the words, and what this rank's message, of this name, has lost of the parts."""
+        """The sums of the parts, the sums of the words, and the encoding error of this rank's message `name`, flat."""
         flat = [part.reshape(-1) for part in parts]
         if self.wire is None:
             if not parts and not words.numel():
@@ -85,7 +90,7 @@ class Exchange(NamedTuple):
 
 
 def cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    """A flat tensor as the tensors of which it consists; views."""
+    """The tensors of these shapes in a flat tensor; views."""
     pieces = flat.split([shape.numel() for shape in shapes]) if shapes else ()
     return [p if len(shape) == 1 else p.view(shape) for p, shape in zip(pieces, shapes, strict=True)]
 
@@ -101,19 +106,19 @@ def shaped(x: Tensor, like: Tensor) -> Tensor:
 class Block(NamedTuple):
     """Matrices of one shape.
 
-    A product's last bits depend on where in a cache line its factors begin. So on a CPU, where a matrix's result shall not
-    depend on what stands beside it, matrices whose factors end inside a cache line are blocks of one.
+    The last bits of a product depend on the position of its factors in a cache line. A matrix's result must not depend
+    on the other matrices of the bucket. So on a CPU, matrices whose factors end inside a cache line are blocks of one.
     """
 
     paths: list[str]
-    start: list[Tensor]  # of each (rank, columns)
-    sent: list[Tensor] | None  # of each what this rank sends, (rows, columns); None for nothing
-    parts: list[Tensor]  # of each this rank's part of P^T = Q M^T, (rank, rows)
-    alone: bool
+    start: list[Tensor]  # Q of each matrix, (rank, columns)
+    sent: list[Tensor] | None  # this rank's message of each matrix, (rows, columns); None for no message
+    parts: list[Tensor]  # this rank's part of P^T = Q M^T of each matrix, (rank, rows)
+    alone: bool  # whether it is a block of one for the reason above
 
     @property
     def sizes(self) -> tuple[torch.Size, torch.Size]:
-        """Of all P^T, and of all Q: (matrices, rank, rows), (matrices, rank, columns)."""
+        """The shapes of all P^T and of all Q: (matrices, rank, rows), (matrices, rank, columns)."""
         n = len(self.paths)
         return torch.Size((n, *self.parts[0].shape)), torch.Size((n, *self.start[0].shape))
 
@@ -122,9 +127,9 @@ _LINE = 64  # bytes
 
 
 def blocks_of(
-    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], owed: Callable[[str], Tensor | None], dtype: torch.dtype
+    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], message: Callable[[str], Tensor | None], dtype: torch.dtype
 ) -> list[Block]:
-    """The matrices that `q` has a factor for, those of one alone last; `owed`: path -> what this rank sends."""
+    """The matrices with a factor in `q`, blocks of one last; `message`: path -> this rank's message."""
     groups: dict[tuple[int, int, int], list[str]] = {}
     for path, start in q.items():
         groups.setdefault((leaves[path].shape[0], start.shape[0], start.shape[1]), []).append(path)
@@ -142,55 +147,65 @@ def blocks_of(
         sent: list[Tensor] = []
         parts: list[Tensor] = []
         for path, first in zip(paths, starts, strict=True):
-            if (given := owed(path)) is not None:
+            if (given := message(path)) is not None:
                 sent.append(given if given.dim() == 2 else given.reshape(rows, first.shape[1]))
-                parts.append(torch.mm(first, sent[-1].T))  # at once, while it is in the cache
+                parts.append(torch.mm(first, sent[-1].T))  # now, while the message is in the cache
             else:
                 parts.append(first.new_zeros(first.shape[0], rows))
         made.append(Block(paths, starts, sent or None, parts, alone))
     return made
 
 
-def right(block: Block, p: Tensor, share: Owing, old: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Of each matrix this rank's part of Q = P^T M, (rank, columns); and of those in `old`, the errors, what this rank owes
-    after this step: M - P Q."""
+def compute_q(
+    block: Block, p: Tensor, share: FeedbackWeight, old: Mapping[str, Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """This rank's part of Q = P^T M of each matrix, (rank, columns), and the new residuals M - P Q.
+
+    Residuals are computed for the matrices in `old`.
+
+    Args:
+        old: Path -> old residual.
+    """
     own: list[Tensor] = []
-    owes: dict[str, Tensor] = {}
+    residuals: dict[str, Tensor] = {}
     for i, (path, p_t) in enumerate(zip(block.paths, p.unbind(0), strict=True)):
         sent = None if block.sent is None else block.sent[i]
         own.append(torch.zeros_like(block.start[i]) if sent is None else torch.mm(p_t, sent))
         if path not in old:
             continue
         if sent is not None and share.known and plain([sent]):
-            # Nobody else's: see `Owing.owed`. Transposed, which takes three quarters of the time.
-            owes[path] = sent.T.addmm_(own[i].T, p_t, alpha=-1.0).T
+            # In place: `FeedbackWeight.message` made new memory. Transposed, which takes three quarters of the time.
+            residuals[path] = sent.T.addmm_(own[i].T, p_t, alpha=-1.0).T
             continue
         kept = as_dtype(old[path], p.dtype).reshape(p.shape[2], -1)
         base = kept if sent is None else sent if share.known is not None else torch.where(share.sends, sent, kept)
-        owes[path] = torch.addmm(base, p_t.T, own[i], alpha=-1.0)
-    return own, owes
+        residuals[path] = torch.addmm(base, p_t.T, own[i], alpha=-1.0)
+    return own, residuals
 
 
-def products(
-    blocks: list[Block], p: list[Tensor], q: list[Tensor], positions: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """By path the matrices P Q, of blocks' P^T and Q; where there is a place for one, it is written there."""
+def products(blocks: list[Block], p: list[Tensor], q: list[Tensor], outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Path -> the matrix P Q, from the P^T and Q of blocks.
+
+    Args:
+        outputs: Path -> a matrix to write the result to.
+    """
     made: dict[str, Tensor] = {}
     for block, p_t, factor in zip(blocks, p, q, strict=True):
         if block.alone:
-            factor = factor.clone()  # which begins anywhere
+            factor = factor.clone()  # at a position of its own in a cache line
         for path, p_t_one, factor_one in zip(block.paths, p_t.unbind(0), factor.unbind(0), strict=True):
-            # In half the time of `mm`: zeros bring the place into the cache.
-            place = positions.get(path)
-            zeros = p_t_one.new_zeros(p_t_one.shape[1], factor_one.shape[1]) if place is None else place.zero_()
+            # This takes half the time of `mm`: writing zeros brings the memory into the cache.
+            output = outputs.get(path)
+            zeros = p_t_one.new_zeros(p_t_one.shape[1], factor_one.shape[1]) if output is None else output.zero_()
             made[path] = zeros.addmm_(p_t_one.T, factor_one)
     return made
 
 
 def orthonormal(p: Tensor, epsilon: float) -> Tensor:
-    """(matrices, rank, rows) with orthonormal rows that span the same; where these are dependent, with others besides.
+    """Orthonormal rows with the same span, (matrices, rank, rows); dependent rows are completed with other directions.
 
-    By Householder's QR, which was the fastest of what is safe where rows are nearly dependent, and which scales what it squares.
+    It uses Householder QR. That was the fastest method that is safe for nearly dependent rows and scales values before
+    it squares them.
     """
     u, r = torch.linalg.qr(p.mT)
     u = u.mT
@@ -200,34 +215,34 @@ def orthonormal(p: Tensor, epsilon: float) -> Tensor:
     return u
 
 
-class Outcome(NamedTuple):
-    """Which rows and matrices are to be taken as they are."""
+class Finiteness(NamedTuple):
+    """Which summed factors are usable as they are."""
 
-    scales: list[Tensor]  # of each block the largest absolute values of Q's rows, (matrices, rank, 1)
-    live: Tensor  # 0-d bool: some rank counts
-    whole: bool  # known on the host: some rank counts, everything is finite, and no row is 0
+    scales: list[Tensor]  # the largest absolute values of the rows of each block's Q, (matrices, rank, 1)
+    live: Tensor  # 0-d bool: some rank has weight
+    whole: bool  # known on the host: some rank has weight, everything is finite, and no row is 0
 
     def fine(self, i: int) -> Tensor:
-        """Of each matrix of a block whether what came has an effect, (matrices, 1, 1)."""
+        """Whether the sum of each matrix of a block is used, (matrices, 1, 1)."""
         return self.live & torch.isfinite(self.scales[i]).all(dim=1, keepdim=True)
 
 
-def look(qs: list[Tensor], counted: Tensor) -> Outcome:
+def check_finite(qs: list[Tensor], counted: Tensor) -> Finiteness:
     scales = [torch.linalg.vector_norm(q, math.inf, dim=2, keepdim=True) for q in qs]
     live = counted != 0
-    told = torch.cat([scale.view(-1) for scale in scales]) if scales else counted.view(1)
+    joined = torch.cat([scale.view(-1) for scale in scales]) if scales else counted.view(1)
     whole = False
-    if readable_without_sync(told) and readable_without_sync(counted):
-        whole = bool(live & (told > 0).all() & torch.isfinite(told).all())
-    return Outcome(scales, live, whole)
+    if readable_without_sync(joined) and readable_without_sync(counted):
+        whole = bool(live & (joined > 0).all() & torch.isfinite(joined).all())
+    return Finiteness(scales, live, whole)
 
 
-def next_start(block: Block, q: Tensor, i: int, outcome: Outcome, fresh: Callable[[str, Tensor], Tensor]) -> Tensor:
-    """The factors that the next step starts from: this step's, with new rows in the place of those that are 0."""
-    scale = outcome.scales[i]
-    if outcome.whole:
+def next_start(block: Block, q: Tensor, i: int, finite: Finiteness, fresh: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """The factors that the next step starts from: this step's Q, with new rows in place of rows that are 0."""
+    scale = finite.scales[i]
+    if finite.whole:
         return q / scale
     dead = scale == 0
     scaled = q / torch.where(dead, torch.ones_like(scale), scale)
     new = torch.stack([fresh(path, start) for path, start in zip(block.paths, block.start, strict=True)])
-    return torch.where(outcome.fine(i), torch.where(dead, new.to(q), scaled), torch.stack(block.start))
+    return torch.where(finite.fine(i), torch.where(dead, new.to(q), scaled), torch.stack(block.start))

@@ -1,4 +1,4 @@
-"""A weighted mean in which some leaves travel as two thin factors: what the PowerSGD transforms have in common."""
+"""A weighted mean in which some leaves are sent as two thin factors: the common part of the PowerSGD transforms."""
 
 from __future__ import annotations
 
@@ -20,15 +20,27 @@ from .._weights import Over, check_over, share_of, unless_idle
 from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
 from ..reductions._mean import MeanState, init_mean, mean, state_of_first
-from ..reductions._residuals import Memory
-from ._factors import Exchange, Owing, as_dtype, blocks_of, cut, look, next_start, orthonormal, products, right, shaped
-from ._residuals import owing, owing_of_loose
+from ..reductions._residuals import ResidualMemory
+from ._factors import (
+    Exchange,
+    FeedbackWeight,
+    as_dtype,
+    blocks_of,
+    check_finite,
+    compute_q,
+    cut,
+    next_start,
+    orthonormal,
+    products,
+    shaped,
+)
+from ._residuals import matrix_residuals, uncompressed_residuals
 
 
 class PowerSGDState(NamedTuple):
     reduced: MeanState
-    counted: Tensor  # the sum of what the ranks counted in the last call, 0-d float64
-    q: dict[str, Tensor]  # by path of a compressed leaf what the next call starts from, (rank, columns)
+    counted: Tensor  # the sum of the ranks' factors in the last call, 0-d float64
+    q: dict[str, Tensor]  # path of a compressed leaf -> the Q that the next call starts from, (rank, columns)
     step: int  # calls so far, on the host
 
 
@@ -42,7 +54,7 @@ class Settings(NamedTuple):
     over: Over
 
     def rank_of(self, rows: int, columns: int) -> int:
-        """The rank in which a matrix of this shape travels; 0 where it travels whole."""
+        """The rank of the factors of a matrix of this shape; 0 where it is not compressed."""
         rank = min(rows, columns, self.rank)
         return rank if (rows + columns) * rank * self.min_compression_rate < rows * columns else 0
 
@@ -58,22 +70,22 @@ def check_settings(given: Settings) -> None:
 
 
 class CallArgs(NamedTuple):
-    """What a call has been given besides gradients."""
+    """The arguments of a call, except the gradients."""
 
     weight: Any
     lane: Lane | None
     first_bucket: FirstBucket | None
     wire: Codec | None
-    errors: dict[str, Tensor]  # by path
+    errors: dict[str, Tensor]  # path -> residual
     flush: bool
     donated: bool  # whether the means may take the gradients' memory
 
 
 class Result(NamedTuple):
-    """What has come of a call."""
+    """Result of one update."""
 
-    means: dict[str, Tensor]  # by path, in the leaves' shapes and dtypes
-    errors: dict[str, Tensor]  # by path, of those given
+    means: dict[str, Tensor]  # path -> mean, in the leaf's shape and dtype
+    errors: dict[str, Tensor]  # path -> new residual, for the paths of the given residuals
     q: dict[str, Tensor]
     reduced: MeanState
     counted: Tensor
@@ -86,7 +98,12 @@ def make_transform(
     settings: Settings, needs: Needs, start: Callable[[Tree], dict[str, Tensor]], reduce: Reduce,
     loses: Callable[[Tree], list[str]],
 ) -> Transform:  # fmt: skip
-    """A transform around what it does on several ranks; `start`: parameters -> the first Q."""
+    """A transform around `reduce`, which runs on several ranks.
+
+    Args:
+        start: Parameters -> the first Q.
+        loses: Parameters -> the paths of the leaves that are compressed.
+    """
     axis, over = settings.axis, settings.over
     alone = mean(axis, over)
 
@@ -97,8 +114,8 @@ def make_transform(
     @counts_steps
     def update(
         grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
-        persistent: bool = False, **extra: Any,
+        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: ResidualMemory | None = None,
+        donated: bool = False, persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
         grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
         if axis_size(axis) == 1:
@@ -115,7 +132,7 @@ def make_transform(
         share, known = share_of(weight, over), dict[str, Tensor]()
         if memory is not None:
             mine = {path: leaf for path, leaf in leaves.items() if path in memory}
-            known = dict(zip(mine, memory.owed(mine, share), strict=True))
+            known = dict(zip(mine, memory.residuals(mine, share), strict=True))
         given = CallArgs(weight, lane, first_bucket, wire, known, memory is not None and memory.flush, donated)
         made = reduce(leaves, state, given)
         if memory is not None:
@@ -137,26 +154,26 @@ def make_transform(
 def low_rank_mean(
     leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], fresh: Callable[[str, Tensor], Tensor], settings: Settings, given: CallArgs
 ) -> Result:  # fmt: skip
-    """The mean of leaves, of which those in `q` travel as two factors."""
+    """The mean of leaves; the leaves with a factor in `q` are sent as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = device_of(leaves.values())
-    mine = Owing(*share_of(given.weight, over).to(device), given.flush)
+    mine = FeedbackWeight(*share_of(given.weight, over).to(device), given.flush)
     named = {} if given.first_bucket is not None else {"total": mine.factor, **(given.lane or {})}
     check_lane(given.lane)
     coded = given.wire is not None
     dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())
     words = encode_lane(named, torch.float64, 1, device) if coded else encode_lane(named, dtype, ranks, device)
     exchange = Exchange(axis, given.wire, coded and bool(given.errors), next(iter(leaves), ""))
-    # What is summed as it is owes nothing.
+    # Leaves that are summed uncompressed and unencoded have no residual.
     errors = {path: e for path, e in given.errors.items() if coded or path in q}
 
-    def owed(path: str) -> Tensor | None:
-        return mine.owed(leaves[path], errors.get(path), dtype)
+    def message(path: str) -> Tensor | None:
+        return mine.message(leaves[path], errors.get(path), dtype)
 
-    blocks = blocks_of(leaves, q, owed, dtype)
+    blocks = blocks_of(leaves, q, message, dtype)
     uncompressed = [path for path, leaf in leaves.items() if path not in q and leaf.numel()]
     parts = [
-        s if (s := owed(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in uncompressed
+        s if (s := message(path)) is not None else torch.zeros_like(leaves[path], dtype=dtype) for path in uncompressed
     ]
     flat, lane_words, lost = exchange("P", [*(part for block in blocks for part in block.parts), *parts], words)
     left_sizes, right_sizes = [block.sizes[0] for block in blocks], [block.sizes[1] for block in blocks]
@@ -164,11 +181,11 @@ def low_rank_mean(
     p_t = [orthonormal(p, settings.epsilon) for p in cut(flat[:size], left_sizes)]
 
     own: list[Tensor] = []
-    owes: dict[str, Tensor] = {}
+    residuals: dict[str, Tensor] = {}
     for block, p in zip(blocks, p_t, strict=True):
-        some, errors_of_some = right(block, p, mine, errors)
+        some, residuals_of_some = compute_q(block, p, mine, errors)
         own += some
-        owes.update(errors_of_some)
+        residuals.update(residuals_of_some)
     second, _, q_residual = exchange("Q", own, words[:0])
     totals = cut(second, right_sizes)
 
@@ -178,27 +195,27 @@ def low_rank_mean(
         reduced = MeanState(torch.full_like(counted, ranks) if over == "world" else counted, lane)
     else:
         reduced, counted = state_of_first(given.first_bucket.substate("reduced")), given.first_bucket.get().counted
-    outcome = look(totals, counted)
-    divisor = reduced.total if outcome.whole else torch.where(outcome.live, reduced.total, torch.ones_like(counted))
+    finite = check_finite(totals, counted)
+    divisor = reduced.total if finite.whole else torch.where(finite.live, reduced.total, torch.ones_like(counted))
 
     def divided(x: Tensor) -> Tensor:
-        return x / divisor if outcome.whole else torch.where(outcome.live, x / divisor.to(x.dtype), torch.zeros_like(x))
+        return x / divisor if finite.whole else torch.where(finite.live, x / divisor.to(x.dtype), torch.zeros_like(x))
 
-    positions: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     if given.donated and plain(list(leaves.values())):
         matrices = {path: leaves[path] for path in q}
-        positions = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
-    means = products(blocks, p_t, cut(divided(second), right_sizes), positions)
+        outputs = {path: m.view(len(m), -1) for path, m in matrices.items() if m.dtype is dtype and m.is_contiguous()}
+    means = products(blocks, p_t, cut(divided(second), right_sizes), outputs)
     shapes = {path: leaves[path].shape for path in uncompressed}
     means.update(zip(uncompressed, cut(divided(flat[size:]), list(shapes.values())), strict=True))
     new_q: dict[str, Tensor] = {}
     if settings.warm_start:
         for i, (block, total) in enumerate(zip(blocks, totals, strict=True)):
-            new_q.update(zip(block.paths, next_start(block, total, i, outcome, fresh).unbind(0), strict=True))
+            new_q.update(zip(block.paths, next_start(block, total, i, finite, fresh).unbind(0), strict=True))
     missed = None if q_residual is None else cut(q_residual, right_sizes)
-    new_errors = owing(blocks, p_t, owes, missed, errors, outcome)
+    new_errors = matrix_residuals(blocks, p_t, residuals, missed, errors, finite)
     if lost is not None:
-        new_errors.update(owing_of_loose(shapes, lost[size:], flat[size:], errors, mine, outcome))
+        new_errors.update(uncompressed_residuals(shapes, lost[size:], flat[size:], errors, mine, finite))
     return Result(
         {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
         {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},

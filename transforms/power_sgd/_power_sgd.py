@@ -1,4 +1,4 @@
-"""PowerSGD: gradients that are matrices travel as two thin factors."""
+"""PowerSGD: gradients that are matrices are sent as two thin factors."""
 
 from __future__ import annotations
 
@@ -25,35 +25,38 @@ def power_sgd(
     axis: AxisName, rank: int = 1, *, start: int = 0, min_compression_rate: float = 2.0, warm_start: bool = True,
     epsilon: float = 0.0, seed: int = 0, over: Over = "weight",
 ) -> Transform:  # fmt: skip
-    """The mean of all ranks' gradients, weighted, of which matrices travel as two thin factors.
+    """The weighted mean of all ranks' gradients, with matrices sent as two thin factors.
 
-    With M_r = w_r g_r, seen as shape[0] x all other dimensions, and Q of `rank` columns, the same on all ranks:
+    With M_r = w_r g_r, as a matrix of shape[0] x all other dimensions, and Q of `rank` columns, the same on all ranks:
 
         P = orthonormal(sum_r M_r Q),   Q = sum_r M_r^T P,   result = P Q^T / sum_r w_r
 
-    which is the mean projected to the columns that M Q spans. It loses what is orthogonal to them, unless it is inside
-    `error_feedback(power_sgd(...))`, where each rank keeps M_r - P Q_r^T, adds it to its next M_r, and over all steps nothing is
-    lost.
+    The result is the mean projected onto the columns that M Q spans. The part orthogonal to them is lost, unless the
+    transform is inside `error_feedback(power_sgd(...))`: there each rank keeps M_r - P Q_r^T and adds it to its next
+    M_r, so that over all steps nothing is lost.
 
-    One message brings the sums of P, of the leaves that are not compressed and of the lane, a second one those of Q; without
-    a compressed leaf there is no second. All travel in float32, or float64 where a gradient is; inside `compress` and `cast`
-    encoded, the lane exactly beside them. On an axis of one rank nothing travels and nothing is compressed.
+    One message carries P, the leaves that are not compressed, and the lane; a second one carries Q. Without a
+    compressed leaf there is no second message. All are sent in float32, or in float64 if a gradient is float64. Inside
+    `compress` and `cast` they are encoded, but the lane is exact. On an axis of one rank nothing is sent and nothing is
+    compressed.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
         rank: Columns of P and Q, at least 1; at most the rows and the columns of a matrix are used.
-        start: Calls in which a plain `mean` runs first, so that it is `switch_after(start, mean(...), power_sgd(...))`.
-        min_compression_rate: A matrix is compressed where (rows + columns) * rank * this < rows * columns. From 1 on none is
-            whose rows or columns are fewer than `rank`; below it, such a matrix travels in the rank that loses nothing.
-        warm_start: Start from the last call's Q, else from random numbers in every call.
-        epsilon: Added to the norm of each column of M Q that divides it, in units of the summed gradients.
-        seed: Of the random numbers, which depend on the path and, without warm start, on the step.
-        over: What to divide by; see `mean`.
+        start: Calls at the beginning that run a plain `mean`; short for
+            `switch_after(start, mean(...), power_sgd(...))`.
+        min_compression_rate: A matrix is compressed where (rows + columns) * rank * this < rows * columns. With at
+            least 1, matrices with fewer rows or columns than `rank` are not compressed; below 1, such a matrix is sent
+            with as many columns as it takes to lose nothing.
+        warm_start: Start from the last call's Q; if False, from random numbers in every call.
+        epsilon: Added to the norm by which each column of M Q is divided, in units of the summed gradients.
+        seed: Seed of the random numbers, which also depend on the path and, without warm start, on the step.
+        over: The divisor; see `mean`.
 
     Returns:
-        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks that compute alike.
-        State: `PowerSGDState(reduced, counted, q, step)`. A column of Q that has become 0 is drawn afresh. Where no rank counts,
-        or a matrix is not finite, its Q and its error stay as they were.
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks with equal arithmetic.
+        State: `PowerSGDState(reduced, counted, q, step)`. A column of Q that has become 0 is drawn again. Where no rank
+        has weight, or a matrix is not finite, its Q and its residual do not change.
 
     Raises:
         ValueError, TypeError: an argument is none of these; at `update` as `mean`.
@@ -75,7 +78,7 @@ def power_sgd(
         return switch_after(start, mean(axis, over), power_sgd(**settings._asdict()))
 
     def shapes(leaves: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """Of the leaves that are compressed the rank, and the columns."""
+        """Path -> (rank, columns) of each compressed leaf."""
         found = {}
         for path, leaf in leaves.items():
             if leaf.dim() > 1 and leaf.numel():
@@ -117,18 +120,19 @@ def batched_power_sgd(
     axis: AxisName, rank: int = 1, *, start: int = 0, min_compression_rate: float = 2.0, warm_start: bool = True,
     epsilon: float = 0.0, seed: int = 0, over: Over = "weight",
 ) -> Transform:  # fmt: skip
-    """`power_sgd` on one square matrix that holds all gradients of a call, one behind the other.
+    """`power_sgd` on one square matrix that concatenates all gradients of a call.
 
-    The matrix has ceil(sqrt(elements)) rows and columns, zeros at its end. That is fewer and larger operations, and vectors
-    travel compressed too; but gradients laid out like this are seldom near a low rank, so that much more is lost. A call whose
-    matrix is too small to be compressed is a plain mean.
+    The matrix has ceil(sqrt(elements)) rows and columns, padded with zeros at its end. This takes fewer and larger
+    operations, and compresses vectors too. But gradients in this layout are seldom near a low rank, so much more is
+    lost. A call whose matrix is too small to be compressed is a plain mean.
 
     Args, Raises: as `power_sgd`.
 
     Returns:
-        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks that compute alike.
-        State: `PowerSGDState`; in `q` all paths of a bucket have its Q, in the first columns of a matrix that has as many as one of
-        all parameters would have. So buckets may be cut anew: each starts from the Q of its first parameter.
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks with equal arithmetic.
+        State: `PowerSGDState`; in `q` all paths of a bucket have the bucket's Q. It fills the first columns of a matrix
+        that is wide enough for all parameters, so the layout of buckets may change: each bucket starts from the Q of
+        its first parameter.
 
     Same as: torch's batched_powerSGD_hook, which raises AssertionError in its first compressed pass.
     Source: Vogels et al., PowerSGD, arXiv:1905.13727.
@@ -147,7 +151,7 @@ def batched_power_sgd(
         return switch_after(start, mean(axis, over), batched_power_sgd(**settings._asdict()))
 
     def size(leaves: Mapping[str, Tensor]) -> tuple[int, int]:
-        """Of the square matrix of these leaves the rows, and the rank in which it travels."""
+        """The rows of the square matrix of these leaves, and the rank of its factors."""
         elements = sum(leaf.numel() for leaf in leaves.values())
         side = math.isqrt(elements - 1) + 1 if elements else 0
         return side, settings.rank_of(side, side)
@@ -188,13 +192,13 @@ def batched_power_sgd(
 
 
 def _inside(whole: Tensor, corner: Tensor) -> Tensor:
-    """A matrix with another one in its first rows and columns."""
+    """The matrix `whole` with `corner` in its first rows and columns."""
     rows, columns = corner.shape
     return torch.cat([torch.cat([corner, whole[:rows, columns:]], dim=1), whole[rows:]])
 
 
 def _square(values: Mapping[str, Tensor], paths: Iterable[str], side: int) -> Tensor:
-    """Leaves one behind the other as a square matrix."""
+    """The leaves, concatenated and padded, as a square matrix."""
     parts = [values[path].reshape(-1) for path in paths]
     dtype = torch.float64 if any(part.dtype is torch.float64 for part in parts) else torch.float32
     parts = [part.to(dtype) for part in parts]
@@ -205,7 +209,7 @@ def _square(values: Mapping[str, Tensor], paths: Iterable[str], side: int) -> Te
 
 
 def _pieces(square: Tensor, like: Mapping[str, Tensor], paths: Iterable[str] = ()) -> dict[str, Tensor]:
-    """The leaves again, in the shapes and dtypes of others."""
+    """The leaves of a square matrix, in the shapes and dtypes of `like`."""
     chosen = list(paths or like)
     sizes = [like[path].numel() for path in chosen]
     pieces = square.view(-1)[: sum(sizes)].split(sizes)

@@ -1,4 +1,4 @@
-"""A sum that takes from two gradients what they agree in only once."""
+"""Adasum: a sum of gradients that counts their common direction only once."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ from ._mean import MeanState, init_mean, state_of_first
 
 @factory
 def adasum(axis: AxisName) -> Transform:
-    """Add gradients pairwise, each less half of its part along the other: orthogonal ones are summed, parallel ones averaged.
+    """Adds gradients pairwise: sums orthogonal gradients and averages parallel ones.
 
         a + b  becomes  (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b,    for each leaf
 
-    In log2(ranks) rounds, in each of which a rank sends all its gradients to one other; where the ranks are no power of two, those
-    above the last one give theirs away before and get the result after. A rank without input adds nothing; other weights do
-    not count. `explain` announces a message in every round, which the ranks that have none to send leave out.
+    The sum of a pair is reduced by half of the projection of each gradient onto the other. It takes log2(ranks) rounds;
+    in each round a rank sends all its gradients to one other rank. If the number of ranks is no power of two, the ranks
+    above the largest power of two send their gradients away before the first round and receive the result after the
+    last one.
+
+    A rank without input adds nothing; apart from that, weights have no effect. `explain` counts a message in every
+    round; ranks with nothing to send skip it.
 
     Args:
         axis: One axis.
 
     Returns:
-        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit. Sums are taken in at least float32.
-        State: `MeanState(total, lane)`, total being the ranks with input.
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit. Sums are taken in at
+        least float32.
+        State: `MeanState(total, lane)`; `total` is the number of ranks with input.
 
     Raises:
         ValueError: several axes.
@@ -61,7 +66,7 @@ def adasum(axis: AxisName) -> Transform:
         check_lane(lane)
         share = share_of(weight, "live")
         grads = optree.tree_map(torch.as_tensor, grads)
-        # Contiguous, as what comes from others: sums over other strides round in another order.
+        # Contiguous, like the tensors received from other ranks: sums over other strides round in another order.
         wide = optree.tree_map(
             lambda g: share.masked(g).to(torch.promote_types(g.dtype, torch.float32)).contiguous(), grads
         )
@@ -96,10 +101,10 @@ def _over_ranks(own: Tree, axis: str) -> Tree:
 
 
 def _both(own: Tree, other: Tree, here: Tensor) -> Tree:
-    """The adaptive sum where `here`; both of a pair compute the same bits, for it is symmetric."""
+    """The adaptive sum where `here`, else `own`. It is symmetric, so both ranks of a pair compute the same bits."""
 
     def add(a: Tensor, b: Tensor) -> Tensor:
-        # Of values near 1, whose squares neither overflow nor vanish.
+        # Scaled to values near 1, whose squares neither overflow nor underflow.
         size = nonzero_or_one(torch.maximum(_largest(a), _largest(b)))
         dot, aa, bb = (torch.sum(p / size * (q / size)) for p, q in ((a, b), (a, a), (b, b)))
         summed = (1 - dot / (2 * nonzero_or_one(aa))) * a + (1 - dot / (2 * nonzero_or_one(bb))) * b

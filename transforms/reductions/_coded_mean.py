@@ -1,10 +1,12 @@
-"""A weighted mean of rows of bytes: at most twice the codes for each rank, however many ranks there are.
+"""A weighted mean of encoded rows: a rank sends at most twice its codes, however many ranks there are.
 
-On three ranks and more every rank takes one chunk of the gradients: it gets all ranks' bytes of that chunk
-(all_to_all), decodes them, takes their weighted mean in float32, and sends that to all, encoded again
-(all_gather). On two ranks each sends all its bytes to the other, as many as in the two messages above, and
-both take the same mean: one exchange, encoded once. The weight stands behind the codes of every row, in float64; the words of the
-lane are summed as the gradients are, each rank taking some of them.
+On three and more ranks every rank reduces one chunk of the gradients. It receives the bytes of that chunk from all
+ranks (all_to_all), decodes them, takes their weighted mean in float32, and sends the mean to all ranks, encoded again
+(all_gather). On two ranks each rank sends all its bytes to the other, as many as in the two messages above, and both
+take the same mean: one exchange, encoded once.
+
+Every row ends with the weight, in float64. The words of the lane are summed like the gradients: each rank sums some of
+them.
 """
 
 from __future__ import annotations
@@ -27,28 +29,32 @@ class Reduced(NamedTuple):
     mean: Tensor  # (n,) float32
     total: Tensor  # the sum of the factors, 0-d float64
     words: Tensor  # sums over the ranks of the lane's words, (words,) float64
-    lost: Tensor | None = None  # of times * flat, and of total * mean where this rank summed it, (n,) float32
-    coded: Tensor | None = None  # where `lost` is asked for, what the others decode of flat, (n,) float32
+    # The encoding error of times * flat, plus that of total * mean in the chunk that this rank summed, (n,) float32.
+    lost: Tensor | None = None
+    coded: Tensor | None = None  # where `lost` is requested: `flat` as the other ranks decode it, (n,) float32
 
 
 def coded_mean(
     codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    positions: Tensor | None = None, update_counters: Callable[[Tensor], Tensor] = lambda mean: mean, out: Tensor | None = None,
+    positions: Tensor | None = None, map_mean: Callable[[Tensor], Tensor] = lambda mean: mean,
+    out: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
-    """sum_r factor_r flat_r / sum_r factor_r, with the floats encoded while they travel; 0 where all factors are.
+    """sum_r factor_r flat_r / sum_r factor_r over encoded messages; 0 where all factors are 0.
 
     Args:
-        flat: (n,) float32, this rank's; finite where `factor` is 0.
-        factor: What this rank counts, 0-d float64, at least 0.
-        words: Of the lane, (words,) float64.
-        axis: The axis; of several, the last is reduced first, and the others what it gave.
-        times: What this rank's floats are multiplied with, where that is not `factor`; asks for what is lost.
-        places: Where each float stands, for a codec that throws dice; see `places_of`.
-        settle: What becomes of the mean where it is taken, before it is sent.
-        out: Where the mean may be written, (n,) float32: it may be `flat`, which is read no more then. On two ranks it is.
+        flat: (n,) float32, this rank's values; finite where `factor` is 0.
+        factor: This rank's weight in the sum, 0-d float64, at least 0.
+        words: The words of the lane, (words,) float64.
+        axis: The axis. Of several axes the last is reduced first, and its result over the others.
+        times: The multiplier of this rank's floats, where it is not `factor`. If given, `lost` and `coded` are
+            computed.
+        positions: The position of each float, for a stochastic codec; see `places_of`.
+        map_mean: Applied to the mean before it is sent.
+        out: A buffer for the mean, (n,) float32. It may be `flat`, which is not read after that. It is used on two
+            ranks only.
 
     Raises:
-        ValueError: what is lost is asked for over several axes.
+        ValueError: `times` is given for several axes.
     """
     if times is not None and len(names(axis)) > 1:
         raise ValueError(
@@ -56,34 +62,34 @@ def coded_mean(
         )
     for i, name in reversed(list(enumerate(names(axis)))):
         note(name, f"{flat.numel()} floats")
-        # Ranks that hold the same throw the same.
+        # Ranks with equal inputs must use equal random bits.
         rank, group = (axis_index(names(axis)[:n]) if codec.stochastic and n else 0 for n in (i + 1, i))
-        dice = StochasticEncoder(codec, flat, positions, rank, i, group)
-        reduced = _over_one(codec, dice, flat, factor, words, name, times, update_counters, out)
+        encoder = StochasticEncoder(codec, flat, positions, rank, i, group)
+        reduced = _over_one(codec, encoder, flat, factor, words, name, times, map_mean, out)
         flat, factor, words = reduced.mean, reduced.total, reduced.words
     return reduced
 
 
 def _over_one(
-    codec: Codec, dice: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: str, times: Tensor | None,
-    update_counters: Callable[[Tensor], Tensor], out: Tensor | None,
+    codec: Codec, encoder: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: str,
+    times: Tensor | None, map_mean: Callable[[Tensor], Tensor], out: Tensor | None,
 ) -> Reduced:  # fmt: skip
     ranks, n = axis_size(axis), flat.numel()
     if ranks == 1:
         return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
     if ranks == 2:
-        reduced = _gathered(codec, dice, flat, factor, words, axis, times, out)
-        return reduced._replace(mean=update_counters(reduced.mean))
+        reduced = _gathered(codec, encoder, flat, factor, words, axis, times, out)
+        return reduced._replace(mean=map_mean(reduced.mean))
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
     head, here = len(own), to_device(flat.device, axis_index(axis))
     size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
     chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
-    positions = cut(dice.positions, ranks, size) if codec.stochastic else dice.positions
-    codes = dice.encode(chunks, positions)
+    positions = cut(encoder.positions, ranks, size) if codec.stochastic else encoder.positions
+    codes = encoder.encode(chunks, positions)
     rows, header = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
     mean, total = _mean(iter(rows.unbind(0)), header[:, :head])
-    mean = update_counters(mean)
-    coded = dice.encode(
+    mean = map_mean(mean)
+    coded = encoder.encode(
         mean.unsqueeze(0), positions.index_select(0, here.view(1)) if codec.stochastic else positions, back=True
     )
     back, summed = _read(codec, all_gather(_row(coded, header[:, head:].sum(0, keepdim=True))[0], axis), size, share)
@@ -101,22 +107,25 @@ def gathered_mean(
     codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
     positions: Tensor | None = None, out: Tensor | None = None,
 ) -> Reduced:  # fmt: skip
-    """`coded_mean` in which every rank gets all ranks' codes and takes the mean itself: encoded once, ranks / 2 times the bytes."""
+    """`coded_mean` in which every rank receives all ranks' codes and takes the mean itself.
+
+    It encodes once and sends ranks / 2 times the bytes.
+    """
     note(axis, f"{flat.numel()} floats")
-    dice = StochasticEncoder(codec, flat, positions, axis_index(axis) if codec.stochastic else 0)
-    return _gathered(codec, dice, flat, factor, words, axis, times, out)
+    encoder = StochasticEncoder(codec, flat, positions, axis_index(axis) if codec.stochastic else 0)
+    return _gathered(codec, encoder, flat, factor, words, axis, times, out)
 
 
 def _gathered(
-    codec: Codec, dice: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None,
-    out: Tensor | None,
+    codec: Codec, encoder: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName,
+    times: Tensor | None, out: Tensor | None,
 ) -> Reduced:  # fmt: skip
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    codes, mine = dice.encode(flat.unsqueeze(0), dice.positions.unsqueeze(0)), torch.cat([own, words])
+    codes, mine = encoder.encode(flat.unsqueeze(0), encoder.positions.unsqueeze(0)), torch.cat([own, words])
     data = all_gather(_row(codes, mine.unsqueeze(0))[0], axis)
     header, n = _words(data, len(mine)), flat.numel()
     each = data[:, : codec.width(n)].split(1)
-    rows = (codec.decode(row, n)[0] for row in each)  # one at a time: a cache does not hold all
+    rows = (codec.decode(row, n)[0] for row in each)  # one at a time: all of them do not fit a cache
     mean, total = _mean(rows, header[:, : len(own)], out)
     summed = header[:, len(own) :].sum(0)
     if times is None:
@@ -130,15 +139,15 @@ def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
 
 
 def cut(x: Tensor, rows: int, size: int) -> Tensor:
-    """(n,) as (rows, size), zeros at the end."""
+    """(n,) as (rows, size), padded with zeros at the end."""
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
 
 
 def _mean(rows: Iterator[Tensor], header: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The weighted mean of rows, and the sum of the weights; the last word is what a row is multiplied with."""
+    """The weighted mean of rows, and the sum of the weights; the last word of a row's header is its multiplier."""
     total = header[:, 0].sum()
-    one = total / total  # but NaN where it is infinite: x / inf would be 0
-    # Where nobody counts, what is flushed is not taken.
+    one = total / total  # 1, but NaN where `total` is infinite: x / inf would be 0
+    # If no rank has weight, flushed residuals are ignored.
     first, *others = torch.where(total == 0, 0.0, header[:, -1] / total * one).to(torch.float32).unbind(0)
     mean = torch.mul(next(rows), first, out=out)
     for row, factor in zip(rows, others, strict=True):
@@ -147,14 +156,14 @@ def _mean(rows: Iterator[Tensor], header: Tensor, out: Tensor | None = None) -> 
 
 
 def _row(codes: Tensor, words: Tensor) -> Tensor:
-    """(rows, bytes): codes, padded to whole float64 words, then words of this rank."""
+    """(rows, bytes): codes, padded to whole float64 words, then this rank's words."""
     if gap := -codes.shape[1] % 8:
         codes = torch.nn.functional.pad(codes, (0, gap))
     return torch.cat([codes, as_bytes(words)], dim=1) if words.shape[1] else codes
 
 
 def _read(codec: Codec, data: Tensor, n: int, words: int) -> tuple[Tensor, Tensor]:
-    """Of rows of bytes the floats, (rows, n), and the words, (rows, words)."""
+    """The floats, (rows, n), and the words, (rows, words), of rows of bytes."""
     return codec.decode(data[:, : codec.width(n)], n), _words(data, words)
 
 

@@ -30,28 +30,28 @@ _CASTS: dict[torch.dtype, Callable[[], Codec]] = {
 
 class CompressState(NamedTuple):
     inner: State
-    step: int  # calls so far, on the host: what dice are keyed by, besides the seed
+    step: int  # calls so far, on the host; with the seed it keys the random bits
 
 
 @factory
 def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
-    """Let what a hook sends of gradients be encoded while it travels.
+    """Encodes the gradients that a hook communicates.
 
-    All leaves go in one message, or one to and one from the rank that sums them; see `quantized_mean`. Weights and
-    lane travel beside the codes, in float64, and are exact. Gradients come back in their own dtype. On an axis of one rank
-    nothing travels, and nothing is encoded.
+    All leaves are sent in one message, or in one message to and one from the rank that sums them; see `quantized_mean`.
+    Weights and lane are sent with the codes, in float64, and are exact. Results have the gradients' dtypes. On an axis
+    of one rank nothing is sent, and nothing is encoded.
 
     Args:
         codec: For example `int8()`.
-        hook: `mean`, `sum_over`, or what holds them: `chain`, `partition`, `every` and so on.
-        seed: For codecs that throw dice, such as `int8(stochastic=True)`: the same on all ranks. Dice depend on it, the step,
-            the rank, and a float's path and place in its leaf.
+        hook: `mean`, `sum_over`, or a transform that contains them: `chain`, `partition`, `every` and so on.
+        seed: For stochastic codecs, such as `int8(stochastic=True)`; the same on all ranks. The random bits depend on
+            the seed, the step, the rank, and a float's path and position in its leaf.
 
     Returns:
-        A `Transform` with the state of `hook`; for codecs that throw dice, `CompressState(inner, step)`.
+        A `Transform` with the state of `hook`; for stochastic codecs, `CompressState(inner, step)`.
 
     Raises:
-        TypeError: `codec` is no codec; nothing in `hook` sends what can be encoded, or something is encoded already; at `update`: a
+        TypeError: `codec` is no codec; `hook` sends nothing that can be encoded, or encodes already; at `update`: a
             complex gradient.
         ValueError: `seed` is no whole number.
         RuntimeError: at `update`: something differentiates through the gradients.
@@ -71,10 +71,10 @@ def compress(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
 
 @factory
 def cast(dtype: torch.dtype, hook: Transform) -> Transform:
-    """Let what a hook sends of gradients travel in fewer bits.
+    """Communicates gradients in a lower-precision dtype.
 
-    Sums are taken in float32. Nothing overflows that float32 holds: float16 and the 8-bit floats travel beside a scale; of
-    bfloat16 the largest number is 3.39e38, a little less than float32's.
+    Sums are taken in float32. Values within the range of float32 do not overflow: float16 and the 8-bit floats are sent
+    with a scale, and the largest bfloat16 number is 3.39e38, a little less than that of float32.
 
     Args:
         dtype: torch.bfloat16, float16, float8_e4m3fn or float8_e5m2; float32 for float64 gradients.
@@ -105,25 +105,26 @@ def cast(dtype: torch.dtype, hook: Transform) -> Transform:
 def quantized_mean(axis: AxisName, codec: Codec, over: Over = "weight", seed: int = 0) -> Transform:
     """The mean of all ranks' gradients, weighted, with every message encoded.
 
-    Each rank takes one chunk of the gradients: it gets all ranks' codes of it, takes the mean in float32, and sends
-    that to all, encoded again. So what a rank sends is twice the codes of its gradients, less 1 / ranks of it, however many
-    ranks there are. Two ranks send all their codes to each other, which are as many, and encode once.
+    Each rank reduces one chunk of the gradients: it receives all ranks' codes of that chunk, takes the mean in float32,
+    and sends the mean to all ranks, encoded again. So a rank sends twice the codes of its gradients, less 1 / ranks of
+    it, however many ranks there are. Two ranks send all their codes to each other, which are as many bytes, and encode
+    once.
 
     Args:
-        axis: The axis, or several, of which the last is reduced first.
-        codec: What gradients are while they travel.
-        over: What to divide by; see `mean`.
-        seed: For codecs that throw dice; see `compress`.
+        axis: The axis, or several axes; the last one is reduced first.
+        codec: The codec of the messages.
+        over: The divisor; see `mean`.
+        seed: For stochastic codecs; see `compress`.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks to the bit.
-        State: `MeanState(total, lane)`; for codecs that throw dice, `CompressState(inner, step)` around it.
+        State: `MeanState(total, lane)`; for stochastic codecs, `CompressState(inner, step)` around it.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `compress` and `mean`.
 
-    Same as: torch's quantization_pertensor_hook and quantization_perchannel_hook, which send ranks / 8 times the bytes of
-        float32.
+    Same as: torch's quantization_pertensor_hook and quantization_perchannel_hook, which send ranks / 8 times the bytes
+        of float32.
 
     >>> from fjoin import transforms as tx
     >>> hook = quantized_mean("data", tx.int8())

@@ -1,4 +1,4 @@
-"""A weighted mean or sum of trees of gradients, all leaves in one message, encoded."""
+"""A weighted mean or sum of trees of gradients, with all leaves in one encoded message."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
 from ..codecs._random_bits import places_of
 from ._coded_mean import Reduced, coded_mean
-from ._residuals import Memory
+from ._residuals import ResidualMemory
 
 
 class Encoded(NamedTuple):
     out: Tree  # like the gradients
-    total: Tensor  # what was divided by, 0-d float64
-    lane: dict[str, Tensor]  # its sums, 0-d float64
+    total: Tensor  # the divisor, 0-d float64
+    lane: dict[str, Tensor]  # the sums of the lane, 0-d float64
 
 
 def encoded_mean(
-    wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None, memory: Memory | None,
-    reduce: Callable[..., Reduced] = coded_mean, donated: bool = False, persistent: bool = False,
+    wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None,
+    memory: ResidualMemory | None, reduce: Callable[..., Reduced] = coded_mean, donated: bool = False,
+    persistent: bool = False,
 ) -> Encoded:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
 
     Args:
-        memory: Where the errors of this call lie; see `error_feedback`.
-        reduce: What a `coded_mean` does.
+        memory: The residuals of this call; see `error_feedback`.
+        reduce: The reduction of one message: `coded_mean` or a function like it.
         donated: Whether the mean may be written over the gradients.
-        persistent: Whether the gradients are given back where no rank counts anything, in the place of zeros.
+        persistent: Whether the gradients are returned instead of zeros where no rank has weight.
 
     Raises:
         RuntimeError: something differentiates through the gradients.
@@ -56,13 +57,15 @@ def encoded_mean(
     if memory is None:
         reduced = reduce(wire, flat, share.factor, words, axis, positions=positions, out=room)
     else:
-        errors = memory.owed(of, share)
-        owed = Owed(flat, ravel(errors, device), share, memory.flush)
-        reduced = reduce(wire, owed.given, share.factor, words, axis, times=owed.times, positions=positions, out=room)
+        errors = memory.residuals(of, share)
+        message = MessageWithResidual(flat, ravel(errors, device), share, memory.flush)
+        reduced = reduce(
+            wire, message.floats, share.factor, words, axis, times=message.times, positions=positions, out=room
+        )
         divisor = reduced.total
         if over in (None, "world"):
             divisor = torch.full_like(divisor, 1 if over is None else axis_size(axis))
-        memory.keep(of, split(owed.left(reduced), errors), share, divisor)
+        memory.keep(of, split(message.residual(reduced), errors), share, divisor)
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
     total, full = reduced.total, reduced.mean
@@ -76,44 +79,44 @@ def encoded_mean(
     return Encoded(out, total, decode_lane(reduced.words, lane or {}, 1))
 
 
-class Owed:
-    """What a rank sends that still owes something, and what it owes then, in sums of weight * gradient.
+class MessageWithResidual:
+    """This rank's message with its residual added, and the residual after it, in units of weight * gradient.
 
-    given: (n,) float32, what is sent.
-    times: What it counts, 0-d float64: the rank's factor, or 1 where that is 0 and the error is flushed.
+    floats: (n,) float32, the values to send.
+    times: Their multiplier, 0-d float64: the rank's factor, or 1 where that is 0 and the residual is flushed.
     """
 
     def __init__(self, flat: Tensor, error: Tensor, share: RankWeight, flush: bool) -> None:
         self._error = error
         factor, known = share
         if known is None:
-            self._owed = flat * factor.to(torch.float32) + error
+            self._sum = flat * factor.to(torch.float32) + error
             self.times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))
             self._sends: Tensor | bool = self.times > 0
             divisor = torch.where(self._sends, self.times, torch.ones_like(self.times)).to(torch.float32)
-            self.given = torch.where(self._sends, self._owed / divisor, 0.0)
+            self.floats = torch.where(self._sends, self._sum / divisor, 0.0)
         else:
-            self._owed, scale = torch.add(error, flat, alpha=known) if known else error, known or float(flush)
+            self._sum, scale = torch.add(error, flat, alpha=known) if known else error, known or float(flush)
             self.times = torch.full_like(factor, scale)
             self._sends = scale > 0
-            self.given = self._owed if scale == 1.0 else self._owed / scale if scale else torch.zeros_like(self._owed)
+            self.floats = self._sum if scale == 1.0 else self._sum / scale if scale else torch.zeros_like(self._sum)
 
-    def left(self, reduced: Reduced) -> Tensor:
-        """Where the mean is not finite, or of nothing, no step is taken with it, so that nothing has been paid."""
+    def residual(self, reduced: Reduced) -> Tensor:
+        """The new residual; the old one where the mean is not finite or no rank has weight: no step is taken then."""
         lost = reduced.lost
         assert lost is not None
         if isinstance(self._sends, Tensor):
-            left = torch.where(self._sends, lost, self._owed + lost)
+            residual = torch.where(self._sends, lost, self._sum + lost)
         else:
-            left = lost if self._sends else self._owed + lost
+            residual = lost if self._sends else self._sum + lost
         counted = reduced.total != 0
         if readable_without_sync(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
-            return left
-        return torch.where(torch.isfinite(reduced.mean).all() & counted, left, self._error)
+            return residual
+        return torch.where(torch.isfinite(reduced.mean).all() & counted, residual, self._error)
 
 
 def ravel(leaves: Any, device: torch.device | None) -> Tensor:
-    """All leaves in a row, float32."""
+    """All leaves as one flat float32 tensor."""
     flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves]
     return (
         flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device=device)
@@ -121,7 +124,7 @@ def ravel(leaves: Any, device: torch.device | None) -> Tensor:
 
 
 def unravel(flat: Tensor, tree: Tree) -> Tree:
-    """Flat values in the form, the shapes and the dtypes of a tree."""
+    """Flat values with the structure, the shapes and the dtypes of a tree."""
     leaves, structure = optree.tree_flatten(tree)
     return optree.tree_unflatten(structure, split(flat, [torch.as_tensor(leaf) for leaf in leaves]))
 

@@ -23,19 +23,19 @@ from ..codecs._codec import Codec, as_bytes, poison, read
 from ._coded_mean import coded_mean, gathered_mean
 from ._encoded_mean import encoded_mean
 from ._mean import MeanState, init_mean, mean_state
-from ._residuals import Memory
+from ._residuals import ResidualMemory
 
 
 @factory
 def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
-    """The weighted mean, taken by every rank from all ranks' gradients, in the order of the ranks.
+    """The weighted mean by all_gather: every rank sums all ranks' gradients in the order of the ranks.
 
-    So it is the same to the bit whatever the transport, and what `compress(codec, ...)` around it encodes is encoded once, at the
-    price of bytes that grow with the ranks: ranks - 1 times the gradients, or their codes.
+    So the result is the same to the bit on every transport, and inside `compress(codec, ...)` gradients are encoded
+    only once. The bytes grow with the ranks: ranks - 1 times the gradients, or their codes.
 
     Args:
         axis: The axis, or a tuple of axes.
-        over: What to divide by; see `mean`.
+        over: The divisor; see `mean`.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
@@ -58,22 +58,22 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: Memory | None = None, donated: bool = False,
-        persistent: bool = False, **extra: Any,
+        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: ResidualMemory | None = None,
+        donated: bool = False, persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
-        told = lane if first_bucket is None else None
+        lane = lane if first_bucket is None else None
         if wire is not None and axis_size(axis) > 1:
             out, total, sums = encoded_mean(
-                wire, grads, axis, weight, over, told, memory, gathered_mean, donated, persistent
+                wire, grads, axis, weight, over, lane, memory, gathered_mean, donated, persistent
             )
             return out, mean_state(total, sums, first_bucket)
-        check_lane(told)
+        check_lane(lane)
         ranks, share = axis_size(axis), share_of(weight, over)
         leaves = optree.tree_leaves(grads)
         dtype, device = lane_dtype(leaf.dtype for leaf in leaves), device_of(leaves)
-        named = {"total": share.factor, **(told or {})}
+        named = {"total": share.factor, **(lane or {})}
         all_grads, words = all_gather(
             (optree.tree_map(share.masked, grads), encode_lane(named, dtype, 1, device)), axis
         )
@@ -99,23 +99,25 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
 def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
     """The sign of the weighted sum of all ranks' signs: each element -1, 0 or 1.
 
-    Five votes to a byte, on their way to the rank that counts them and back. An element that is 0 on a rank, such as the
-    row of a word that it has not seen, is no vote, as a rank without input has none; a tie, to 2**-21 of all weights for each rank, is 0.
+    A byte holds five votes, in the message to the rank that counts them and in the message back. An element that is 0
+    on a rank, such as an embedding row of a word that the rank has not seen, is no vote; a rank without input has no
+    vote either. A tie, within 2**-21 of all weights for each rank, gives 0.
 
     Args:
-        axis: The axis, or several, of which the last votes first.
+        axis: The axis, or several axes; the last one votes first.
         over: "weight": votes count by weight; "live" and "world": each rank with input has one.
 
     Returns:
-        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks. Not finite anywhere in a message: NaN.
+        A `Transform` whose `update` returns a tree like `grads`, equal on all ranks. All elements of a message are NaN
+        if one of them is not finite.
         State: `MeanState(total, lane)`.
 
     Raises:
         ValueError: `over` is none of the three.
         TypeError, RuntimeError: at `update`: as `compress`.
 
-    Source: Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, arXiv:1810.05291,
-        whose votes have no 0.
+    Source: Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant,
+        arXiv:1810.05291, whose votes have no 0.
 
     >>> from fjoin import transforms as tx
     >>> hook = majority_vote("data")
@@ -134,10 +136,10 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
-        told: Over = "weight" if over == "weight" else "live"
+        counts: Over = "weight" if over == "weight" else "live"
         lane = lane if first_bucket is None else None
-        reduce = functools.partial(coded_mean, update_counters=functools.partial(_outcome, axis_size(axis)))
-        out, total, sums = encoded_mean(votes, grads, axis, weight, told, lane, None, reduce)
+        reduce = functools.partial(coded_mean, map_mean=functools.partial(_outcome, axis_size(axis)))
+        out, total, sums = encoded_mean(votes, grads, axis, weight, counts, lane, None, reduce)
         if axis_size(axis) == 1:
             out = optree.tree_map(lambda g: torch.sign(g) + 0 * g, out)
         if over == "world":
@@ -148,12 +150,12 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
 
 
 def _outcome(ranks: int, mean: Tensor) -> Tensor:
-    """The sign, 0 where weights that cancel have left a rounding error; not finite stays so."""
+    """The sign of the mean, 0 where weights cancel up to a rounding error; non-finite values stay non-finite."""
     return torch.where(mean.abs() < ranks * 2.0**-21, torch.zeros_like(mean), torch.sign(mean)) + 0 * mean
 
 
 def _votes() -> Codec:
-    """-1, 0, 1, and for each row whether all of it is finite."""
+    """A codec of -1, 0 and 1, with a flag for each row: whether all of it is finite."""
 
     def encode(x: Tensor) -> Tensor:
         digits = torch.sign(x).add(1.0).nan_to_num(0.0).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""A mean in two levels: most bytes stay inside a node, and what leaves it may be encoded."""
+"""A mean in two levels: most bytes stay inside a node, and messages between nodes may be encoded."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_sc
 from ..codecs._codec import Codec, check_codec, refuse_derivative
 from ..codecs._random_bits import places_of
 from ._coded_mean import Reduced, coded_mean, cut
-from ._encoded_mean import Owed, ravel, split, unravel
+from ._encoded_mean import MessageWithResidual, ravel, split, unravel
 from ._mean import MeanState, init_mean, mean_state
-from ._residuals import Memory
+from ._residuals import ResidualMemory
 
 
 @factory
 def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Over = "weight") -> Transform:
-    """The mean over two axes, of which the first is fast: the ranks inside a node, and the nodes.
+    """The mean over two axes: the ranks inside a node, whose links are fast, and the nodes.
 
-    The ranks of a node sum their gradients so that each keeps a part (psum_scatter over `local`), ranks of equal place sum
-    their parts over `node`, and those of a node give each other the results (all_gather over `local`). So what leaves a
-    node is 1 / ranks of the node of what a mean over all ranks would send from each rank.
+    It has three stages:
+
+    - the ranks of a node sum their gradients, and each keeps one part (psum_scatter over `local`);
+    - ranks with the same index in their node sum their parts (psum over `node`);
+    - the ranks of a node exchange the results (all_gather over `local`).
+
+    So each rank sends across nodes only 1 / (ranks of the node) of the bytes that a mean over all ranks would send.
 
     Args:
         local: The axis inside a node.
         node: The axis across nodes.
-        wire: What travels across nodes; `compress(codec, hierarchical_mean(...))` says the same, and is what codecs that throw
-            dice need. None: floats.
-        over: What to divide by; see `mean`.
+        wire: The codec of messages between nodes; None: floats. `compress(codec, hierarchical_mean(...))` does the
+            same, and stochastic codecs need that form.
+        over: The divisor; see `mean`.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
         State: `MeanState(total, lane)`.
 
     Raises:
-        ValueError: `over` is none of the three; `local` and `node` are the same axis; `wire` throws dice.
+        ValueError: `over` is none of the three; `local` and `node` are the same axis; `wire` is stochastic.
 
     Same as: torch's hierarchical sharding of HYBRID_SHARD.
 
@@ -60,13 +64,14 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         raise ValueError(f"local and node must be two axes, got {local!r} for both")
     if wire is not None and check_codec("wire", wire).stochastic:
         raise ValueError(
-            f"{wire!r} throws dice, which are keyed by steps; write compress({wire!r}, hierarchical_mean(...))"
+            f"{wire!r} is stochastic, and its random bits are keyed by steps; write "
+            f"compress({wire!r}, hierarchical_mean(...))"
         )
     own_wire = wire
 
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: Memory | None = None,
+        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: ResidualMemory | None = None,
         persistent: bool = False, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
@@ -118,15 +123,15 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
 
 def _across(
     codec: Codec, part: Tensor, here: Tensor, header: Tensor, local: str, node: str, of: dict[str, Tensor],
-    memory: Memory | None, over: Over,
+    memory: ResidualMemory | None, over: Over,
 ) -> Reduced:  # fmt: skip
     """The mean over the nodes of this rank's part of the gradients.
 
-    A rank owes for its part what the messages of its node have lost, whoever had the input; so a node without any keeps it, or
-    flushes it.
+    A rank keeps the residual of its node's messages for its part, whichever rank of the node has input. So a node
+    without input keeps the residual, or flushes it.
 
     Args:
-        part: (size,) sum of the node's weight * gradient.
+        part: (size,), the node's sum of weight * gradient.
         here: The node's total, 0-d float64.
     """
     mean, inside, size = (part / nonzero_or_one(here).to(part)).float(), axis_size(local), len(part)
@@ -139,14 +144,16 @@ def _across(
     if memory is None:
         return coded_mean(codec, mean, here, header, node, positions=positions)
     if memory.per_rank:
-        raise TypeError("between nodes a rank keeps what its node has lost, which ef21 cannot use; use error_feedback")
+        raise TypeError(
+            "between nodes a rank keeps the residual of its node, which ef21 cannot use; use error_feedback"
+        )
     share = RankWeight(here, None)
-    errors = memory.owed(of, share)
-    owed = Owed(mean, mine(ravel(errors, part.device)), share, memory.flush)
-    reduced = coded_mean(codec, owed.given, here, header, node, owed.times, positions)
+    errors = memory.residuals(of, share)
+    message = MessageWithResidual(mean, mine(ravel(errors, part.device)), share, memory.flush)
+    reduced = coded_mean(codec, message.floats, here, header, node, message.times, positions)
     ranks = inside * axis_size(node)
     divisor = torch.full_like(reduced.total, ranks) if over == "world" else reduced.total
     rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
-    left = torch.where(rows, owed.left(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()
-    memory.keep(of, split(left[: sum(e.numel() for e in errors)], errors), share, divisor)
+    residual = torch.where(rows, message.residual(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()
+    memory.keep(of, split(residual[: sum(e.numel() for e in errors)], errors), share, divisor)
     return reduced

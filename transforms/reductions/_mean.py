@@ -1,7 +1,6 @@
 """The reductions of gradients: mean, sum_over, noop.
 
-A rank without input takes part with weight 0 and contributes exactly nothing; that is all that
-uneven inputs need.
+A rank without input takes part with weight 0 and contributes exactly nothing. Uneven inputs need nothing more.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from .._weights import Over, check_over, nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import axis_size, psum
 from ..codecs._codec import Codec
 from ._encoded_mean import encoded_mean
-from ._residuals import Memory
+from ._residuals import ResidualMemory
 
 
 class MeanState(NamedTuple):
-    """What the last message brought besides the gradients."""
+    """The total weight and the lane of the last message."""
 
-    total: Tensor  # what the sum was divided by, 0-d float64
+    total: Tensor  # the divisor of the sum, 0-d float64
     lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
 
 
@@ -43,7 +42,7 @@ def _weighted_sum(
     grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, first_bucket: FirstBucket | None,
     dtype: torch.dtype | None, unit: float,
 ) -> tuple[Tree, MeanState]:  # fmt: skip
-    """The sum, times `unit`, a power of two, with which it fits the gradients' dtype."""
+    """The sum times `unit`, a power of two that makes it fit the gradients' dtype."""
     share, n = share_of(weight, over), axis_size(axis)
     factor, known = share
 
@@ -73,7 +72,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         first_bucket: FirstBucket | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: Memory | None = None, donated: bool = False, persistent: bool = False, unit: float = 1.0,
+        memory: ResidualMemory | None = None, donated: bool = False, persistent: bool = False, unit: float = 1.0,
         **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
@@ -111,7 +110,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
 
 
 def mean_state(total: Tensor, lane: dict[str, Tensor], first_bucket: FirstBucket | None) -> MeanState:
-    """The state after a call: of what its own message brought, or what the first bucket's did."""
+    """The state after a call, from the call's own message or from the first bucket's."""
     return MeanState(total, lane) if first_bucket is None else state_of_first(first_bucket)
 
 
@@ -129,28 +128,30 @@ def state_of_first(first_bucket: FirstBucket) -> MeanState:
 def mean(axis: AxisName, over: Over = "weight") -> Transform:
     """The mean of all ranks' gradients, weighted.
 
-    With w_r the weight of rank r and [.] 1 where it holds, else 0:
+    With w_r the weight of rank r, and [c] = 1 if c holds, 0 otherwise:
 
         over="weight"   sum_r w_r g_r       / sum_r w_r
         over="live"     sum_r [w_r > 0] g_r / sum_r [w_r > 0]
         over="world"    sum_r [w_r > 0] g_r / size of the axis
 
-    The weight and the lane ride in the message that carries the gradients. Where all weights are
-    0 the result is 0. What travels, the sum of weight * gradient, must fit the gradient's dtype: only the weights' ratios count,
-    so for float16 parameters take thousands of tokens, or shares of a batch. `fjoin.train_step` sends it times a power of two
-    near 1 / the sum of the weights, as `fjoin.ddp.register` does where its hook begins with this mean, so that any weights do.
+    The weight and the lane are sent in the same message as the gradients. Where all weights are 0, the result is 0.
+
+    The message holds the sum of weight * gradient, which must fit the gradient's dtype. Only the ratios of the weights
+    count, so for float16 parameters use thousands of tokens, or shares of a batch, as weights. `fjoin.train_step`
+    multiplies the sum by a power of two near 1 / the sum of the weights, and `fjoin.ddp.register` does so where its
+    hook begins with this mean; any weights work there.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
-        over: What to divide by.
+        over: The divisor.
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
-        State: `MeanState(total, lane)`, the sums that came with the last message.
+        State: `MeanState(total, lane)`, the sums from the last message.
 
     Raises:
-        ValueError: `over` is none of the three; `axis` names none, or one twice; at `update`: the weight is neither 0 nor from
-            1e-30 to 1e30.
+        ValueError: `over` is none of the three; `axis` names none, or one twice; at `update`: the weight is neither 0
+            nor from 1e-30 to 1e30.
         TypeError: `axis` is no name.
         UnboundAxis: at `update`: nothing binds `axis`.
 
@@ -178,7 +179,7 @@ def sum_over(axis: AxisName) -> Transform:
 
     Returns:
         A `Transform` whose `update` returns a tree like `grads`, equal on all ranks.
-        State: `MeanState(total, lane)`, total being the sum of the weights.
+        State: `MeanState(total, lane)`; `total` is the sum of the weights.
 
     Raises:
         ValueError, TypeError, UnboundAxis: as `mean`.
@@ -196,9 +197,9 @@ def sum_over(axis: AxisName) -> Transform:
 
 @factory
 def noop() -> Transform:
-    """Send nothing: every rank keeps its own gradients.
+    """Sends nothing: every rank keeps its own gradients.
 
-    The upper bound of what any hook can save, and the hook of methods that average parameters.
+    It is the upper bound of the time that any hook can save, and the hook for methods that average parameters.
 
     Same as: torch.distributed's ddp_comm_hooks.debugging_hooks.noop_hook.
 

@@ -1,7 +1,7 @@
-"""Collectives by axis name whose floats travel encoded.
+"""Collectives by axis name with encoded floats.
 
-The leaves are packed as the plain collectives pack them, and each row of floats that goes to a rank becomes a row
-of bytes, which moves as it is: it is encoded once, by who sends it, and read by who gets it.
+The leaves are packed as the plain collectives pack them. Each row of floats for a rank becomes a row of bytes: the
+sender encodes it once, and the receiver decodes it.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def quantized(collective: C, codec: Codec) -> C:
-    """The same collective, with floats encoded while they travel.
+    """The same collective with floats encoded in its messages.
 
-    All floating-point leaves of a call go in one message (`psum` and `pmean` over three ranks and more: one to the ranks
-    that sum, and one back), read as float32. Leaves of other dtypes go as they always do, in a message for each dtype.
+    All floating-point leaves of a call are sent in one message, as float32 (`psum` and `pmean` over three and more
+    ranks: one message to the ranks that sum, and one back). Leaves of other dtypes are sent unencoded, in a message for
+    each dtype.
 
-        all_gather, all_to_all, all_to_all_single,     moved: each value is encoded once, and a rank's own value
-        ppermute, pbroadcast                           comes back as the others get it
-        psum_scatter                                   moved, then summed in float32
+        all_gather, all_to_all, all_to_all_single,     each value is encoded once; a rank receives its own value
+        ppermute, pbroadcast                           as the other ranks decode it
+        psum_scatter                                   exchanged like these, then summed in float32
         psum, pmean                                    as `quantized_mean`: bytes do not grow with the ranks, and all
-                                                       ranks get the same to the bit
+                                                       ranks receive equal results to the bit
 
-    On an axis of one rank nothing travels, and nothing is encoded.
+    On an axis of one rank nothing is sent, and nothing is encoded.
 
     Args:
-        collective: One of those above.
-        codec: For example `int8()`; one that throws dice with its key, `qsgd().keyed(seed, step)`.
+        collective: One of the collectives above.
+        codec: For example `int8()`; a stochastic codec with its key, `qsgd().keyed(seed, step)`.
 
     Returns:
-        A function with the collective's arguments, that returns new tensors of the same shapes and dtypes.
+        A function with the collective's arguments that returns new tensors of the same shapes and dtypes.
 
     Raises:
         TypeError: another collective, for example `pmax`, or no codec.
@@ -80,7 +81,7 @@ def quantized(collective: C, codec: Codec) -> C:
         raise TypeError(
             f"quantized takes a collective and a Codec, got {_called(codec)}; for example quantized(psum, int8())"
         )
-    # A partial, which a fingerprint tells from another codec's.
+    # A partial: its fingerprint depends on the codec.
     return functools.update_wrapper(functools.partial(coded, codec), collective)  # type: ignore[return-value]
 
 
@@ -112,7 +113,7 @@ def _ppermute(codec: Codec, x: Tree, axis: str, perm: Sequence[tuple[int, int]])
     def run(flat: Tensor) -> Tensor:
         out = _move(codec, flat, axis, lambda codes: ppermute(codes, axis, perm))
         targets = torch.tensor([int(target) for _, target in perm], dtype=torch.int64)
-        # No message means zeros, which bytes of zeros need not be.
+        # A rank without a message gets zeros; bytes of zeros need not decode to zeros.
         return torch.where(to_device(out.device, (axis_index(axis) == targets).any()), out, torch.zeros_like(out))
 
     return _on_floats(x, axis, lambda floats: packed(floats, 0, run), lambda rest: ppermute(rest, axis, perm))
@@ -148,7 +149,7 @@ def _all_to_all_single(
 
     def run(rows: Tensor) -> Tensor:
         lookup(axis).check_rows(rows.shape[1], give, take)
-        # A row of bytes for each receiver, as long as what goes there.
+        # One row of bytes for each receiver, of the length of its part.
         coded = [
             encode_rows(codec, piece.reshape(1, -1), axis_index(axis), i)[0] for i, piece in enumerate(rows.split(give))
         ]
@@ -187,14 +188,14 @@ _SERVED: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
 def _on_floats(
     x: Tree, axis: AxisName, coded: Callable[[Tree], Tree], plain: Callable[[Tree], Tree]
 ) -> Tree:  # fmt: skip
-    """`coded` for the floating-point leaves, in float32, `plain` for the others; on one rank for all."""
+    """`coded` for the floating-point leaves, in float32, and `plain` for the others; on one rank `plain` for all."""
     x = optree.tree_map(as_tensor, x)
     if axis_size(axis) == 1:
         return plain(x)
     leaves, structure = optree.tree_flatten(x)
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
     refuse_derivative(floating, "differentiate through the collective itself, or detach what is sent")
-    # None is no leaf, so that what is left out keeps no place in a message, and paths stay what they are.
+    # None is no leaf: omitted leaves take no space in a message, and the paths do not change.
     others = plain(optree.tree_map(lambda leaf: None if leaf.is_floating_point() else leaf, x))
     if floating:
         note(axis, ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in floating))
@@ -220,7 +221,7 @@ def _encode(codec: Codec, rows: Tensor, axis: AxisName) -> Tensor:
 
 
 def _exchange(codec: Codec, rows: Tensor, axis: AxisName) -> Tensor:
-    """(ranks, n): row s goes to rank s; what comes back has a row from each. Bytes move over one axis after the other."""
+    """(ranks, n): row s goes to rank s; the result has a row from each rank. Bytes move over one axis after another."""
     sizes = [axis_size(name) for name in names(axis)]
     codes = _encode(codec, rows, axis)
     moved = codes.reshape((*sizes, codes.shape[1]))

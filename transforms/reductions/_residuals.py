@@ -1,4 +1,4 @@
-"""Where a reduction that encodes finds, and leaves, what messages have lost."""
+"""The residuals of error feedback, as an encoded reduction reads and writes them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from .._tree import Tree, named_leaves, readable_without_sync, to_device
 from .._weights import RankWeight, nonzero_or_one
 
 
-class Memory:
-    """The errors of one call: the reduction that encodes asks what is `owed`, and says what it is to `keep`.
+class ResidualMemory:
+    """The residuals of one call. An encoded reduction reads them with `residuals` and writes the new ones with `keep`.
 
-    It remembers those of the paths in `error`. Of others, such as of a mean that is encoded only by a codec around the whole,
-    nothing is owed, and nothing kept.
+    It holds the residuals of the paths in `error`. Other paths have none, such as those of a mean that only a codec
+    around the whole transform encodes.
 
-    Errors are sums of weight * gradient, which count by what these are divided by: as that changes, they are scaled with it. A
-    rank does not know the divisor when it sends. It sends no more of what it owes than its own weight bears, that is min(1, w / the
-    weight that the errors are worth): a small batch would else pay, divided by little, what large ones owe. What was too little
-    or too much stays owed.
+    Residuals are in units of weight * gradient and are divided as these sums are, so they are scaled when the divisor
+    changes. A rank does not know the divisor when it sends. The residual sent in one step is scaled by
+    min(1, w / residual_weight), since a small batch with a small divisor would amplify the residual of large ones. The
+    difference stays in the residual.
 
     Attributes:
-        flush: Whether a rank of weight 0 sends what it owes.
-        per_rank: Whether each rank must keep what it has lost itself, and say what the others decode of it.
-        new: By path what it owes afterwards.
-        last: By path the weight that this rank's errors are worth, and what they are divided by: (1, 2), float64; 0 at first.
-            Empty where errors are not to be scaled.
-        coded: Where `per_rank`, by path what the others decode of this rank's message.
+        flush: Whether a rank of weight 0 sends its residual.
+        per_rank: Whether each rank must keep the error of its own message, and report its message as the others decode
+            it.
+        new: Path -> residual after the call.
+        last: Path -> (residual_weight, divisor of the residual), (1, 2), float64; 0 before the first call. Empty if
+            residuals are not scaled.
+        coded: Where `per_rank`: path -> this rank's message as the other ranks decode it.
     """
 
     def __init__(
@@ -39,33 +40,33 @@ class Memory:
         self.new: dict[str, Tensor] = {}
         self.last = dict(last or {})
         self.coded: dict[str, Tensor] = {}
-        self._grown: dict[str, Any] = {}
+        self._growth: dict[str, Any] = {}
 
     def __contains__(self, path: str) -> bool:
         return path in self._error
 
-    def owed(self, of: Mapping[str, Tensor], share: RankWeight) -> list[Tensor]:
-        """What is to be sent of what is owed, of leaves in their order."""
+    def residuals(self, of: Mapping[str, Tensor], share: RankWeight) -> list[Tensor]:
+        """The residuals to send in this call, in the order of the leaves; zeros for leaves without one."""
         rows, table = self._rows(of)
-        sent = _scalars(_sent(table, share)) if rows else []
+        factors = _scalars(_sent_part(table, share)) if rows else []
         found = []
         for path, leaf in of.items():
             error = self._error[path] if path in self._error else torch.zeros_like(leaf, dtype=torch.float32)
-            found.append(_times(error, sent[rows[path]]) if path in rows else error)
+            found.append(_times(error, factors[rows[path]]) if path in rows else error)
         return found
 
-    def keep(self, paths: Iterable[str], left: Iterable[Tensor], share: RankWeight, divisor: Tensor) -> None:
-        """Raises ValueError where something has been kept of a path already.
+    def keep(self, paths: Iterable[str], residuals: Iterable[Tensor], share: RankWeight, divisor: Tensor) -> None:
+        """Store the new residuals. Raises ValueError if a path has a new residual already.
 
         Args:
-            left: What is left of what was `owed` to that share.
-            divisor: Of the sums of this call, 0-d.
+            residuals: The remainder of gradient plus sent residual after this call's messages.
+            divisor: The divisor of the sums of this call, 0-d.
         """
-        values = {path: value for path, value in zip(paths, left, strict=True) if path in self._error}
+        values = {path: value for path, value in zip(paths, residuals, strict=True) if path in self._error}
         rows, table = self._rows(values)
         if rows:
-            grown, rest, new = _change(table, share, divisor, self.flush)
-            last, left_of, ratios = new.split(1), _scalars(rest), _scalars(grown)
+            growth, unsent, new = _change(table, share, divisor, self.flush)
+            last, unsent_of, ratios = new.split(1), _scalars(unsent), _scalars(growth)
         for path, value in values.items():
             if path in self.new:
                 raise ValueError(
@@ -75,11 +76,11 @@ class Memory:
             self.new[path] = value
             if path in rows:
                 row = rows[path]
-                self.new[path] = _plus(value, self._error[path], left_of[row])
-                self.last[path], self._grown[path] = last[row], ratios[row]
+                self.new[path] = _plus(value, self._error[path], unsent_of[row])
+                self.last[path], self._growth[path] = last[row], ratios[row]
 
     def _rows(self, paths: Iterable[str]) -> tuple[dict[str, int], Tensor]:
-        """What is in `last` of paths, (rows, 2), each tensor once; and path -> row."""
+        """Path -> row, and the tensors in `last` of these paths, each one once, (rows, 2)."""
         rows: dict[str, int] = {}
         distinct: dict[int, tuple[int, Tensor]] = {}
         for path in paths:
@@ -90,12 +91,12 @@ class Memory:
         return rows, torch.cat(found) if found else torch.empty(0)
 
     def before(self, path: str) -> Tensor:
-        """What was owed before this call, in sums as they are divided now."""
-        return _times(self._error[path], self._grown[path])
+        """The residual before this call, scaled to the present divisor."""
+        return _times(self._error[path], self._growth[path])
 
 
 def init_last(tree: Tree) -> dict[str, Tensor]:
-    """`Memory.last` before the first call."""
+    """`ResidualMemory.last` before the first call."""
     found: dict[torch.device, Tensor] = {}
     return {
         path: found.setdefault(leaf.device, torch.zeros(1, 2, dtype=torch.float64, device=leaf.device))
@@ -103,26 +104,30 @@ def init_last(tree: Tree) -> dict[str, Tensor]:
     }
 
 
-def _sent(last: Tensor, share: RankWeight) -> Tensor:
-    """The parts of what is owed that are sent, (rows,)."""
+def _sent_part(last: Tensor, share: RankWeight) -> Tensor:
+    """The parts of the residuals that are sent, (rows,), in [0, 1]."""
     factor, worth = to_device(last.device, share.factor), last[:, 0]
     return torch.where((factor > 0) & (worth > 0), (factor / nonzero_or_one(worth)).clamp(max=1.0), 1.0)
 
 
 def _change(last: Tensor, share: RankWeight, divisor: Tensor, flush: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """How many times the divisors of before the new one is, (rows,); what stays of the errors beside what is left of those
-    sent, (rows,); and what is last now."""
+    """The update of `last` in one call.
+
+    Returns:
+        The ratio new divisor / old divisor, (rows,); that ratio minus the sent part, which is the factor of the old
+        residual in the new one, (rows,); and the new `last`, (rows, 2).
+    """
     factor, now = to_device(last.device, share.factor), to_device(last.device, divisor, last.dtype)
     (worth, before), counts = last.unbind(1), torch.isfinite(now) & (now > 0)
-    grown = torch.where(counts & (before > 0), now / nonzero_or_one(before), 1.0)
-    stays = grown - _sent(last, share)
-    # What a rank without input keeps is worth what it was, of a larger or smaller divisor.
-    new = torch.where((factor > 0) | flush, torch.maximum(stays.abs() * worth, factor), grown * worth)
-    return grown, stays, torch.where(counts, torch.stack([new, now.expand_as(new)], 1), last)
+    growth = torch.where(counts & (before > 0), now / nonzero_or_one(before), 1.0)
+    unsent = growth - _sent_part(last, share)
+    # A rank without input keeps its residual; the residual's weight is scaled to the new divisor.
+    new = torch.where((factor > 0) | flush, torch.maximum(unsent.abs() * worth, factor), growth * worth)
+    return growth, unsent, torch.where(counts, torch.stack([new, now.expand_as(new)], 1), last)
 
 
 def _scalars(x: Tensor) -> list[Any]:
-    """Numbers where the host may look, else 0-d tensors."""
+    """Numbers where the host can read without waiting, 0-d tensors otherwise."""
     return x.tolist() if readable_without_sync(x) else list(x.unbind(0))
 
 

@@ -1,1 +1,1 @@
-"""What ranks agree on besides gradients."""
+"""State that ranks synchronize in addition to gradients."""

@@ -35,18 +35,18 @@ def sync_batch_norm(
 
         y = (x - mean) / sqrt(var + eps) scale + bias
 
-    mean and var are over all samples and positions of the ranks whose weight is not 0, as in one process on
-    the whole batch. A rank of weight 0 takes part, gets its own y, and is not counted.
+    mean and var are over all samples and positions of the ranks whose weight is not 0, as in one process on the whole
+    batch. A rank of weight 0 takes part and gets its own y, but does not count.
 
     Args:
         x: (samples, channels, ...), samples and positions may differ between ranks.
         state: The running statistics.
         scale, bias: (channels,), or None.
         axis: The axis, or a tuple of axes, to normalize over.
-        training: Use and renew statistics; else use the running ones and send nothing.
+        training: Use and update batch statistics; if False, use the running statistics and send nothing.
         momentum: Share of this batch in the running statistics.
         eps: Added to the variance.
-        weight: This rank counts if it is not 0; by default its weight in the running step.
+        weight: This rank counts if its weight is not 0; by default its weight in the current step.
 
     Returns:
         y, like x, and the new state. One message forward and one backward.
@@ -74,7 +74,7 @@ def sync_batch_norm(
         here = counts.to(wide) * (x.numel() / max(x.shape[1], 1))
         own_mean = wide.mean(over) if x.numel() else wide.new_zeros(x.shape[1])
         own_square = (wide - own_mean.view(form)).square().sum(over)
-        # Each rank's count, mean and sum of squares, put together after Chan et al.: no large numbers cancel.
+        # Each rank's count, mean and sum of squares are combined after Chan et al., so no large numbers cancel.
         own = torch.stack([torch.ones_like(own_mean) * here, own_mean, own_square])
         n, means, squares = all_gather(torch.where(here > 0, own, torch.zeros_like(own)), axis).unbind(1)
         total = n.sum(0)
@@ -83,7 +83,7 @@ def sync_batch_norm(
         square = squares.sum(0) + (n * (means - mean).square()).sum(0)
         var = square / safe
         unbiased = (square / torch.where(total > 1, total - 1, torch.ones_like(total))).detach()
-        # What a rank of weight 0 makes of them has no say in the others' gradients, NaN included.
+        # The results of a rank of weight 0 do not affect the others' gradients, even if they are NaN.
         mean, var = torch.where(counts, mean, mean.detach()), torch.where(counts, var, var.detach())
         share = (total > 0).to(state.mean) * momentum
         state = BatchNormState(

@@ -1,4 +1,4 @@
-"""What ranks agree on besides gradients: the running statistics that a model keeps."""
+"""Synchronization of buffers, such as a model's running statistics."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ..axes._from_one import from_one
 def average_buffers(axis: AxisName) -> Transform:
     """The weighted mean of the ranks' buffers.
 
-    Floating-point and complex buffers become sum_r w_r b_r / sum_r w_r. Others, such as the counts of batches
-    that torch's BatchNorm keeps, become the largest of the ranks with weight. Where all weights are 0 nothing
-    changes. Means travel in float64, so that a buffer equal on all ranks stays as it is, counts in int64: a message
-    for all of one kind.
+    Floating-point and complex buffers become sum_r w_r b_r / sum_r w_r. Other buffers, such as the batch counts of
+    torch's BatchNorm, become the maximum over the ranks with weight. Where all weights are 0, nothing changes. Means
+    are sent in float64, so a buffer that is equal on all ranks does not change, and counts in int64; there is one
+    message for each kind.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
 
     Returns:
-        A `Transform` without state, for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in the
-        place of gradients.
+        A `Transform` without state, for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in place of
+        gradients.
 
     Raises:
         TypeError: at `update`: a buffer of uint64 or of a quantized dtype.
@@ -63,9 +63,9 @@ def average_buffers(axis: AxisName) -> Transform:
 
 @factory
 def broadcast_buffers(axis: AxisName) -> Transform:
-    """The buffers of the lowest rank with weight, on all ranks; where there is none, nothing changes.
+    """The buffers of the lowest rank with weight, on all ranks; without such a rank nothing changes.
 
-    A message of a number, then one of all bytes.
+    It sends one message with one number, then one message with all bytes.
 
     Args:
         axis: The axis, or a tuple of axes, along which to broadcast.
@@ -103,7 +103,7 @@ _LEAST = torch.iinfo(torch.int64).min
 
 
 def _wide(path: str, buffer: Tensor) -> Tensor:
-    """As float64, complex numbers in pairs, or as int64: both hold what travels exactly."""
+    """The buffer as float64, with complex numbers as pairs, or as int64: both represent its values exactly."""
     if buffer.is_complex():
         return torch.view_as_real(buffer.resolve_conj()).double()
     if buffer.is_floating_point():

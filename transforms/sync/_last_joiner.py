@@ -1,4 +1,4 @@
-"""Join hooks: what a rank that is out of input does while others go on, and after all have ended."""
+"""Join hooks: functions that ranks run when they are out of input, and after all ranks have ended."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class JoinHook(NamedTuple):
     """A pair of pure functions over named axes.
 
     Args:
-        main: `state -> state`, run by a rank that is out of input once for every iteration of the others:
-            it calls the collectives that they call.
-        post: `(state, is_last_joiner) -> state`, run once by every rank after all are out of input.
-            `is_last_joiner` says that this rank was among those that ended last.
+        main: `state -> state`. A rank that is out of input runs it once for every iteration of the other ranks; it
+            calls the same collectives as they do.
+        post: `(state, is_last_joiner) -> state`. Every rank runs it once after all are out of input. `is_last_joiner`
+            is True on the ranks that ended last.
 
     Same as: the join hook of torch's generic Join, without its object.
 
@@ -47,10 +47,10 @@ class JoinHook(NamedTuple):
 
 
 def last_joiner(is_last_joiner: Any, axis: AxisName) -> Tensor:
-    """The lowest rank among those that ended last, the same on all ranks: 0-d int64.
+    """The lowest of the ranks that ended last, the same on all ranks: 0-d int64.
 
     Args:
-        is_last_joiner: Whether this rank is one of them, as a post hook is told.
+        is_last_joiner: Whether this rank is one of them: the argument of a post hook.
         axis: The axis along which ranks joined.
 
     Raises:
@@ -70,14 +70,13 @@ def _last(is_last_joiner: Any, axis: AxisName, device: torch.device | None) -> T
 
 
 def broadcast_from_last(axis: AxisName) -> JoinHook:
-    """A hook whose post gives every rank the state of the lowest rank that ended last, to the bit.
+    """A hook whose post copies the state of the lowest rank that ended last to every rank, to the bit.
 
     Args:
         axis: The axis along which ranks join.
 
     Returns:
-        A `JoinHook` for a state of tensors of the same shapes and dtypes on all ranks. Its main does
-        nothing.
+        A `JoinHook` for a state of tensors of the same shapes and dtypes on all ranks. Its main does nothing.
 
     Raises:
         UnboundAxis: at post: nothing binds the axis.

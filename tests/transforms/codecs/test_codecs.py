@@ -122,7 +122,7 @@ def test_codes_that_throw_dice_need_a_hook_that_counts_steps() -> None:
     def bare() -> Any:
         return coded_mean(tx.qsgd(), torch.ones(4), torch.ones((), dtype=torch.float64), torch.zeros(0), "data")
 
-    raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "throws dice", "compress")
+    raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "stochastic", "compress")
     raises_text(ValueError, lambda: tx.quantized_mean("data", tx.qsgd(), seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
 
 

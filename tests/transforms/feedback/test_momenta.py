@@ -169,7 +169,7 @@ def test_what_is_refused() -> None:
     raises_text(ValueError, lambda: tx.dgc("data", momentum=1.0), "momentum", "1.0")
     raises_text(ValueError, lambda: tx.dgc("data", clip=0.0), "clip", "0.0")
     raises_text(ValueError, lambda: tx.dgc("data", warmup=-1), "warmup", "-1")
-    raises_text(ValueError, lambda: tx.dgc("data", values=tx.qsgd()), "dice", "qsgd()")
+    raises_text(ValueError, lambda: tx.dgc("data", values=tx.qsgd()), "stochastic", "qsgd()")
     raises_text(ValueError, lambda: tx.dgc("data", without_input="keep"), "'keep'")  # type: ignore[arg-type]
     for make in (tx.one_bit_adam, tx.one_bit_lamb):
         raises_text(ValueError, lambda: make("data", 0), "warmup", "0")  # noqa: B023

@@ -231,9 +231,12 @@ def test_what_is_refused() -> None:
         raises_text(ValueError, lambda: tx.loco(coded, beta=beta), "beta", repr(beta))  # type: ignore[arg-type]  # noqa: B023
     raises_text(ValueError, lambda: tx.loco(coded, reset=0), "reset", "0")
     raises_text(TypeError, lambda: tx.loco(coded, memory=tx.int8), "Codec")  # type: ignore[arg-type]
-    raises_text(ValueError, lambda: tx.loco(coded, memory=tx.qsgd()), "dice", "qsgd()")
+    raises_text(ValueError, lambda: tx.loco(coded, memory=tx.qsgd()), "stochastic", "qsgd()")
     raises_text(
-        ValueError, lambda: tx.hierarchical_mean("a", "b", tx.qsgd()), "dice", "compress(qsgd(), hierarchical_mean"
+        ValueError,
+        lambda: tx.hierarchical_mean("a", "b", tx.qsgd()),
+        "stochastic",
+        "compress(qsgd(), hierarchical_mean",
     )
     raises_text(ValueError, lambda: tx.majority_vote("data", over="all"), "'all'")  # type: ignore[arg-type]
 
