@@ -1,4 +1,4 @@
-"""What is wrong with torch's auto_quantize, and right with ours. Where one of these fails, torch has been mended."""
+"""Faults of torch's auto_quantize that ours does not have. Where one of these fails, torch has fixed it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOTH = (THEIRS, OURS)
 def gathered(
     quantize: Any, qtype: Any, x: Tensor, *args: Any, loss: float | None = None, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """What all_gather leaves in the list, and in the tensors that were in it, on two ranks."""
+    """The contents of the list after all_gather, and of the tensors that were in it, on two ranks."""
     mine = [torch.zeros_like(x, dtype=dtype) for _ in range(2)]
     listed = list(mine)
     quantize(dist.all_gather, qtype, loss)(listed, x, *args, **kwargs)
@@ -142,7 +142,7 @@ def large() -> Any:
 
 
 def test_float16_is_still_cut_off_at_its_largest(pool: Any) -> None:
-    """Infinity too, so that nobody hears of it."""
+    """Infinity too, so an overflow stays undetected."""
     for at, minus, inf in pool.run(2, large):
         assert at[0] == 65504.0 and minus[0] == -65504.0 and inf[0] == 65504.0, "torch keeps what is large now"
         assert abs(at[1] - 1e5) < 50 and abs(minus[1] + 1e5) < 50 and not math.isfinite(inf[1])

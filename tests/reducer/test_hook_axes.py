@@ -1,4 +1,4 @@
-"""Hooks of the shell over several axes, and the lane beside them."""
+"""Hooks of the shell over several axes, and their lane."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _pmean_over(where: str) -> tx.Transform:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 def test_the_weights_are_as_wide_as_the_widest_parameter(bucket_bytes: int) -> None:
-    """In float64 0.1 + 0.3 + 0.7 is not what float32 makes of it, whatever lies in the first bucket."""
+    """The sum 0.1 + 0.3 + 0.7 in float64 differs from that in float32; the dtype of the first bucket must not matter."""
 
     def one_rank(weight: float) -> Any:
         out = []

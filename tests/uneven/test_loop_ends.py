@@ -136,7 +136,7 @@ def fail_around_a_module(rank: int, report: Any) -> None:
 
 
 def test_a_module_does_not_hold_the_others_up() -> None:
-    """The group that the loop takes down is let go of by the module too. What waits in it gets gloo's own error."""
+    """The module also releases the group that the loop takes down. Messages that wait in it get gloo's own error."""
     with Ranks(3, fail_around_a_module) as run:
         for rank, seconds, (kind, text) in run.after("leaving", 3):
             assert kind == "ValueError" if rank == 1 else kind in ("PeerLost", "RuntimeError"), (kind, text)
