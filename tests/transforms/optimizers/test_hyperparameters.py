@@ -224,7 +224,7 @@ def test_masters_in_a_training_step() -> None:
 
 
 def test_parts_written_by_hand_stay_apart() -> None:
-    """Two optimizers whose functions differ only in what they close over."""
+    """Two optimizers whose functions differ only in their closures."""
 
     def by_hand(rate: float) -> tx.Optimizer:
         def step_param(param: Tensor, grad: Tensor, state: Any) -> Any:

@@ -35,7 +35,7 @@ def _by_path(grads: Any) -> Any:
 
 
 def _by_layout(grads: Any) -> Any:
-    """What lies in one buffer is divided by its largest element."""
+    """All elements of one buffer are divided by its largest element."""
     largest = torch.stack([g.abs().max() for g in optree.tree_leaves(grads)]).max()
     return optree.tree_map(lambda g: g / largest, grads)
 
