@@ -178,23 +178,23 @@ class TrainStep:
 
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
-                memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor operations are
-                detected at once, writes by numpy one batch later.
+                memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor
+                operations are detected at once, writes by numpy one batch later.
             empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
             throw_on_early_termination: Raise on all ranks after the step in which the first rank is out of
                 input. This waits for the step's messages in every iteration.
-            when_exhausted: The behaviour of a rank without input, or with a batch of weight 0. "shadow" computes nothing, so on
-                several ranks `loss_fn` must not communicate over the step's axes. "replay" runs `loss_fn` on the last batch and
-                discards its gradients: for models that communicate in their forward pass. `transforms.current_weight()` is then
-                0, and a rank that never has a batch needs `empty`.
+            when_exhausted: The behaviour of a rank without input, or with a batch of weight 0. "shadow" computes
+                nothing, so on several ranks `loss_fn` must not communicate over the step's axes. "replay" runs
+                `loss_fn` on the last batch and discards its gradients: for models that communicate in their forward
+                pass. `transforms.current_weight()` is then 0, and a rank that never has a batch needs `empty`.
 
         Returns:
             An iterable of the batches for the body to pass to the step. Each `for` loop over it is an epoch.
 
         Raises:
             EarlyTermination: on all ranks, see above.
-            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the previous
-                batch; raised by the step: `loss_fn` communicates although ranks without input do not call it.
+            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the
+                previous batch; raised by the step: `loss_fn` communicates although ranks without input do not call it.
             PeerLost: another rank left the loop, or failed.
         """
         return _join.JoinedLoader(

@@ -186,7 +186,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: torch_join.Joinable) -> Work | None:
-        """Notify the other ranks that this rank has input in this iteration; called by a joinable before its collectives.
+        """Notify the other ranks that this rank has input; called by a joinable before an iteration's collectives.
 
         Returns:
             The message under way, where `joinable` is the first of its Join; otherwise None.
