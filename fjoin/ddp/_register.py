@@ -102,7 +102,7 @@ class Handle:
         run = self._run
         missing = sorted(self.state_dict().keys() - state_dict.keys())
         if missing:
-            raise ValueError(f"the state has no {missing}; it is not what state_dict() gave")
+            raise ValueError(f"the state has no {missing}; it was not made by state_dict()")
         new = [
             restored(f"the state of the {name}", held, state_dict[name])
             for name, held in (("hook", run.hook_state), ("after", run.after_state), ("outer", run.outer))

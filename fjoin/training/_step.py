@@ -113,7 +113,7 @@ class TrainStep:
             DesyncError: on all ranks: they have called different steps of one mesh; nothing has changed.
             JoinError: another thread of this rank runs a step of the same mesh.
             DonatedState, TornState: `state` can no longer be stepped.
-            TypeError, ValueError: what `loss_fn` or `weight` returned cannot be used; the first loss depends on no parameter.
+            TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no parameter.
         """
         with self._alone():
             return self._step(state, batch)
@@ -136,7 +136,9 @@ class TrainStep:
                     )
                 iteration.called = True
             if not isinstance(state, TrainState):
-                raise TypeError(f"state must be what step.init or the last step returned, got a {type(state).__name__}")
+                raise TypeError(
+                    f"state must be a TrainState from step.init or the last step, got a {type(state).__name__}"
+                )
             given = body = state._claim(self._run.token)
             if not self._donate:
                 body = body.clone()

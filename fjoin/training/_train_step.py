@@ -94,8 +94,8 @@ def train_step(
     plan = make_plan(pipeline.hook, tuple(mesh.shape))
     if accumulate > 1 and plan.reduce is not None and not plan.by_weight:
         raise ValueError(
-            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
-            f"hold, got over={plan.over!r}"
+            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by their "
+            f"contents, got over={plan.over!r}"
         )
     if pipeline.after is not None and pipeline.after.pauses:
         raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")

@@ -201,7 +201,7 @@ def join(
         raise TypeError("join(loader, steps=...) takes no mesh and no weight; the steps have their own")
     steps = list(steps)
     if not steps or not all(isinstance(step, TrainStep) for step in steps):
-        raise TypeError(f"steps must be what train_step made, at least one, got {steps!r}")
+        raise TypeError(f"steps must be steps made by train_step, at least one, got {steps!r}")
     if len(set(map(id, steps))) < len(steps):
         raise ValueError("steps must be different ones; the body calls each once in each iteration")
     alike = [(step._mesh.shape, step._run.axes, step._accumulate) for step in steps]

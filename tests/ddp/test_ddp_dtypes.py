@@ -125,7 +125,7 @@ def test_weights_do_not_overflow_16_bits(pool: Any, weight: float) -> None:
 
 
 def widely_weighted(hook: str, dtype: torch.dtype) -> Any:
-    """The gradient of each pass, which is 0.5 whatever the weights are, and the parameter behind the first."""
+    """The gradient of each pass, which is 0.5 for any weights, and the parameter after the first."""
     module = nn.Linear(3, 1, bias=False, dtype=dtype)
     nn.init.ones_(module.weight)
     made = {"mean": tx.mean("data"), "mean, clip": tx.chain(tx.mean("data"), tx.clip_by_global_norm(100.0))}[hook]

@@ -11,7 +11,7 @@ Report = Callable[[Any], None]
 
 
 class Later:
-    """An event of a device, that has come when it has been asked for some times; `synchronize` would wait for ever."""
+    """A device event that is complete after a number of queries; `synchronize` would wait forever."""
 
     def __init__(self, times: float) -> None:
         self.left = times

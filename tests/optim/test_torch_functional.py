@@ -138,7 +138,7 @@ def test_a_key_can_be_taken_once() -> None:
     raises_text(TypeError, lambda: tx.register_functional_optim("other", 3), "factory", "3")  # type: ignore[arg-type]
 
 
-# -- torch's own faults: where one of these fails, torch has been mended ---------------------------------
+# -- torch's own faults: where one of these fails, torch has fixed it ------------------------------------
 
 
 def test_torchs_derivative_is_still_zero() -> None:

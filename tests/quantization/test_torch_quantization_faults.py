@@ -43,7 +43,7 @@ def lists() -> Any:
 
 
 def test_tensors_in_a_list_still_stay_as_they_were(pool: Any) -> None:
-    """The list gets other tensors, of float32 whatever was in it; bfloat16 takes nothing but float32."""
+    """The list gets other tensors, of float32 for any given dtype; bfloat16 takes only float32."""
     for rank in pool.run(2, lists):
         for (theirs, ours), dtype in zip(rank, (torch.float64, torch.float32), strict=True):
             assert theirs == ([4.0, 8.0], [0.0, 0.0], torch.float32), "torch fills the caller's tensors now"

@@ -105,7 +105,7 @@ def test_the_lane_stays_within_the_axes_of_a_hook() -> None:
 
 
 def test_a_word_that_is_also_an_axis() -> None:
-    """`over`, a pattern and a logger's name are no axes, whatever a mesh calls its own; of others' factories any word may be one."""
+    """`over`, a pattern and a logger's name are no axes, for any mesh; of others' factories any word may be an axis."""
     axes = ("world", "data")
     assert make_plan(tx.mean("data", over="world"), axes).reduce is not None
     for hook in (tx.masked(tx.mean("data"), "world"), tx.logged(tx.mean("data"), logger="world"), tx.mean("data")):

@@ -247,7 +247,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("where", ["acquire", "release"])
 def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, where: str) -> None:
-    """Wherever the main thread is when the interrupt arrives, and whatever the hook does meanwhile."""
+    """Wherever the main thread is when the interrupt arrives, for any state of the hook."""
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     waves = Interleaver({})

@@ -93,7 +93,7 @@ def trained(hook: str, codec: str, bucket_bytes: int) -> Any:
 
 @pytest.mark.parametrize(("codec", "hook", "bucket_bytes"), table([*CODECS], [*ALL], [1, 10**6]))
 def test_on_processes_as_simulated_and_near_the_uncoded(pool: Any, codec: str, hook: str, bucket_bytes: int) -> None:
-    """To the bit, without an ordered reduction; weights and losses are exact, whatever the gradients lose."""
+    """To the bit, without an ordered reduction; weights and losses are exact, even where gradients are lossy."""
     start, room = net_params(), ROOM[codec]
     for ranks in (2, 3):
         real = pool.run(ranks, trained, hook, codec, bucket_bytes)

@@ -1,4 +1,4 @@
-"""fjoin.join: uneven inputs in a loop of one's own, for whatever communicates in it."""
+"""fjoin.join: uneven inputs in a custom loop, for all code that communicates in it."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_module_does_not_hold_the_others_up() -> None:
 
 
 def test_a_batch_to_stand_in_for_one_without_weight() -> None:
-    """Where `empty` is given it comes in the place of a first batch of weight 0, so that no NaN does."""
+    """`empty`, where given, takes the place of a first batch of weight 0, so no NaN enters."""
 
     def one_rank(first: float) -> list[float]:
         return [batch for batch in fjoin.join([first, 3.0], weight=lambda w: w, empty=7.0)]

@@ -1,4 +1,4 @@
-"""Wrong numbers of torch's Join with its own joinables, and ours without them. Where a test fails, torch has been mended."""
+"""Wrong numbers of torch's Join with its own joinables, and ours without them. Where a test fails, torch has fixed it."""
 
 from __future__ import annotations
 

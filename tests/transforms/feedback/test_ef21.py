@@ -1,4 +1,4 @@
-"""ef21: beliefs are the same on all sides, whatever the dtype, and after loading on other ranks."""
+"""ef21: estimates are the same on all ranks, for any dtype, and after loading on other ranks."""
 
 from __future__ import annotations
 

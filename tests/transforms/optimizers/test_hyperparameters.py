@@ -276,7 +276,7 @@ def test_schedules_of_plain_python() -> None:
 
 
 def test_small_numbers_beside_large_ones() -> None:
-    """The moments as torch's lerp: without betas nothing of the old moment is left, whatever its size."""
+    """The moments as torch's lerp: without betas nothing of the old moment remains, for any size."""
     opt, p = tx.adam(0.1, betas=(0.0, 0.0)), torch.zeros(1)
     state = opt.init_param(p)._replace(exp_avg=torch.tensor([1e8]))
     assert opt.step_param(p, torch.ones(1), state)[1].exp_avg.item() == 1.0

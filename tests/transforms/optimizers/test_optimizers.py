@@ -198,7 +198,7 @@ def _with_grad(grad: Tensor) -> Tensor:
 
 
 def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
-    """The reason for going through float32: where this fails, torch has been mended."""
+    """The reason for going through float32: where this fails, torch has fixed it."""
     for dtype in (torch.bfloat16, torch.float16):
         p = torch.ones(64, dtype=dtype, requires_grad=True)
         p.grad = torch.ones_like(p)
