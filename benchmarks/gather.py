@@ -2,8 +2,8 @@
 
     python benchmarks/gather.py [--ranks N] [RATE ...]          rates in the notation of `tc`: 1gbit 100mbit
 
-Seven messages of 2.6 MB, the codes of 5 MiB of gradients in bfloat16, start every 22 ms; it measures the time until all have
-arrived.
+Seven messages of 2.6 MB, the codes of 5 MiB of gradients in bfloat16, start every 22 ms; it measures the time until all
+have arrived.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The loss of a model after equal steps, against the bytes that a rank sends: the demo's transformer on simulated ranks.
+"""The loss after equal steps, against the bytes that a rank sends: the demo's transformer on simulated ranks.
 
 OMP_NUM_THREADS=1 python benchmarks/quality.py --ranks 8 16 --seeds 3 --steps 200
 
-Each rank trains on files of its own, in batches weighted by their tokens. Finished runs are kept in --runs and not repeated;
-the table is written to --out, and the picture to the same folder.
+Each rank trains on files of its own, in batches weighted by their tokens. Finished runs are kept in --runs and not
+repeated; the table is written to --out, and the picture to the same folder.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def alone(name: str, steps: int, variant: str, mesh: Any) -> dict[str, Any]:
     """The memory of this process and the cost of a step.
 
     Returns:
-        "peak" and "steady": the peak RSS, and the RSS after some steps, in bytes. "faults", "user" and "system": the page faults
-        and the CPU seconds outside and inside the kernel, per step.
+        "peak" and "steady": the peak RSS, and the RSS after some steps, in bytes. "faults", "user" and "system": the
+        page faults and the CPU seconds outside and inside the kernel, per step.
     """
     run, _ = variants.MAKE[variant](name, models.batch(name, dist.get_rank()), mesh)
     run(WARM_UP_STEPS)

@@ -39,8 +39,10 @@ Variant = tuple[Callable[[int], None], Callable[[], list[Tensor]] | None]
 
 
 def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: Any = None, **options: Any) -> Variant:
-    """torch's DistributedDataParallel with the fused AdamW or another optimizer: alone, in torch's or our Join, or stepped in
-    its hook, by torch or by our adapter."""
+    """torch's DistributedDataParallel with the fused AdamW or another optimizer.
+
+    It runs alone, in torch's or our Join, or with the optimizer in its hook, by torch or by our adapter.
+    """
     x, y = batch
     model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True, **options)
     optimizer = (make or ADAMW)(model.parameters())
@@ -88,7 +90,7 @@ def pieces(name: str, optimizer: tx.Optimizer) -> tuple[Callable[[Any, Any], Ten
 
 
 def pages_given_back(*args: Any, **settings: Any) -> Variant:
-    """fjoin's step where glibc returns freed memory to the kernel, its default; for `alone.py`, since it affects the process."""
+    """fjoin's step where glibc returns freed memory to the kernel; for `alone.py`, since it affects the process."""
     _interleaver.keep_freed = lambda: None
     return ours(*args, **settings)
 

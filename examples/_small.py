@@ -45,8 +45,8 @@ def one_process(ranks: int, every_sample_counts: bool) -> dict[str, Tensor]:
 
     Args:
         ranks: The number of ranks whose batches to train on.
-        every_sample_counts: Whether to take the mean over all samples of a step; otherwise the sum of the ranks' own means
-            divided by the number of ranks, as DistributedDataParallel does.
+        every_sample_counts: Whether to take the mean over all samples of a step; otherwise the sum of the ranks' own
+            means divided by the number of ranks, as DistributedDataParallel does.
     """
     model, batches = make_model(), [make_batches(rank) for rank in range(ranks)]
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)

@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(width)
         for path, param in self.named_parameters():
             if param.dim() == 2:
-                # A block's contribution to the residual stream starts small, so the embedding passes through all blocks.
+                # A block's contribution to the stream starts small, so the embedding passes through all blocks.
                 adds = path.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(param, std=0.05 / (2 * layers) ** 0.5 if adds else 0.05)
             elif path.endswith("bias"):

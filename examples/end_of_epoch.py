@@ -23,8 +23,8 @@ folder = [tempfile.mkdtemp() if rank == 0 else None]
 dist.broadcast_object_list(folder)
 log = pathlib.Path(str(folder[0])) / f"rank{rank}"
 
-# 1. A loop over fjoin.join, or step.join, ends on all ranks together. The code after it runs once per epoch, after the last
-#    batch of any rank: no hook is needed.
+# 1. A loop over fjoin.join, or step.join, ends on all ranks together. The code after it runs once per epoch, after the
+#    last batch of any rank: no hook is needed.
 for epoch in range(2):
     for _ in fjoin.join(batches):
         pass
@@ -34,8 +34,8 @@ for epoch in range(2):
         torch.save(ddp.module.state_dict(), log.with_suffix(f".{epoch}.pt"))
 
 
-# 2. A rank also leaves fjoin.Join only when all ranks have ended. Code that must communicate at the end, in the same order on
-#    all ranks, is a post hook. This one counts the samples of all ranks.
+# 2. A rank also leaves fjoin.Join only when all ranks have ended. Code that must communicate at the end, in the same
+#    order on all ranks, is a post hook. This one counts the samples of all ranks.
 def count(samples: int, is_last_joiner: bool) -> int:
     with log.open("a") as file:
         file.write(f"post hook, {'' if is_last_joiner else 'not '}among the last\n")

@@ -126,7 +126,11 @@ def generate(apply: fjoin.Apply, params: dict[str, Tensor], prompt: str, count: 
 
 
 def plot(losses: list[float], ends: list[int]) -> None:
-    """Save the loss curve as a picture, where matplotlib is installed; `ends` are the steps at which ranks run out of input."""
+    """Save the loss curve as a picture, where matplotlib is installed.
+
+    Args:
+        ends: The steps at which ranks run out of input.
+    """
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""Lightning on uneven data, every sample counted once: the dataset is the loop, and passes its scale to the training step.
+"""Lightning on uneven data, every sample counted once: the dataset is the loop, and passes its scale to the step.
 
 pip install lightning
 torchrun --nproc-per-node 2 examples/with_lightning.py

@@ -1,4 +1,4 @@
-"""What many tests share."""
+"""Helpers that many tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row or more for each public optimizer: what `make` returns is put under all laws, and into the shell."""
+"""One row or more for each public optimizer: the optimizer that `make` returns is checked by all laws and in the shell."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     ours: Any
     torchs: Any
     options: list[dict[str, Any]]
-    kernel: dict[str, Any] | None  # how torch is told to use the kernel that ours runs; None where torch has none
+    kernel: dict[str, Any] | None  # settings that make torch use the same kernel as ours; None where torch has none
     matrices: bool = False
 
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 import multiprocessing as mp
 
 context = mp.get_context("forkserver")
-# What optimizers and modules of torch import when they are first used takes longest.
+# Optimizers and modules of torch import other modules when they are first used; these imports take longest.
 context.set_forkserver_preload(["fjoin", "torch._dynamo", "torch.distributed.optim"])

@@ -9,7 +9,7 @@ from collective_table import ring
 
 from fjoin import transforms as tx
 
-# Each codec, and what a value may be off by, of the largest that is encoded with it.
+# Each codec, and its largest error relative to the largest value encoded with it.
 CODECS: dict[str, tuple[Any, float]] = {
     "float32": (tx.float32(), 1e-7),
     "bfloat16": (tx.bfloat16(), 2.0**-8),

@@ -1,4 +1,4 @@
-"""Processes of a test's own, for what must not happen in the shared pool: kills, stops, time-outs."""
+"""Processes of a test's own, for events that must not happen in the shared pool: kills, stops, time-outs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Arguments that cannot be used, and values that user functions may not return: a typed error that says what was given.
+"""Unusable arguments, and values that user functions may not return: a typed error that names the value.
 
-What `from_json` refuses stands in transforms/test_from_json.py, gradients and states in transforms/test_optimizer_checks.py.
+For the refusals of `from_json` see transforms/test_from_json.py, for gradients and states transforms/test_optimizer_checks.py.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def test_it_is_refused(case: str) -> None:
 
 
 def test_nothing_is_lost_by_an_error_in_a_step() -> None:
-    """The state stays what it was, and the next step takes it."""
+    """The state is unchanged, and the next step takes it."""
     weights = iter((1.0, 1e300, "3", 1.0))
     sums = iter((1.0, 1e300, 1.0))
     step = fjoin.train_step(lambda p, b: (loss(p, b), {"sum": {"a": next(sums)}}), PIPE, weight=lambda b: next(weights))  # type: ignore[arg-type,return-value]

@@ -15,16 +15,16 @@ import pytest
 from ranks import Ranks
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
-# What an example needs besides fjoin.
+# The packages that an example needs in addition to fjoin.
 NEEDS = {"with_accelerate.py": "accelerate", "with_lightning.py": "lightning"}
-# One process each; they assert what they show.
+# Examples of one process; they assert their results.
 ALONE = ["learn_the_rate.py", "sweep.py"]
 RECIPES = sorted(
     path.name
     for path in EXAMPLES.glob("*.py")
     if not path.name.startswith("_") and path.name not in ("uneven_text.py", *ALONE)
 )
-RESULT = "from one process on all data"  # what a rank's result is compared with in the line it prints
+RESULT = "from one process on all data"  # from the line in which an example prints its comparison
 
 
 def skip_without_what_it_needs(name: str) -> None:

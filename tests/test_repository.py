@@ -1,4 +1,4 @@
-"""What holds of the repository as a whole: imports, names, documents."""
+"""Properties of the repository as a whole: imports, names, documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is given to torch.distributed while something runs, and what `explain` has said of it."""
+"""The messages given to torch.distributed by a program, and their announcement by `explain`."""
 
 from __future__ import annotations
 

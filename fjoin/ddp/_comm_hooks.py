@@ -45,7 +45,7 @@ def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transfor
 
 
 def fp16_compress_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
-    """The mean in float16, scaled by a power of two that is sent along, so that all values fit; sums are taken in float32.
+    """The mean in float16, with sums in float32; a power of two that is sent along scales all values to fit.
 
     Args, Raises: as `allreduce_hook`.
 
@@ -111,7 +111,8 @@ def powerSGD_hook(
 
     Args:
         matrix_approximation_rank: Columns of the factors, at least 1.
-        start_powerSGD_iter: The number of initial passes with a plain mean; 0 is allowed, since no state is kept by bucket.
+        start_powerSGD_iter: The number of initial passes with a plain mean; 0 is allowed, since no state is kept by
+            bucket.
         min_compression_rate: A matrix is compressed where (rows + columns) * rank * this < rows * columns.
         use_error_feedback: Whether each rank keeps the residual of its compression for the next passes.
         warm_start: Whether to start from the last pass's factors; otherwise from random ones.
@@ -123,7 +124,8 @@ def powerSGD_hook(
         ValueError, TypeError: an argument is none of these.
 
     Same as: torch's powerSGD_hook with PowerSGDState, DDPCommHookType.POWER_SGD and, with rank 2, POWER_SGD_RANK2. It has no
-        compression_stats_logging_frequency: `handle.explain()` shows them; nor batch_tensors_with_same_shape, which it decides.
+        compression_stats_logging_frequency: `handle.explain()` shows them; nor batch_tensors_with_same_shape, which it
+        decides.
 
     >>> fjoin.ddp.powerSGD_hook(2, use_error_feedback=False, start_powerSGD_iter=10)
     switch_after(10, mean('data', over='world'), power_sgd('data', rank=2, over='world'))
@@ -180,13 +182,13 @@ def post_localSGD_hook(
 ) -> Transform:  # fmt: skip
     """The mean over all ranks at first, then over a subgroup, or over no ranks.
 
-    Pass it to `fjoin.ddp.register` with a mesh that has the axes, `fjoin.mesh({"node": -1, "local": ranks of a node})`. From then
-    on other code must average the parameters.
+    Pass it to `fjoin.ddp.register` with a mesh that has the axes, `fjoin.mesh({"node": -1, "local": ranks of a node})`.
+    From then on other code must average the parameters.
 
     Args:
         start_localSGD_iter: The number of passes with the mean over all ranks.
-        post_local_gradient_allreduce: Whether gradients are averaged over the subgroup afterwards; otherwise they are left
-            unchanged.
+        post_local_gradient_allreduce: Whether gradients are averaged over the subgroup afterwards; otherwise they are
+            left unchanged.
         axis: The axes of all ranks.
         subgroup: The axes, out of `axis`, of a rank's subgroup.
         over: As `allreduce_hook`.

@@ -57,7 +57,7 @@ class DDPRun:
         self.skips = None if pipeline is None else pipeline.skips
         self.outer: Any = self.skips.begin(()) if self.skips else None
         self._plan = plan = make_plan(hook, mesh.shape, pipeline.after if pipeline else None)
-        # Whether the pipeline transforms parameters, which needs the sum of the weights of the ranks that share gradients.
+        # Whether the pipeline transforms parameters, for which the ranks that share gradients sum their weights.
         self._transforms = pipeline is not None and pipeline.after is not None
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
@@ -120,7 +120,7 @@ class DDPRun:
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
         out = DDPBucket(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
-        # `index` and `is_last` are not used: in a static graph's first pass all buckets have index 0, and none is the last.
+        # Without `index` and `is_last`: in a static graph's first pass all buckets have index 0, and none is last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if out.grads.is_cuda else None
         )
@@ -139,7 +139,8 @@ class DDPRun:
             failure = self._mesh.root_cause(error, self.step)
             try:
                 if isinstance(failure, (PeerLost, CollectiveTimeout)):
-                    # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other errors alike.
+                    # The group stays: the module's reducer, which runs this, holds it. All ranks may raise other
+                    # errors alike.
                     self._mesh.report(failure, self.step)
                 if failure is error:
                     raise

@@ -34,7 +34,7 @@ class ScaledLoss:
         scaled = loss * scale.to(loss.device)
 
         def begins(grad: Tensor) -> None:
-            # Only the pass itself holds this object, until it ends or fails. Nested passes, of checkpoints, are part of it.
+            # Only the pass holds this object, until it ends or fails. Nested passes, of checkpoints, are part of it.
             running = _Pass()
             self._running = weakref.ref(running)
             torch.autograd.Variable._execution_engine.queue_callback(running)  # type: ignore[attr-defined]

@@ -33,8 +33,8 @@ class Handle:
     Attributes:
         step: The number of synchronised backward passes so far.
         skipped: The number of steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
-        total: The sum of the ranks' weights in the last synchronised pass, or the number of ranks with a weight above 0 where
-            the mean counts ranks; NaN where the hook does not reduce.
+        total: The sum of the ranks' weights in the last synchronised pass, or the number of ranks with a weight above 0
+            where the mean counts ranks; NaN where the hook does not reduce.
     """
 
     def __init__(self, run: DDPRun) -> None:
@@ -73,10 +73,10 @@ class Handle:
         return self._run.total
 
     def explain(self) -> Explanation:
-        """The messages of a synchronised backward pass, as `fjoin.transforms.explain` shows them; also before any has run.
+        """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
 
-        The buckets are those of the last pass; before the first pass, those of the first. From the second pass on the module
-        uses other buckets, cut in the order in which gradients arrive.
+        The buckets are those of the last pass; before the first pass, those of the first. From the second pass on the
+        module uses other buckets, cut in the order in which gradients arrive.
         """
         return self._run.explain()
 
@@ -102,7 +102,7 @@ class Handle:
         run = self._run
         missing = sorted(self.state_dict().keys() - state_dict.keys())
         if missing:
-            raise ValueError(f"the state has no {missing}; it is not what state_dict() gave")
+            raise ValueError(f"the state has no {missing}; it was not made by state_dict()")
         new = [
             restored(f"the state of the {name}", held, state_dict[name])
             for name, held in (("hook", run.hook_state), ("after", run.after_state), ("outer", run.outer))
@@ -120,7 +120,7 @@ class Handle:
 
 
 class _Live(list[Any]):
-    """The hooks of a registered module. A pickled or deep copy of the module has no hook, since it has its own buckets."""
+    """The hooks of a registered module. A pickled or deep copy of the module has no hook: its buckets are its own."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, ()
@@ -138,15 +138,15 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
 
     Under `no_sync` nothing is sent or stepped; the accumulated gradients go with the next pass.
 
-    The step is taken before backward returns. A second backward pass through the same graph, or a gradient of an input, that
-    needs the old parameters no longer finds them, and torch raises an error.
+    The step is taken before backward returns. A second backward pass through the same graph, or a gradient of an input,
+    that needs the old parameters no longer finds them, and torch raises an error.
 
-    A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one message, of one number,
-    with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input counts 0; so with a
-    pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
+    A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one message, of one
+    number, with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input
+    counts 0; so with a pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
 
-    The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered again. The
-    state of the hook is in `handle.state_dict()`.
+    The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered
+    again. The state of the hook is in `handle.state_dict()`.
 
     With a pipeline, parameters that no rank uses, where find_unused_parameters or static_graph allow that, are left
     unchanged, as by torch.optim. This adds one small message to each step.
@@ -164,11 +164,13 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
 
     Raises:
         TypeError: `model` is no DistributedDataParallel, `what` neither transform nor pipeline.
-        ValueError: the module already has a hook, or has parameters that it keeps from hooks; the hook's axes are not those of
-            the module's group; `accumulate`, which no_sync replaces.
+        ValueError: the module already has a hook, or has parameters that it keeps from hooks; the hook's axes are not
+            those of the module's group; `accumulate`, which no_sync replaces.
         DesyncError: on all ranks: they register different hooks or pipelines.
-        NonFinite: raised by backward, on all ranks, with a pipeline that does not leave such steps out; nothing is stepped.
-        RuntimeError: raised by backward: a pipeline in `dynamic_loss_scale` got gradients of a loss without `handle.scale`.
+        NonFinite: raised by backward, on all ranks, with a pipeline that does not leave such steps out; nothing is
+            stepped.
+        RuntimeError: raised by backward: a pipeline in `dynamic_loss_scale` got gradients of a loss without
+            `handle.scale`.
 
     Same as: register_comm_hook, _register_fused_optim.
     """
@@ -210,7 +212,7 @@ def register_comm_hook_type(
     comm_hook_type: DDPCommHookType | str, model: DistributedDataParallel, state: ProcessGroup | None = None, *,
     optimizer: Optimizer | None = None, over: Over = "world",
 ) -> Handle:  # fmt: skip
-    """Register the equivalent of one of torch's communication hooks, chosen by type as in torch's register_ddp_comm_hook.
+    """Register the equivalent of one of torch's communication hooks, chosen as by torch's register_ddp_comm_hook.
 
     It is `register(model, comm_hook(comm_hook_type))`, or with an optimizer `register(model, fuse(comm_hook(...), optimizer))`. For
     other settings than torch's defaults pass the hook itself to `register`, for example

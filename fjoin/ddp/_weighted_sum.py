@@ -77,7 +77,7 @@ class WeightedSum:
     def send(self, out: DDPBucket) -> None:
         """Start summing a bucket in place, times its `unit`."""
         if out.grads.dtype.itemsize < 4 and 0 < self.total < math.inf:
-            # Sums of gradients times weights would overflow: scale by a power of two near 1 / total, which loses no bit.
+            # Weighted sums of gradients would overflow: scale by a power of two near 1 / total, which loses no bit.
             out.unit = 2.0 ** -math.floor(math.log2(self.total))
         factor = self._factor * out.unit
         if factor == 0.0:

@@ -77,8 +77,8 @@ class Connections:
 def shut(connections: Iterable[socket.socket]) -> None:
     """End connections in both directions, for this process and all processes that it has forked.
 
-    Processes forked by a rank, such as the workers of a DataLoader, inherit its sockets. gloo only closes the sockets when a
-    group is destroyed, and the peers do not notice this while such a process lives.
+    Processes forked by a rank, such as the workers of a DataLoader, inherit its sockets. gloo only closes the sockets
+    when a group is destroyed, and the peers do not notice this while such a process lives.
     """
     for connection in connections:
         with connection, contextlib.suppress(OSError):  # it may have ended

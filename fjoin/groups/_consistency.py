@@ -79,7 +79,7 @@ def same_step(mesh: Mesh, step: int) -> None:
 
 
 def _odd(values: list[Any]) -> Any:
-    """The first rank whose value differs from the majority's, as `[rank, value, majority's value]`; None if none does."""
+    """The first rank whose value differs from the majority's: `[rank, value, majority's value]`; None if none does."""
     usual = Counter(values).most_common(1)[0][0]
     return next(([rank, value, usual] for rank, value in enumerate(values) if value != usual), None)
 

@@ -29,7 +29,7 @@ class Failures:
 
     def __init__(self, store: Store, name: str, rank: int, size: int, connections: Connections) -> None:
         self._store, self._name, self._rank, self._size = store, name, rank, size
-        # After one broken connection gloo closes the whole group, so only a rank without any connection has surely ended.
+        # After one broken connection gloo closes the whole group; only a rank without any connection has surely ended.
         self._all, self._own = Connections(), connections
         self._gone_before: set[int] = set()  # the ranks that were gone at the last check
         with contextlib.suppress(RuntimeError):
@@ -58,7 +58,7 @@ class Failures:
         return None
 
     def gone(self) -> set[int]:
-        """The ranks that have ended, as far as connections show; if there are none, those that have closed their mesh."""
+        """The ranks that have ended, judging by connections; if none has, those that have closed their mesh."""
         others = [rank for rank in range(self._size) if rank != self._rank and not self._all.known(rank)]
         with contextlib.suppress(RuntimeError):
             if not self._connections_of(others):  # a late rank must not hide another one
@@ -100,8 +100,8 @@ class Failures:
     def raise_if_any(self, awaited: Collection[int]) -> None:
         """Raise where another rank has reported a failure, or where all awaited ranks are gone.
 
-        They must be gone in two checks in a row, since their last messages may still arrive. If only some of them are gone,
-        these may already have done their part.
+        They must be gone in two checks in a row, since their last messages may still arrive. If only some of them are
+        gone, these may already have done their part.
         """
         before, self._gone_before = self._gone_before, self.gone()
         # A report precedes the end of a connection, so read the report after the connections.

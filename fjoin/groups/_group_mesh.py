@@ -67,7 +67,7 @@ class GroupMesh(Mesh):
 
         self._look = look(world_mesh)
         self._everyone = GroupAxis(world_mesh, ordered, check=self._look)
-        # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or at exit.
+        # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or exit.
         names, whole = tuple(shape), self._everyone
 
         def joint(axes: tuple[str, ...]) -> GroupAxis | None:
@@ -244,10 +244,10 @@ def _timeout_of(group: Any) -> float:
 def _forget(group: Any) -> None:
     """Remove torch's own references to a group, which would keep its connections open.
 
-    - Modules and model averagers hold it as an attribute, and a module's reducer holds it in C++. If the reducer were the last
-      holder, its destructor would wait for threads that wait for Python.
-    - The functions of torch.distributed.nn hold the default group at the time of their import among their default arguments,
-      and making a DistributedDataParallel imports them.
+    - Modules and model averagers hold it as an attribute, and a module's reducer holds it in C++. If the reducer were
+      the last holder, its destructor would wait for threads that wait for Python.
+    - The functions of torch.distributed.nn hold the default group at the time of their import among their default
+      arguments, and making a DistributedDataParallel imports them.
     """
     kinds = (DistributedDataParallel, ModelAverager)
     places = gc.get_referrers(group)  # objects, or their dicts

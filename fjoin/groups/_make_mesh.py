@@ -45,7 +45,8 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
         ordered: Sum in rank order, bit for bit as the simulator does. Slower, for tests.
 
     Returns:
-        A `Mesh`. It owns its process groups: `close()`, the end of a `with` block, or the end of its last reference frees them.
+        A `Mesh`. It owns its process groups: `close()`, the end of a `with` block, or the end of its last reference
+        frees them. Groups over a DeviceMesh stay until the program ends.
 
     Raises:
         ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8.
@@ -215,8 +216,8 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
             else {**groups, "": _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)}
         )
 
-    # These groups stay until the program ends. torch names such groups by their ranks and by the current number of groups, so a
-    # later group could get the name of a destroyed one, and with it the addresses of that group.
+    # These groups stay until the program ends. torch names such groups by their ranks and by the current number of
+    # groups, so a later group could get the name of a destroyed one, and with it the addresses of that group.
     return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered, owned=False)
 
 
@@ -227,7 +228,7 @@ def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGrou
 
 
 def world_mesh() -> Mesh:
-    """A mesh of all ranks with the axis "data": over the default group where there is one, without groups of its own."""
+    """A mesh of all ranks with the axis "data": over the default group where there is one, without own groups."""
     simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
     if dist.is_initialized() and not simulated:
         return mesh_from_group(dist.group.WORLD)

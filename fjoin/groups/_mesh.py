@@ -81,7 +81,7 @@ class Mesh:
         return combine([value])
 
     def _members(self, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that share this rank's place along all other axes, in rank order; all ranks where `axes` is empty."""
+        """The ranks with this rank's place along all other axes, in rank order; all ranks where `axes` is empty."""
         grid = torch.arange(self.size).reshape(tuple(self.shape.values()))
         here = (grid == self.rank).nonzero()[0].tolist()
         where = [slice(None) if name in axes or not axes else at for name, at in zip(self.shape, here, strict=True)]
@@ -102,8 +102,8 @@ class Mesh:
     def close(self) -> None:
         """Free the process groups of this mesh, with their threads and connections; it cannot be used afterwards.
 
-        Groups passed to fjoin, and those of a DeviceMesh, stay. A mesh is closed automatically when it is no longer referenced,
-        and all meshes are closed at the end of the program.
+        Groups passed to fjoin, and those of a DeviceMesh, stay. A mesh is closed automatically when it is no longer
+        referenced, and all meshes are closed at the end of the program.
         """
 
     def __enter__(self) -> Self:

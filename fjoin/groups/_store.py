@@ -51,8 +51,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 class Store:
     """The default store of torch.distributed, with keys of fjoin's own.
 
-    The first argument of each call is the time limit for the answer, in seconds. While an earlier call is unanswered, calls
-    with a limit of at most 1 s fail at once; after a broken connection all calls fail.
+    The first argument of each call is the time limit for the answer, in seconds. While an earlier call is unanswered,
+    calls with a limit of at most 1 s fail at once; after a broken connection all calls fail.
 
     Raises:
         Unanswered: no answer in time.

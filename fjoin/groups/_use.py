@@ -28,7 +28,8 @@ class Use:
         Another thread that tries gets an error. This thread completes its step, and then its failure ends all ranks.
 
         Args:
-            fail: Fails the step where two threads have met, given the error and whether to report it to the other ranks.
+            fail: Fails the step where two threads have met, given the error and whether to report it to the other
+                ranks.
 
         Raises:
             JoinError: another thread runs a step.

@@ -70,8 +70,9 @@ class ForeachStepper:
         """Raise where these parameters cannot be stepped; nothing has changed then.
 
         Raises:
-            ValueError: a gradient of another shape or device; a parameter that no longer fits its state, or that cannot be
-                written, since its elements overlap in memory or it is an inference tensor; a hyperparameter that is not finite.
+            ValueError: a gradient of another shape or device; a parameter that no longer fits its state, or that cannot
+                be written, since its elements overlap in memory or it is an inference tensor; a hyperparameter that is
+                not finite.
             TypeError: a gradient of another dtype or layout.
         """
         watched: dict[Any, tuple[Optimizer, Any]] = {}
@@ -130,7 +131,7 @@ class ForeachStepper:
             states, params = [self.states[key] for key, *_ in some], [param for _, _, param, _ in some]
             here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
             step_in_place(part, params, [grad for *_, grad in some], states, **here)
-            # Fused kernels do not increment the version: a graph that needs the old values would silently use the new ones.
+            # Fused kernels do not increment the version: a graph that needs the old values would silently use new ones.
             torch.autograd.graph.increment_version(params)
 
     def _share(self, part: Optimizer, key: Any, state: Any, like: Any, changed: Changed) -> None:

@@ -18,8 +18,9 @@ from ._param_groups import check_group, own_by_group, resizing, values_of
 class Optimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer that steps with one of ours, in place, by one kernel for all parameters of a kind.
 
-    - `param_groups` holds the hyperparameters that are numbers, and betas. Groups may have their own values, and torch's
-      schedulers change them there. A group may repeat other hyperparameters, and torch's own such as foreach, without effect.
+    - `param_groups` holds the hyperparameters that are numbers, and betas. Groups may have their own values, and
+      torch's schedulers change them there. A group may repeat other hyperparameters, and torch's own such as foreach,
+      without effect.
     - `state`, `state_dict` and `load_state_dict` hold the state, by names such as "exp_avg".
     - A parameter without gradient is left unchanged, as by torch.
     - It works with torch.amp.GradScaler.

@@ -19,8 +19,8 @@ class TorchState(NamedTuple):
 def as_step_param(functional: Any) -> Optimizer:
     """One of torch's private functional optimizers, such as _FunctionalAdam, as an `Optimizer`.
 
-    torch keys the memory of these optimizers by the identity of a parameter; here it is in the state. They step in place
-    under no_grad, so `step_param` works on copies and cannot be differentiated, nor mapped over.
+    torch keys the memory of these optimizers by the identity of a parameter; here it is in the state. They step in
+    place under no_grad, so `step_param` works on copies and cannot be differentiated, nor mapped over.
 
     Args:
         functional: An object with `step_param(param, grad)`, or with `step(grads)` and a `param_group`, and with a

@@ -29,28 +29,29 @@ def auto_quantize(
 
     - A rank's message to another rank is one row of bytes, which the receiver can decode without other rows.
     - Every value is encoded once, by its sender. A reduction is taken in float32.
-    - On three ranks and more all_reduce encodes its result again, and takes two messages as `tx.quantized_mean` does; all
-      ranks get the same result to the bit.
+    - On three ranks and more all_reduce encodes its result again, and takes two messages as `tx.quantized_mean` does;
+      all ranks get the same result to the bit.
     - A single rank encodes nothing.
 
     Args:
         func: dist.all_gather, all_to_all, all_to_all_single, all_gather_into_tensor (all_gather_single),
             reduce_scatter_tensor (reduce_scatter_single) or all_reduce; the last two with the operations SUM and AVG.
         qtype: A codec, for example `tx.int8()`; or torch's DQuantType.FP16 or BFP16, or "fp16" or "bfp16", which are
-            `tx.float16()`, so that 1e5 does not become 65504, and `tx.bfloat16()`. Random bits are keyed by the number of
-            calls, and by the seed of a codec such as `tx.qsgd().keyed(seed, 0)`.
+            `tx.float16()`, so that 1e5 does not become 65504, and `tx.bfloat16()`. Random bits are keyed by the number
+            of calls, and by the seed of a codec such as `tx.qsgd().keyed(seed, 0)`.
         quant_loss: The divisor of the results. None: no division.
 
     Returns:
-        A function with the arguments and the meaning of `func`, including `group`, `async_op` and split sizes, by position
-        or by name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize does. It fills
-        the given tensors, of any shape, strides and floating-point dtypes, and returns None, or a dist.Work with
-        `async_op=True`: `wait()` fills them. Shapes may differ between ranks in all_to_all and all_gather, on gloo too. With
-        `async_op=True`, all_reduce on three ranks and more waits in the call for the first of its messages.
+        A function with the arguments and the meaning of `func`, including `group`, `async_op` and split sizes, by
+        position or by name; all_to_all_single also takes them as `out_splits` and `in_splits`, as torch's auto_quantize
+        does. It fills the given tensors, of any shape, strides and floating-point dtypes, and returns None, or a
+        dist.Work with `async_op=True`: `wait()` fills them. Shapes may differ between ranks in all_to_all and
+        all_gather, on gloo too. With `async_op=True`, all_reduce on three ranks and more waits in the call for the
+        first of its messages.
 
     Raises:
-        TypeError: another function, or no codec; when called: an argument that `func` does not have, or a tensor that is not
-            floating-point.
+        TypeError: another function, or no codec; when called: an argument that `func` does not have, or a tensor that
+            is not floating-point.
         ValueError: an unknown name, or a `quant_loss` to divide by that is 0 or not finite; when called: lists, shapes or
             split sizes that do not fit, before anything is sent.
 

@@ -29,7 +29,7 @@ class Peers:
         self.name, self.codec, self.loss, self.group, self.ranks, self.me = name, codec, loss, group, ranks, me
 
     def exchange(self, pieces: Sequence[Tensor], sizes: list[int]) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Send piece r to rank r; returns the handle, and a function that decodes `sizes[r]` floats from each rank, flat."""
+        """Send piece r to rank r; returns the handle, and a function that decodes `sizes[r]` floats from each rank."""
         if self.ranks == 1:
             return None, lambda: [_wide(piece) for piece in pieces]
         rows = [piece.detach().reshape(-1).to(torch.float32) for piece in pieces]

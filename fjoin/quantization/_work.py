@@ -14,7 +14,8 @@ from torch import Tensor
 class EncodedWork(dist.Work):
     """A message under way: `wait` decodes it into the caller's tensors, then releases it.
 
-    `is_completed` does so too, as soon as the message has arrived. Where neither is called, the tensors are never filled.
+    `is_completed` does so too, as soon as the message has arrived. Where neither is called, the tensors are never
+    filled.
 
     Args:
         work: The message's own handle; None where nothing travels.

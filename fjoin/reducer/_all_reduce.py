@@ -27,8 +27,8 @@ class AllReduceHook:
 
     Attributes:
         unit: The power of two that scales gradients in messages, which loses no bit. It is near 1 / ranks: with equal
-            weights and a power of two of ranks the sum is already the mean, and no kernel has to divide. See `Units` for
-            float16.
+            weights and a power of two of ranks the sum is already the mean, and no kernel has to divide. See `Units`
+            for float16.
         scales: Whether gradients are multiplied by weights before they are summed.
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
         direct: Whether a bucket can be stepped as soon as its message and the lane's have arrived.
@@ -112,7 +112,7 @@ class AllReduceHook:
     def finish(
         self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
     ) -> tuple[Any, dict[str, Any], Any]:
-        """Complete the step after backward; returns the new state, or a function that makes it; the summed lane; the divisor."""
+        """Complete the step after backward; see `StepHook`."""
         rest = self._plan.rest
         for out in outgoing:
             out.wait()

@@ -40,7 +40,7 @@ class StepHook(Protocol):
 
     @property
     def clip(self) -> Clip | None:
-        """The function from the norm of the gradients after the hook to their clip factor; None where nothing is clipped."""
+        """The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped."""
 
     def init(self, storage: Storage) -> Any:
         """The initial state."""

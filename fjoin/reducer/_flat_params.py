@@ -49,8 +49,8 @@ class Storage:
                 of[path] = view.detach().requires_grad_()
         self.leaves = {path: of[path] for path in self.shapes}
         self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
-        # Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is still
-        # referenced; with these references the gradients of a bucket all arrive in one stream.
+        # Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is
+        # still referenced; with these references the gradients of a bucket all arrive in one stream.
         self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Storage:
 
     @contextlib.contextmanager
     def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
-        """Set the leaves' gradients aside within the with block; at its end those still in the yielded dict are restored."""
+        """Set the leaves' gradients aside within a with block; restore those still in the yielded dict at its end."""
         kept = {leaf: leaf.grad for leaf in self.leaves.values()}
         self.clear_grads()
         try:
@@ -122,7 +122,7 @@ class Storage:
                 leaf.grad = grad
 
     def written(self, within: bool) -> list[Tensor]:
-        """The memory that a step overwrites: the parameters and, `within` a window, the gradients accumulated so far."""
+        """The memory that a step overwrites: the parameters and, `within` a window, the accumulated gradients."""
         grads = (leaf.grad for leaf in self.leaves.values()) if within else ()
         return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
 

@@ -1,9 +1,9 @@
 """Coroutines that run in turns, each until its next message is under way.
 
-The hook of a bucket may send several messages, each of which needs the result of the one before. The hooks run in rounds:
-all first messages travel during backward, then all second messages, and so on. One function runs at a time and the turns
-follow a fixed order, so all ranks send the same messages in the same order. A function that needs the first bucket's
-result gives up its turns until that result exists.
+The hook of a bucket may send several messages, each of which needs the result of the one before. The hooks run in
+rounds: all first messages travel during backward, then all second messages, and so on. One function runs at a time and
+the turns follow a fixed order, so all ranks send the same messages in the same order. A function that needs the first
+bucket's result gives up its turns until that result exists.
 """
 
 from __future__ import annotations
@@ -162,10 +162,10 @@ class Interleaver:
 
 @functools.cache
 def keep_freed() -> None:
-    """Make glibc keep the memory that threads free. By default it returns it to the kernel, and each step faults it in again.
+    """Make glibc keep the memory that threads free, instead of returning it and faulting it in again in each step.
 
-    glibc sets its mmap and trim thresholds by the largest mapped block, of up to 32 MiB, that was ever freed; so this allocates
-    and frees one (benchmarks/alone.py shows the difference). The effect lasts for the whole process. Where
+    glibc sets its mmap and trim thresholds by the largest mapped block, of up to 32 MiB, that was ever freed; so this
+    allocates and frees one (benchmarks/alone.py shows the difference). The effect lasts for the whole process. Where
     MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ is set, or the C library is not glibc, it has no effect.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
@@ -178,7 +178,8 @@ MOST = 128
 def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], device: str) -> bool:
     """Whether messages of buckets on this kind of device travel while other buckets are filled.
 
-    They do not with a single rank, in the simulator, with more than `MOST` buckets, or with one bucket, which is ready last.
+    They do not with a single rank, in the simulator, with more than `MOST` buckets, or with one bucket, which is ready
+    last.
     """
     real = any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in axes.values())
     return real and 1 < len(layout) <= MOST and all(bucket.device.type == device for bucket in layout)

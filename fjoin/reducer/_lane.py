@@ -96,7 +96,7 @@ class StepLane:
         return {**values, name: max(float(values[name]), bad * bit)}
 
     def left_out(self, values: dict[str, Any], bad: Any) -> dict[str, Any]:
-        """The complete values, with this rank's bit set where it left out the step before instead of where this step is not finite.
+        """The complete values; this rank's bit means that it left out the step before, and not that this one is bad.
 
         Args:
             bad: 1 where this rank has left out the step before, otherwise 0.
@@ -145,5 +145,5 @@ class StepLane:
 
 
 def host_number(value: Tensor) -> Any:
-    """A 0-d tensor as a number where it is on the CPU, so that reading it does not wait; otherwise as a float64 tensor."""
+    """A 0-d tensor on the CPU as a number; any other, whose value would have to be awaited, as a float64 tensor."""
     return float(value.item()) if value.device.type == "cpu" else value.detach().to(torch.float64)

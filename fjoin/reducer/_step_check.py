@@ -52,12 +52,14 @@ class StepCheck:
         self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
     ) -> None:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
-        # 1 where this rank left out the last step although other ranks of its loop may have taken it: all raise in the next one.
+        # 1 where this rank left out the last step although other ranks of its loop may have taken it: all raise in the
+        # next one.
         self.left_out: Any = 0.0
         self.step_id = 0.0  # identifies this step among those of its mesh; 0 where it does not travel
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any, bool]] = []
-        # The sum of the weights in the newest step for which the host knows it, the same on all ranks; None before the first.
+        # The sum of the weights in the newest step for which the host knows it, the same on all ranks; None before the
+        # first.
         self.weight: float | None = None
 
     def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
@@ -98,7 +100,7 @@ class StepCheck:
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 
     def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
-        """1 if a gradient is not finite, otherwise 0: a number where the host may read the gradients, otherwise a tensor."""
+        """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
         if self.readable_without_sync(outgoing):
             return float(any(not math.isfinite(out.seen.item()) and _nonfinite(out.grads) for out in outgoing))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
@@ -120,9 +122,9 @@ class StepCheck:
             outgoing: The gradients after the hook, not yet divided.
             divisor: Their divisor.
             clip: From their norm after the division to a further factor; or None.
-            counts: The lane, summed over all ranks that loop together, where these are more than the ranks that share the
-                gradients. It has a bit for each rank that left out the step before. A step that is not finite here then raises
-                in the next step, on all these ranks.
+            counts: The lane, summed over all ranks that loop together, where these are more than the ranks that share
+                the gradients. It has a bit for each rank that left out the step before. A step that is not finite here
+                then raises in the next step, on all these ranks.
 
         Raises:
             DesyncError: the ranks have called different steps.

@@ -53,7 +53,7 @@ def run_stages(
 
 
 def last_sums(parts: Sequence[Transform], states: Sequence[Any]) -> Any:
-    """The sums of the last of these stages that reduces, apart from the gradients: a `MeanState`, or None if none reduces."""
+    """The `MeanState` of the last of these stages that reduces, with its sums; None if none reduces."""
     for part, state in zip(reversed(parts), reversed(states), strict=True):
         if part.sums is not None:
             return part.sums(state)

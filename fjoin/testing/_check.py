@@ -20,8 +20,8 @@ def check_transform(make: Callable[[], tx.Transform]) -> None:
     - Calls bucket by bucket equal one call on the whole tree.
     - In a chain it gives the same results as alone.
     - The values of a rank of weight 0 do not affect the other ranks; with a reduction, not in later steps either.
-    - With `Transform.reduces`: on one rank a mean is the identity, and a sum is the gradient times the weight. Neither depends on
-      the order of ranks.
+    - With `Transform.reduces`: on one rank a mean is the identity, and a sum is the gradient times the weight. Neither
+      depends on the order of ranks.
     - A lossy transform does not remember a step that is not finite.
     - Saved to a file and loaded, its state gives the same results to the bit.
     - The vmap engine gives the same results.
@@ -90,7 +90,8 @@ def check_feedback(make: Callable[[], tx.Transform]) -> None:
     """Check the laws of error feedback for a lossy mean, on three simulated ranks over the axis "data".
 
     - The results plus the residuals equal the inputs, whether all ranks have input, some, one or none.
-    - A step that is not finite on one rank gives a result that is not finite on the others, and does not enter the residuals.
+    - A step that is not finite on one rank gives a result that is not finite on the others, and does not enter the
+      residuals.
 
     Args:
         make: Makes the mean, for example `quantized_mean`, with no other transform before or after it.

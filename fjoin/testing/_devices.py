@@ -1,6 +1,7 @@
 """The law of devices: code that runs on a CPU also runs on a GPU, as far as a machine without one can check.
 
-Tensors without data ("meta") stand for the GPU's: their values cannot be read, and torch refuses to mix them with others.
+Tensors without data ("meta") stand for the GPU's: their values cannot be read, and torch refuses to mix them with
+others.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def pays_what_it_owes(make: Callable[[], tx.Transform]) -> None:
 
 
 def forgets_what_is_not_finite(make: Callable[[], tx.Transform]) -> None:
-    """A step that is not finite on one rank gives a result that is not finite on the others, and leaves the residuals finite."""
+    """A step that is not finite on one rank is not finite on the others either, and leaves the residuals finite."""
     for bad in (math.nan, math.inf):
         outs, errors = _run(make, "freeze", bad, at=1)
         assert not all(torch.isfinite(leaf).all() for leaf in outs[1][0].values()), "it came out finite"

@@ -14,7 +14,7 @@ from ._compare import params_like
 
 
 def axes_for(make: Callable[[], tx.Transform], alone: bool = False) -> dict[str, int]:
-    """Sizes of the axes that a transform names, or of "data": 3 for one axis, 2 each for two, 1 for more; 1 if `alone`."""
+    """Sizes of the axes that a transform names, or of "data": 3 for one axis, 2 each for two; 1 if `alone`."""
     found = sorted(axes_of(make(), ())) or ["data"]
     sizes = [1] if alone else [3] if len(found) == 1 else [2, 2]
     return {name: sizes[i] if i < len(sizes) else 1 for i, name in enumerate(found)}

@@ -152,7 +152,7 @@ def chains(make: Callable[[], tx.Transform]) -> None:
 
 
 def ignores_weight_zero(make: Callable[[], tx.Transform]) -> None:
-    """Values of a rank of weight 0, NaN included, change nothing on the others; with a reduction, not in later steps either."""
+    """Values of a rank of weight 0, even NaN, change nothing on the others; with a reduction, nor in later steps."""
 
     def run(poison: bool) -> Any:
         def one_rank() -> Any:

@@ -72,7 +72,7 @@ class Run:
         self._grad_hooks = GradHooks()
 
     def number(self) -> None:
-        """Take the next number among the steps of this mesh. It travels in the lane and must be the same on all ranks."""
+        """Take the next number among the steps of this mesh. It travels in the lane, to be compared between ranks."""
         if not self._counts.step_id:
             self.mesh.use.steps += 1
             # In [2048, 4096), so none is a multiple of another; scattered, so few are means of others.
@@ -242,7 +242,8 @@ class Run:
         """Wait for all messages, decide whether this step may change anything, and step; returns the summed lane.
 
         Args:
-            under_way: The message with the lane of all ranks that loop together, where the hook's messages do not carry it.
+            under_way: The message with the lane of all ranks that loop together, where the hook's messages do not carry
+                it.
         """
         hook, sums, divisor = self.hook.finish(body.hook, body.storage, outgoing, lane)
         counts = None
@@ -302,8 +303,8 @@ class Run:
         """Transform the new parameters and the new buffers.
 
         Args:
-            weight: This rank's weight, for the transform of its buffers. The transform of the parameters gets the sum of the
-                weights of all ranks that share the gradients.
+            weight: This rank's weight, for the transform of its buffers. The transform of the parameters gets the sum
+                of the weights of all ranks that share the gradients.
         """
         effect = decision.effect
         if self.pipeline.after is not None:

@@ -15,9 +15,9 @@ class Units:
     """The factor that scales gradients in messages, for each accumulation window.
 
     Sums of weight * gradient overflow float16 from weights of thousands on. For float16 the unit is near
-    1 / (sum of the weights). This is the sum of the newest step for which all ranks know it; before the first such step the
-    ranks exchange their weights in the store. So the unit is the same on all ranks, and changes no bit of results that float16
-    holds in full precision.
+    1 / (sum of the weights). This is the sum of the newest step for which all ranks know it; before the first such step
+    the ranks exchange their weights in the store. So the unit is the same on all ranks, and changes no bit of results
+    that float16 holds in full precision.
 
     Args:
         hook: Its unit serves all other dtypes.

@@ -55,8 +55,8 @@ class Iteration:
 class JoinedLoader(Generic[B]):
     """A loader that ends on all ranks together; made by `TrainStep.join` and, with `steps`, by `join`.
 
-    Each `for` loop over it is an epoch of its own. It is not an iterator itself: a `for` loop frees its iterator when it ends, so
-    a `break` is reported to the other ranks at once, even where this object is kept in a variable.
+    Each `for` loop over it is an epoch of its own. It is not an iterator itself: a `for` loop frees its iterator when
+    it ends, so a `break` is reported to the other ranks at once, even where this object is kept in a variable.
     """
 
     def __init__(self, steps: Sequence[Any], loader: Iterable[B], **options: Any) -> None:

@@ -18,8 +18,9 @@ _LOOKED_AT = 1024  # the number of leading elements compared; a new batch change
 class LookAhead:
     """Loads the next batch in a loop, and detects a loader that writes it into the memory of the current one.
 
-    Tensor operations that write increment the version of a tensor. Writes by other code, such as numpy, do not: once the loader
-    has reused such external memory for a tensor, a copy of its values is kept, and a write is detected one batch later.
+    Tensor operations that write increment the version of a tensor. Writes by other code, such as numpy, do not: once
+    the loader has reused such external memory for a tensor, a copy of its values is kept, and a write is detected one
+    batch later.
     """
 
     def __init__(self) -> None:

@@ -74,11 +74,11 @@ class Loss:
         return loss, aux, {path: b.detach() for path, b in parts[2].items()}
 
 
-def refuse_inference(what: str) -> None:
+def refuse_inference(name: str) -> None:
     """Raise ValueError under torch.inference_mode, whose tensors have no gradients."""
     if torch.is_inference_mode_enabled():
         raise ValueError(
-            f"{what} cannot run under torch.inference_mode, in which there are no gradients; leave it before"
+            f"{name} cannot run under torch.inference_mode, in which there are no gradients; call it outside of that context"
         )
 
 

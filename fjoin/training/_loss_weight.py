@@ -26,7 +26,7 @@ class GradOutput(NamedTuple):
 
 
 def grad_output_of(loss: Tensor | None, share: float, hook: StepHook, scale: Tensor | None, adds: bool) -> GradOutput:
-    """The gradient to start backward from: the factor that `hook` gives the share, times the loss scale if there is one.
+    """The gradient to start backward from: the loss factor of `hook`, times the loss scale if there is one.
 
     Args:
         loss: The loss; a 16-bit loss rounds the share to its own precision. None where this rank has no batch.

@@ -55,7 +55,7 @@ def check_values(params: dict[str, Tensor]) -> None:
     """Raise ValueError for parameters on the meta device, which have no values to send to other ranks."""
     if empty := [path for path, p in params.items() if p.is_meta]:
         raise ValueError(
-            f"params[{empty[0]!r}] lies on meta, so that it holds no values; give it some first, by module.to_empty(device=...) and "
+            f"params[{empty[0]!r}] is on the meta device and holds no values; give it some first, by module.to_empty(device=...) and "
             f"an initialization"
         )
 

@@ -68,8 +68,8 @@ class TrainState:
     cannot be used afterwards. Tensors taken out of it are views that the next step overwrites;
     `clone` makes copies to keep.
 
-    Each read of `state.params` makes new containers, such as a dict, which no step reads: the next use of the state detects an
-    assigned entry. Write into the tensors, or start from other tensors by `step.init`.
+    Each read of `state.params` makes new containers, such as a dict, which no step reads: the next use of the state
+    detects an assigned entry. Write into the tensors, or start from other tensors by `step.init`.
 
     Raises:
         TypeError: on the next use after an entry of `state.params` has been assigned or deleted.
@@ -161,7 +161,7 @@ class TrainState:
 
     @property
     def batches(self) -> int:
-        """The number of batches that this rank has consumed in all calls so far: the position at which to resume its loader.
+        """The number of batches that this rank has consumed in all calls: the position at which to resume its loader.
 
         After a call that failed within an accumulation window, the number up to the last completed step.
         """
@@ -183,8 +183,8 @@ class TrainState:
             The new state, to use from now on.
 
         Raises:
-            ValueError: no optimizer has a hyperparameter of this name (the message lists the existing ones), or a value is not
-                finite.
+            ValueError: no optimizer has a hyperparameter of this name (the message lists the existing ones), or a value
+                is not finite.
             TypeError: a value that is no number.
         """
         body = self._claim()

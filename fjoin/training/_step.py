@@ -113,7 +113,7 @@ class TrainStep:
             DesyncError: on all ranks: they have called different steps of one mesh; nothing has changed.
             JoinError: another thread of this rank runs a step of the same mesh.
             DonatedState, TornState: `state` can no longer be stepped.
-            TypeError, ValueError: what `loss_fn` or `weight` returned cannot be used; the first loss depends on no parameter.
+            TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no parameter.
         """
         with self._alone():
             return self._step(state, batch)
@@ -136,7 +136,9 @@ class TrainStep:
                     )
                 iteration.called = True
             if not isinstance(state, TrainState):
-                raise TypeError(f"state must be what step.init or the last step returned, got a {type(state).__name__}")
+                raise TypeError(
+                    f"state must be a TrainState from step.init or the last step, got a {type(state).__name__}"
+                )
             given = body = state._claim(self._run.token)
             if not self._donate:
                 body = body.clone()
@@ -178,23 +180,23 @@ class TrainStep:
 
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
-                memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor operations are
-                detected at once, writes by numpy one batch later.
+                memory of the current one: a loader that reuses its buffer must yield copies. Writes by tensor
+                operations are detected at once, writes by numpy one batch later.
             empty: The batch for a rank that never has one; every use of the default raises `NoBatch`.
             throw_on_early_termination: Raise on all ranks after the step in which the first rank is out of
                 input. This waits for the step's messages in every iteration.
-            when_exhausted: The behaviour of a rank without input, or with a batch of weight 0. "shadow" computes nothing, so on
-                several ranks `loss_fn` must not communicate over the step's axes. "replay" runs `loss_fn` on the last batch and
-                discards its gradients: for models that communicate in their forward pass. `transforms.current_weight()` is then
-                0, and a rank that never has a batch needs `empty`.
+            when_exhausted: The behaviour of a rank without input, or with a batch of weight 0. "shadow" computes
+                nothing, so on several ranks `loss_fn` must not communicate over the step's axes. "replay" runs
+                `loss_fn` on the last batch and discards its gradients: for models that communicate in their forward
+                pass. `transforms.current_weight()` is then 0, and a rank that never has a batch needs `empty`.
 
         Returns:
             An iterable of the batches for the body to pass to the step. Each `for` loop over it is an epoch.
 
         Raises:
             EarlyTermination: on all ranks, see above.
-            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the previous
-                batch; raised by the step: `loss_fn` communicates although ranks without input do not call it.
+            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the
+                previous batch; raised by the step: `loss_fn` communicates although ranks without input do not call it.
             PeerLost: another rank left the loop, or failed.
         """
         return _join.JoinedLoader(

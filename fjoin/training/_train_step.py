@@ -44,19 +44,21 @@ def train_step(
         donate: Whether a step takes the memory of the state it is given. False keeps the old state usable,
             at the cost of a copy in each step.
         weight: `batch -> float`, this batch's weight in the mean: its samples, its tokens; 0, or from 1e-30 to 1e30. By default
-            each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision. The weighted gradients of float16
-            parameters are scaled by a power of two in messages, so that weights of thousands do not overflow in a `mean`.
+            each rank that has a batch counts 1. A 16-bit loss rounds it to its own precision. The weighted gradients of
+            float16 parameters are scaled by a power of two in messages, so that weights of thousands do not overflow in
+            a `mean`.
         bucket_bytes: The size in bytes at which a bucket of gradients is sent. More than the default of 5 MiB, such as
             20 * 2**20, can be faster where a hook sends little of each bucket in several messages, as `power_sgd` does.
         accumulate: The number of micro-batches in a step: the step is called once for each, and sends and steps in
             the last call of each window.
-        overlap_step: Whether to step each bucket as soon as its message has arrived, while later messages are still under way.
-            It has an effect where the hook is a plain reduction and the tensors are on the CPU. A loss that is not finite still
-            changes nothing. A gradient that is not finite although all losses are finite is then detected after earlier buckets
-            have been stepped, and leaves a torn state. The default checks all gradients before it changes anything.
-        on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`, `broadcast_buffers(axis)`,
-            different ones for different buffers with `partition`, or only in some steps with `every`. By default each rank
-            keeps its own buffers.
+        overlap_step: Whether to step each bucket as soon as its message has arrived, while later messages are still
+            under way. It has an effect where the hook is a plain reduction and the tensors are on the CPU. A loss that
+            is not finite still changes nothing. A gradient that is not finite although all losses are finite is then
+            detected after earlier buckets have been stepped, and leaves a torn state. The default checks all gradients
+            before it changes anything.
+        on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`,
+            `broadcast_buffers(axis)`, different ones for different buffers with `partition`, or only in some steps with
+            `every`. By default each rank keeps its own buffers.
 
     Returns:
         A `TrainStep`.
@@ -92,8 +94,8 @@ def train_step(
     plan = make_plan(pipeline.hook, mesh.shape)
     if accumulate > 1 and plan.reduce is not None and not plan.by_weight:
         raise ValueError(
-            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by what they "
-            f"hold, got over={plan.over!r}"
+            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by their "
+            f"contents, got over={plan.over!r}"
         )
     if pipeline.after is not None and pipeline.after.pauses:
         raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")

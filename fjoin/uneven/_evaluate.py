@@ -90,7 +90,7 @@ def _go_through(
                 raise TypeError(f"metric_fn must return a dict name -> mean over the batch, got {out!r}")
             own, summed = {name: value for name, value in out.items() if name != "sum"}, out.get("sum", {})
             if not isinstance(summed, dict):
-                raise TypeError(f"what metric_fn returns under 'sum' must be a dict name -> number, got {summed!r}")
+                raise TypeError(f"metric_fn must return a dict name -> number under 'sum', got {summed!r}")
             for into, values, factor in ((means, own, w), (sums, summed, 1.0)):
                 if batches and values.keys() != into.keys():
                     raise ValueError(f"metric_fn returned the names {sorted(values)}, before that {sorted(into)}")

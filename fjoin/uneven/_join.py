@@ -186,7 +186,7 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: torch_join.Joinable) -> Work | None:
-        """Notify the other ranks that this rank has input in this iteration; called by a joinable before its collectives.
+        """Notify the other ranks that this rank has input; called by a joinable before an iteration's collectives.
 
         Returns:
             The message under way, where `joinable` is the first of its Join; otherwise None.
@@ -256,8 +256,8 @@ class Join:
             self._fail(
                 JoinError(
                     f"rank {self._mesh.rank} has communicated inside a Join that was never notified; call "
-                    f"Join.notify_join_context(joinable) before the collectives of each iteration, and let what belongs to no "
-                    f"iteration come before the block",
+                    f"Join.notify_join_context(joinable) before the collectives of each iteration, and move collectives "
+                    f"outside of iterations before the block",
                     rank=self._mesh.rank,
                 )
             )

@@ -30,7 +30,8 @@ class Loop(Generic[B]):
         weight: This rank's weight in this iteration; 0 where it is not live.
         total: The sum of the weights over all ranks.
         number: The number of iterations before this one.
-        batches: The number of iterations so far, with this one, in which this rank had a batch: the position to resume at.
+        batches: The number of iterations so far, with this one, in which this rank had a batch: the position to resume
+            at.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Loop(Generic[B]):
     def scale(self) -> float:
         """weight * ranks / total: the factor of a loss that is a local mean.
 
-        With it, averaging the gradients over the ranks, as DistributedDataParallel and fully_shard do, gives the mean over all
-        ranks' samples.
+        With it, averaging the gradients over the ranks, as DistributedDataParallel and fully_shard do, gives the mean
+        over all ranks' samples.
         """
         return self.weight * self._mesh.size / self.total if self.total else 0.0
 
@@ -161,10 +162,10 @@ def join(
     message is added. The body must call each of them exactly once in each iteration, in the same order on all ranks.
 
     Args:
-        loader: Any iterable of batches, of any length on each rank, 0 included. The loop takes the next batch before the body
-            has run on the current one, so the loader must not write it into the memory of the current one: a loader that
-            reuses its buffer must yield copies. Writes by tensor operations are detected at once, writes by numpy one batch
-            later.
+        loader: Any iterable of batches, of any length on each rank, 0 included. The loop takes the next batch before
+            the body has run on the current one, so the loader must not write it into the memory of the current one: a
+            loader that reuses its buffer must yield copies. Writes by tensor operations are detected at once, writes by
+            numpy one batch later.
         steps: Steps made by `train_step`, over the same axes and with the same `accumulate`.
         mesh: The ranks, without `steps`; by default all ranks.
         weight: `batch -> float`, without `steps`: the batch's weight, its samples or its tokens; by default 1.
@@ -177,8 +178,8 @@ def join(
 
     Raises:
         EarlyTermination: on all ranks, see above.
-        JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did not
-            call each exactly once.
+        JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did
+            not call each exactly once.
         PeerLost: another rank left the loop by break, return or an exception: the mesh is taken down, by default the
             default process group. Ranks that wait in a module's own messages end with the backend's error: over groups
             of its own, such as those of `fully_shard`, at their time-out.
@@ -200,7 +201,7 @@ def join(
         raise TypeError("join(loader, steps=...) takes no mesh and no weight; the steps have their own")
     steps = list(steps)
     if not steps or not all(isinstance(step, TrainStep) for step in steps):
-        raise TypeError(f"steps must be what train_step made, at least one, got {steps!r}")
+        raise TypeError(f"steps must be steps made by train_step, at least one, got {steps!r}")
     if len(set(map(id, steps))) < len(steps):
         raise ValueError("steps must be different ones; the body calls each once in each iteration")
     alike = [(step._mesh.shape, step._run.axes, step._accumulate) for step in steps]

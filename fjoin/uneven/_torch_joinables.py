@@ -122,7 +122,7 @@ class DDPHook(JoinHook):
                 ddp._sync_module_buffers(min(self._join.live()))
 
     def _scale(self, grad: Tensor) -> Tensor | None:
-        """Scale by ranks / ranks with input before any hook gets the gradient, since the module divides by all ranks."""
+        """Scale by ranks / ranks with input, before any hook: the module or its hook divides by all ranks."""
         if not self.ddp.require_backward_grad_sync:
             return None
         factor = self.ddp.process_group.size() / len(self._join.live())

@@ -43,7 +43,7 @@ HOOKS = [*TORCHS.values(), post_localSGD_hook.post_localSGD_hook]
 
 
 def torchs_state(name: str) -> Any:
-    """What the type's member makes of no process group."""
+    """The state that torch's type makes when it gets no process group."""
     if "POWER" not in name:
         return None
     kept: list[Any] = []
@@ -64,7 +64,7 @@ def holder(dtype: torch.dtype = torch.float32) -> tuple[DistributedDataParallel,
 
 
 def called(ddp: DistributedDataParallel, handle: Any, params: list[list[Tensor]], grads: list[Tensor]) -> list[Tensor]:
-    """What the hook that is registered with a module makes of buckets that are no module's."""
+    """The results of a module's registered hook on buckets that belong to no module."""
     (hook, state), *_ = ddp._comm_hooks
     handle.weight(1.0)
     return oracle.run(hook, state, params, grads)

@@ -1,4 +1,4 @@
-"""torch's types of communication hooks in modules: as torch's, as small as announced, without torch's own; what is refused."""
+"""torch's types of communication hooks in modules: results as torch's, announced sizes, torch never called, refused arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained(name: str, whose: str) -> Any:
     return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
 
 
-# What the way of six steps may be off by, of its length.
+# The allowed deviation after six steps, relative to the distance moved.
 ROOM = {"FP16_COMPRESS": 2e-3, "BF16_COMPRESS": 0.02, "QUANTIZE_PER_TENSOR": 0.03, "QUANTIZE_PER_CHANNEL": 0.03}
 
 

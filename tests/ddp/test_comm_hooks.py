@@ -90,7 +90,7 @@ def test_means_differ_by_the_order_of_rounding(pool: Any, name: str, ranks: int,
 def test_halves_are_nearer_to_the_mean_than_torchs(pool: Any, name: str, ranks: int) -> None:
     """Each value is rounded once, and the mean once more on three ranks; torch rounds quotients and partial sums too."""
     for theirs, ours, grads, mean in both(pool, name, ranks, "any"):
-        most = sum(flat.double().abs() for flat in grads) / ranks  # what errors are in proportion to
+        most = sum(flat.double().abs() for flat in grads) / ranks  # errors are proportional to this
         assert ((ours - mean).abs() <= HALF[name] * (most + (ranks > 2) * most) * 1.01 + 1e-7).all()
         assert ((theirs - mean).abs() <= HALF[name] * 2 * ranks * most + 1e-7).all()
         assert (ours - mean).norm() < (theirs - mean).norm()
@@ -138,7 +138,7 @@ MATRICES = [(30, 20), (7,), (20, 30), (30, 20)]  # of one bucket: with more torc
 
 
 def compressed(whose: str, rank: int, feedback: bool, passes: int) -> list[Tensor]:
-    """What comes of each pass, the first two of which are plain, from the same first factors."""
+    """The result of each pass, from the same first factors; the first two passes are plain."""
     module = nn.ParameterList([torch.zeros(shape, dtype=torch.float64) for shape in MATRICES])
     ddp, params = DistributedDataParallel(module), [list(module)]
     n = sum(p.numel() for p in params[0])
@@ -171,7 +171,7 @@ def test_power_sgd_as_torchs(pool: Any, ranks: int, rank: int, feedback: bool) -
 
 
 def after_999(name: str) -> Any:
-    """The 1000th pass and the next two, of what the types themselves give."""
+    """The 1000th pass and the next two, with the settings of the types themselves."""
     ddp = DistributedDataParallel(nn.ParameterList([torch.zeros(12, 12)]))
     params, state = [list(ddp.module.parameters())], torchs_state(name)
     handle = fjoin.ddp.register_comm_hook_type(name, ddp)

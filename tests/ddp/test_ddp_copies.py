@@ -64,7 +64,7 @@ def test_a_registered_module_is_saved_and_copied(pool: Any, what: str, how: str)
 
 
 def told_in_a_join() -> Any:
-    """What torch's own Join leaves on a module, for those who read it."""
+    """The attributes that torch's own Join leaves on a module, for code that reads them."""
     seen = []
     for divides in (True, False):
         model = DistributedDataParallel(torch.nn.Linear(3, 2))

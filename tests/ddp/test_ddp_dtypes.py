@@ -1,4 +1,4 @@
-"""Of what dtypes, and how in memory, the parameters of a registered module may be."""
+"""The allowed dtypes and memory formats of a registered module's parameters."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_parameters_that_lie_otherwise_in_memory(pool: Any, how: str) -> None:
 
 
 def test_they_do_so_in_our_join_too(pool: Any) -> None:
-    """A rank without input steps with what it receives: the optimizer's state stays equal too."""
+    """A rank without input steps with the gradients it receives: the optimizer's state stays equal too."""
     a, b = pool.run(2, layouts, "join")
     assert len(a) == 6 and same_bits(a, b)
 
@@ -125,7 +125,7 @@ def test_weights_do_not_overflow_16_bits(pool: Any, weight: float) -> None:
 
 
 def widely_weighted(hook: str, dtype: torch.dtype) -> Any:
-    """The gradient of each pass, which is 0.5 whatever the weights are, and the parameter behind the first."""
+    """The gradient of each pass, which is 0.5 for any weights, and the parameter after the first."""
     module = nn.Linear(3, 1, bias=False, dtype=dtype)
     nn.init.ones_(module.weight)
     made = {"mean": tx.mean("data"), "mean, clip": tx.chain(tx.mean("data"), tx.clip_by_global_norm(100.0))}[hook]
@@ -144,7 +144,7 @@ def widely_weighted(hook: str, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hook", ["mean", "mean, clip"])
 def test_weights_of_any_size_and_few_bits(pool: Any, hook: str, dtype: torch.dtype) -> None:
-    """What gradients are multiplied with on their way is taken off once; sums fit when weights grow at once."""
+    """The scale of gradients in messages is removed once; sums fit when weights suddenly grow."""
     for grads, param in pool.run(2, widely_weighted, hook, dtype):
         assert grads == pytest.approx([0.5] * 12, rel=1e-3) and param == 0.5
 

@@ -20,7 +20,7 @@ from fjoin import transforms as tx
 
 
 def clipping(hook: str) -> Any:
-    """What a hook does besides the mean, to a model's gradients."""
+    """The effect of a hook, apart from the mean, on a model's gradients."""
     params = {"mean, clip": (None, 0.1), "mean, two stages": (0.05, 0.1)}.get(hook)
 
     def clip(model: nn.Module) -> None:
@@ -90,7 +90,7 @@ ORACLES = ["mean", "mean, clip", "mean, two stages", "by hand"]
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "hook"])
 @pytest.mark.parametrize("hook", ORACLES)
 def test_uneven_inputs_equal_one_process(pool: Any, hook: str, fused: bool, options: Any) -> None:
-    """On three ranks, one of which has no batch at all, in our Join."""
+    """On three ranks in our Join; one of them has no batch at all."""
     check(pool.run(3, train, SIZES, hook, fused, "ours", options), reference(SIZES, hook))
 
 

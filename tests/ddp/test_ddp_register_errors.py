@@ -1,4 +1,4 @@
-"""A registered module: steps that are left out, errors that come out of backward, what is refused."""
+"""A registered module: steps that are left out, errors raised by backward, refused arguments."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_is_refused(pool: Any) -> None:
 
 
 def goes_on() -> Any:
-    """After a NonFinite out of backward, and gradients taken beside the module."""
+    """After a NonFinite from backward, and after gradients taken outside the module."""
     ddp = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL)
     handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.05, weight_decay=0.5)))
     kinds = []

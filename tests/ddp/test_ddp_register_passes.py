@@ -1,4 +1,4 @@
-"""What passes of a registered module may be like: accumulation, unused parameters, resuming, what is sent and counted."""
+"""Passes of a registered module: accumulation, unused parameters, resuming, and the messages sent and counted."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Two(nn.Module):
 
 
 def fed_back_now_and_then(fused: bool) -> float:
-    """What is neither in a parameter that no rank uses in every second pass, nor owed."""
+    """The part of the gradients that is neither in the parameter used in every second pass nor in its residual."""
     hook = tx.error_feedback(tx.quantized_mean("data", tx.top_k(0.1)))
     ddp = DistributedDataParallel(Two(), find_unused_parameters=True)
     handle = fjoin.ddp.register(ddp, tx.fuse(hook, tx.sgd(1.0)) if fused else hook)
@@ -111,7 +111,7 @@ def test_what_is_owed_of_a_parameter_waits_until_it_is_used(pool: Any, fused: bo
 
 
 def resume(hook: str) -> Any:
-    """The second epoch, with a new module that loads what was saved: DDP starts with other buckets."""
+    """The second epoch, with a new module that loads the saved state: DDP starts with other buckets."""
 
     def fresh() -> Any:
         ddp = DistributedDataParallel(make_model(), **SMALL)
@@ -147,7 +147,7 @@ def test_a_saved_state_goes_on(pool: Any, hook: str) -> None:
 
 
 def messages(hook: str, alone: bool, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """(elements, dtype) of what is given to torch.distributed in each pass, and of what is announced before and behind it."""
+    """(elements, dtype) of the messages given to torch.distributed in each pass, and of those announced before and after it."""
     ddp = DistributedDataParallel(make_model(), **options)
     made = tx.noop() if hook == "noop" else HOOKS[hook]()
     handle = fjoin.ddp.register(ddp, made if alone else tx.fuse(made, tx.adamw(0.05)))

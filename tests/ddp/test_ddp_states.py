@@ -1,4 +1,4 @@
-"""States of hooks in DistributedDataParallel: what counts calls goes on, and new names find their place."""
+"""States of hooks in DistributedDataParallel: step counters continue, and new parameter names find their state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_ef21_with_parameters_that_nobody_uses(pool: Any, option: str, later: bo
 
 
 def _cut_anew() -> Any:
-    """Three passes, of which the second has other buckets and is left out; and two more with a new module that loads the state."""
+    """Three passes; the second has other buckets and is left out. Then two more with a new module that loads the state."""
 
     def fresh() -> Any:
         torch.manual_seed(0)
@@ -117,6 +117,6 @@ def _cut_anew() -> Any:
 
 
 def test_one_matrix_for_a_bucket_goes_on_in_other_buckets(pool: Any) -> None:
-    """Also where a step has no effect, and what was before is kept."""
+    """Also where a step has no effect and the old state is kept."""
     (skipped, steps, one), (_, _, other) = pool.run(2, _cut_anew)
     assert (skipped, steps) == (1, 5) and all(torch.isfinite(p).all() for p in one) and same_bits(one, other)

@@ -1,4 +1,4 @@
-"""What is wrong with torch's communication hooks, and right with ours. Where one of these fails, torch has been mended."""
+"""Faults of torch's communication hooks that ours do not have. Where one of these fails, torch has fixed it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fjoin import transforms as tx
 
 
 def on_both(name: str, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """What torch's hook and ours make of gradients that all are one value, in the first bucket."""
+    """The results of torch's hook and of ours for gradients that all have one value, in the first bucket."""
     ddp, params = holder(dtype)
     grads = [torch.full((n,), value, dtype=dtype) for n in SIZES]
     ours = called(ddp, fjoin.ddp.register_comm_hook_type(name, ddp), params, grads)
@@ -91,7 +91,7 @@ def small(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"])
 def test_small_gradients_are_still_quantized_to_nothing(pool: Any, name: str) -> None:
-    """Steps are never below 1.2e-7. What comes back is float32, whatever the gradients are."""
+    """Steps are never below 1.2e-7. The result is float32, whatever the dtype of the gradients."""
     for (theirs, ours), dtypes in pool.run(2, small, name):
         assert theirs == 0.0, "torch has smaller steps now"
         assert abs(ours - 5e-8) < 1e-12

@@ -1,4 +1,4 @@
-"""What is wrong with torch's optimizers in hooks, and right with ours. Where one of these fails, torch has been mended."""
+"""Faults of torch's optimizers in hooks that ours do not have. Where one of these fails, torch has fixed it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_a_hook_returns_still_does_not_reach_the_optimizer(pool: Any) -> No
 
 
 def test_an_error_in_a_hook_is_still_lost(pool: Any) -> None:
-    """H2: training goes on with local gradients."""
+    """H2: training continues with local gradients."""
     assert [weight for weight, _ in pool.run(2, with_torch, "raises")] == [-1.0, -2.0], "torch raises now"
     assert all("lost" in told for told in pool.run(2, with_ours, "raises"))
 

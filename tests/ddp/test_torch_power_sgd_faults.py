@@ -1,4 +1,4 @@
-"""What is wrong with torch's PowerSGD hooks, and right with ours. Where one of these fails, torch has been mended."""
+"""Faults of torch's PowerSGD hooks that ours do not have. Where one of these fails, torch has fixed it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fjoin import transforms as tx
 
 
 class Bucket:
-    """What torch's hooks ask of a bucket."""
+    """The part of a bucket that torch's hooks use."""
 
     def __init__(self, *grads: Tensor) -> None:
         self._flat = torch.cat([g.reshape(-1) for g in grads])
@@ -46,7 +46,7 @@ def state_of(**settings: Any) -> power.PowerSGDState:
 
 
 def run(state: power.PowerSGDState, *grads: Tensor, hook: Any = power.powerSGD_hook) -> Tensor:
-    """The hook's result in the third call, the first compressed one, on what the first two have left."""
+    """The hook's result in the third call, the first compressed one, from the state of the first two calls."""
     while state.iter < 2:
         power.powerSGD_hook(state, Bucket(*grads)).wait()  # type: ignore[arg-type]
     out: Tensor = hook(state, Bucket(*grads)).wait()
@@ -168,7 +168,7 @@ print("fine")
 
 
 def test_with_several_buckets_it_hangs_or_aborts_on_gloo(tmp_path: Path) -> None:
-    """Its callbacks send what comes next, in an order of their own; ours runs in several buckets in test_power_sgd.py."""
+    """Its callbacks send later messages in an order of their own; ours runs in several buckets in test_power_sgd.py."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HANGS]
     ranks = [

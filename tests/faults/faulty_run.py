@@ -1,4 +1,4 @@
-"""What each rank runs: training in which one rank has a fault."""
+"""The program of each rank: training in which one rank has a fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Injector:
         self.params: Callable[[], Any] = lambda: None  # reads the parameters as they are
 
     def at(self, place: str, step: int | None = None) -> str:
-        """Hit here, if it is the place; the kind of a fault that the caller has to make, else ""."""
+        """Inject the fault if this is its place; returns the kind of a fault that the caller has to make, otherwise ""."""
         fault, step = self._fault, self.step if step is None else step
         if not self._mine or place != fault.place or step != (0 if place == "before init" else fault.step):
             return ""

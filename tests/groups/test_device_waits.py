@@ -1,4 +1,4 @@
-"""Whoever waits for a device hears of a failure meanwhile, and does not wait for ever."""
+"""A rank that waits for a device notices a failure of another rank, and does not wait forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Report = Callable[[Any], None]
 
 
 class Later:
-    """An event of a device, that has come when it has been asked for some times; `synchronize` would wait for ever."""
+    """A device event that is complete after a number of queries; `synchronize` would wait forever."""
 
     def __init__(self, times: float) -> None:
         self.left = times
@@ -70,7 +70,7 @@ def wait_in_vain() -> Any:
         mesh.await_event(Later(float("inf")))
     except fjoin.CollectiveTimeout as error:
         out.append(str(error))
-    for times in (float("inf"), 3):  # at the end of a program what is under way is cut only if it does not end
+    for times in (float("inf"), 3):  # at the end of a program messages under way are aborted only if they do not end
         event = Later(times)
         event.record = lambda: None  # type: ignore[attr-defined]
         with (

@@ -1,4 +1,4 @@
-"""Correct programs in which ranks are late, end early, fork or go on after an error: no rank is taken for lost."""
+"""Correct programs in which ranks are late, end early, fork or continue after an error: no rank is reported as lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def late() -> None:
 
 
 def rows(rank: int) -> None:
-    """The ranks of the second row end while the first one goes on."""
+    """The ranks of the second row end while the first row continues."""
     import torch
 
     import fjoin

@@ -1,4 +1,4 @@
-"""Ranks that run other code or are at other places in the program: they are told so, while one that is only late is waited for."""
+"""Ranks that run other code or are at other places in the program get an error; a rank that is only late is awaited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that run different programs are told so before the first payload."""
+"""Ranks that run different programs get an error before the first payload."""
 
 from __future__ import annotations
 

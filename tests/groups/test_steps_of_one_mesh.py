@@ -34,7 +34,7 @@ def two_steps(hook: str, mesh: Any = None, on_device: bool = False) -> Any:
 
 
 def in_another_order(rank: int, hook: str, on_device: bool, mesh: Any = None) -> Any:
-    """The error, and whether what is left of the states is as it was before the odd step."""
+    """The error, and whether the states still have their values from before the odd step."""
     steps, states = two_steps(hook, mesh, on_device)
     for i in (0, 1, 2):
         states[i], _ = steps[i](states[i], 1.0)

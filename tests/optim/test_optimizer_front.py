@@ -126,7 +126,7 @@ def test_a_state_of_torchs_adamw_goes_on() -> None:
 
 
 def test_parameters_without_gradient_are_left_alone() -> None:
-    """They do not age either, as in torch; those that shared their step count with them go on."""
+    """Their step counts stay too, as in torch; parameters that shared a step count with them continue counting."""
     a, b = make_model(), make_model()
     pairs = [
         (a, fjoin.Optimizer(a.parameters(), tx.adamw(0.1))),

@@ -19,7 +19,7 @@ from fjoin import transforms as tx
 
 LR = torch.optim.lr_scheduler
 
-# Ours, torch's, its arguments besides lr=0.01.
+# Our optimizer, torch's, and torch's arguments in addition to lr=0.01.
 PAIRS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "adam": (tx.adam, torch.optim.Adam, {}),
     "adamw": (tx.adamw, torch.optim.AdamW, {"betas": (0.8, 0.95)}),

@@ -1,4 +1,4 @@
-"""torch's functional optimizers in our pipelines, what is wrong with them, and their counterparts."""
+"""torch's functional optimizers in our pipelines, their faults, and their counterparts."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_key_can_be_taken_once() -> None:
     raises_text(TypeError, lambda: tx.register_functional_optim("other", 3), "factory", "3")  # type: ignore[arg-type]
 
 
-# -- torch's own faults: where one of these fails, torch has been mended ---------------------------------
+# -- torch's own faults: where one of these fails, torch has fixed it ------------------------------------
 
 
 def test_torchs_derivative_is_still_zero() -> None:
@@ -188,7 +188,7 @@ def test_torchs_state_is_still_lost_in_a_copy() -> None:
 
 
 def test_torchs_rate_is_still_out_of_reach_of_schedulers() -> None:
-    """A scheduler wants param_groups; what counts is in defaults."""
+    """A scheduler needs param_groups; the optimizer reads its rate from defaults."""
     one = torchs("sgd, plain", [torch.ones(1)])
     assert not hasattr(one, "param_groups")
     with pytest.raises(TypeError, match="not an Optimizer"):

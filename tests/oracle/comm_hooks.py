@@ -1,4 +1,4 @@
-"""torch's communication hooks on a bucket outside of a module, and what its quantization computes. No fjoin here."""
+"""torch's communication hooks on a bucket outside of a module, and the results of its quantization. No fjoin here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Bucket:
-    """What hooks ask of a bucket, which Python cannot construct."""
+    """The part of a bucket that hooks use; Python cannot construct a bucket."""
 
     def __init__(self, params: Sequence[Tensor], flat: Tensor, index: int = 0, last: bool = True) -> None:
         self._params, self._flat, self._index, self._last = list(params), flat, index, last
@@ -50,7 +50,7 @@ def flats(rank: int, sizes: Sequence[int], kind: str, dtype: torch.dtype = torch
 def run(
     hook: Callable[[Any, Any], Any], state: Any, params: Sequence[Sequence[Tensor]], grads: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What a hook makes of the gradients of one pass, bucket by bucket."""
+    """The results of a hook for the gradients of one pass, bucket by bucket."""
     last, futures = len(grads) - 1, []
     for i, (p, flat) in enumerate(zip(params, grads, strict=True)):
         futures.append(hook(state, Bucket(p, flat.clone(), i, i == last)))
@@ -80,11 +80,11 @@ def gathers_as_nccl() -> Iterator[list[int]]:
         yield sent
 
 
-# -- what its quantization computes ----------------------------------------------------------------
+# -- the results of its quantization ---------------------------------------------------------------
 
 
 def quantized(flat: Tensor, channel: int | None) -> Tensor:
-    """What the others decode of a rank's gradients."""
+    """The values that the other ranks decode of a rank's gradients."""
     from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 
     n = flat.numel()

@@ -11,7 +11,7 @@ from torch import Tensor
 def deep_compression(
     grads: list[list[Tensor]], shares: list[float], momentum: float, nesterov: bool, clip: float | None
 ) -> list[Tensor]:
-    """What comes out in each step of grads[step][rank]; shares[step] of the elements are sent."""
+    """The result of each step for grads[step][rank]; shares[step] of the elements are sent."""
     ranks = len(grads[0])
     u, v = ([torch.zeros_like(g) for g in grads[0]] for _ in range(2))
     outs = []
@@ -31,7 +31,7 @@ def deep_compression(
 def one_bit(
     grads: list[list[Tensor]], warmup: int, b1: float, b2: float, eps: float, code: Callable[[Tensor], Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(direction, momentum, frozen variance) of each step; `code` is what the others read of a momentum."""
+    """(direction, momentum, frozen variance) of each step; `code` is a momentum after encoding and decoding."""
     ranks = len(grads[0])
     m, v, error = (torch.zeros_like(grads[0][0]) for _ in range(3))
     errors, outs = [error] * ranks, []

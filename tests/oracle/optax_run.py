@@ -25,7 +25,7 @@ def run(transform: Any, start: Sequence[Tensor], grads: Sequence[Sequence[Tensor
 
 
 def apply(transform: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-    """What a stateless transform makes of gradients."""
+    """The result of a stateless transform for gradients."""
     with jax.enable_x64(True):
         given = [jnp.asarray(g.numpy()) for g in grads]
         out, _ = transform.update(given, transform.init(given))

@@ -27,7 +27,7 @@ def vote(leaves: list[Tensor], weights: list[float]) -> Tensor:
 
 
 def differences(grads: list[list[Tensor]], k: int) -> list[Tensor]:
-    """EF21 with the k largest, of grads[step][rank] with equal weights: what comes out in each step.
+    """EF21 with the k largest, of grads[step][rank] with equal weights: the result of each step.
 
     Every rank's own k, and no second choice of their sum.
     """

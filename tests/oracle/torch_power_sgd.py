@@ -49,7 +49,7 @@ def train(
     """Stochastic gradient descent; the first two steps are plain, as torch wants it.
 
     Args:
-        first_q: Path -> (columns, rank), what the third step starts from.
+        first_q: Path -> (columns, rank), the factor that the third step starts from.
 
     Returns:
         The parameters after each step.

@@ -1,4 +1,4 @@
-"""What data-parallel training on uneven inputs should compute: one process of plain torch. No fjoin here."""
+"""The correct result of data-parallel training on uneven inputs: one process of plain torch. No fjoin here."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def train(
 
     Args:
         batches: For each rank its batches. Iteration i has the i-th batch of every rank that has one.
-        by_world: Divide the sum of the ranks' gradients by their number, else by that of ranks with input.
+        by_world: Whether to divide the sum of the ranks' gradients by their number; otherwise by that of ranks with input.
         window: Iterations whose gradients are added up for one step; a rank that ends within a window
-            counts in it with what it has.
+            contributes the gradients that it has.
 
     Returns:
         Parameters, and the optimizer's state of each, in order.

@@ -1,4 +1,4 @@
-"""One process on all ranks' batches together: what data-parallel training must equal. No fjoin here."""
+"""One process on all ranks' batches together: data-parallel training must equal its result. No fjoin here."""
 
 from __future__ import annotations
 

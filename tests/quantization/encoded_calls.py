@@ -1,4 +1,4 @@
-"""One call of each of torch's collectives with encoded floats, and what is seen of it."""
+"""One call of each of torch's collectives with encoded floats, and records of its messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.algorithms._quantization.quantization import DQuantType
 import fjoin
 from fjoin import transforms as tx
 
-# Each codec, and what a value may be off by, of the largest that is encoded with it.
+# Each codec, and its largest error relative to the largest value encoded with it.
 CODECS: dict[str, tuple[Any, float]] = {
     "fp16": ("fp16", 2.0**-11),
     "torch's fp16": (DQuantType.FP16, 2.0**-11),
@@ -31,7 +31,7 @@ SHAPES: list[tuple[int, ...]] = [(), (7,), (3, 5), (2, 1, 4), (0, 3)]
 
 
 def value(shape: tuple[int, ...], *seed: int) -> Tensor:
-    """What a rank sends, which any rank can tell."""
+    """The values that a rank sends, which every rank can compute."""
     g = torch.Generator().manual_seed(sum((s + 1) * 10**i for i, s in enumerate(seed)))
     return torch.randn(shape, generator=g, dtype=torch.float64).clamp(-2, 2)
 
@@ -48,14 +48,14 @@ def near(got: Tensor, want: Tensor, room: float) -> None:
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait for what another thread does."""
+    """Wait until another thread has made a condition true."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not within {seconds} s: {true}"
 
 
 def calls(codec: Any, n: int, me: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Tensor]]]:
-    """One call of each collective: the function, its arguments, what it fills."""
+    """One call of each collective: the function, its arguments, the tensors that it fills."""
 
     def quantized(name: str) -> Callable[..., Any]:
         return fjoin.auto_quantize(getattr(dist, name), codec)

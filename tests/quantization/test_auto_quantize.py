@@ -61,7 +61,7 @@ def test_meaning(pool: Any, codec: str, ranks: int) -> None:
 
 
 def pieces(codec: str) -> Any:
-    """Different shapes for each pair of ranks, which gloo's own all_to_all refuses; split sizes, of which some are 0."""
+    """Different shapes for each pair of ranks, which gloo's own all_to_all refuses; split sizes, some of them 0."""
     qtype, room = CODECS[codec]
     me, n = dist.get_rank(), dist.get_world_size()
     room *= n > 1
@@ -133,9 +133,9 @@ def in_a_part() -> Any:
 
 
 def test_groups_of_some_of_the_ranks(pool: Any) -> None:
-    """By position or by name; a rank that is not in the group is told so, and its tensors stay as they were."""
+    """By position or by name; a rank that is not in the group gets a warning, and its tensors stay unchanged."""
     first, _, last = pool.run(3, in_a_part)
-    for gathered in (0, 1, 5):  # what both have got alike
+    for gathered in (0, 1, 5):  # both ranks have the same results
         assert same_bits(first[gathered], last[gathered])
     x, y = first[0]
     near(x, value((50,), 0), 2.0**-7)

@@ -1,4 +1,4 @@
-"""What travels of torch's collectives with encoded floats, and the handles of what is under way."""
+"""The messages of torch's collectives with encoded floats, and the handles of messages under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with torch's auto_quantize, and right with ours. Where one of these fails, torch has been mended."""
+"""Faults of torch's auto_quantize that ours does not have. Where one of these fails, torch has fixed it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOTH = (THEIRS, OURS)
 def gathered(
     quantize: Any, qtype: Any, x: Tensor, *args: Any, loss: float | None = None, dtype: Any = None, **kwargs: Any
 ) -> Any:
-    """What all_gather leaves in the list, and in the tensors that were in it, on two ranks."""
+    """The contents of the list after all_gather, and of the tensors that were in it, on two ranks."""
     mine = [torch.zeros_like(x, dtype=dtype) for _ in range(2)]
     listed = list(mine)
     quantize(dist.all_gather, qtype, loss)(listed, x, *args, **kwargs)
@@ -43,7 +43,7 @@ def lists() -> Any:
 
 
 def test_tensors_in_a_list_still_stay_as_they_were(pool: Any) -> None:
-    """The list gets other tensors, of float32 whatever was in it; bfloat16 takes nothing but float32."""
+    """The list gets other tensors, of float32 for any given dtype; bfloat16 takes only float32."""
     for rank in pool.run(2, lists):
         for (theirs, ours), dtype in zip(rank, (torch.float64, torch.float32), strict=True):
             assert theirs == ([4.0, 8.0], [0.0, 0.0], torch.float32), "torch fills the caller's tensors now"
@@ -142,7 +142,7 @@ def large() -> Any:
 
 
 def test_float16_is_still_cut_off_at_its_largest(pool: Any) -> None:
-    """Infinity too, so that nobody hears of it."""
+    """Infinity too, so an overflow stays undetected."""
     for at, minus, inf in pool.run(2, large):
         assert at[0] == 65504.0 and minus[0] == -65504.0 and inf[0] == 65504.0, "torch keeps what is large now"
         assert abs(at[1] - 1e5) < 50 and abs(minus[1] + 1e5) < 50 and not math.isfinite(inf[1])

@@ -1,4 +1,4 @@
-"""What one rank runs in many shell tests, simulated or real."""
+"""The program of one rank in many shell tests, simulated or real."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train_one_rank(
     dtype: torch.dtype = torch.float64,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train on this rank's batches; what came of it, step by step."""
+    """Train on this rank's batches; returns the results step by step."""
     apply, params, _ = fjoin.functional(make_model(dtype=dtype))
 
     def loss_fn(params: Any, batch: Any) -> Any:

@@ -28,7 +28,7 @@ def x(value: float) -> torch.Tensor:
 
 
 def joined(kind: str, joinables: list[Any], **kwargs: Any) -> Any:
-    """torch's Join takes no plain optimizers; ours is given them."""
+    """torch's Join takes no plain optimizers; ours takes them."""
     if kind == "torch":
         return Join([j for j in joinables if hasattr(j, "join_hook")], **kwargs)
     return fjoin.Join(joinables, **kwargs)

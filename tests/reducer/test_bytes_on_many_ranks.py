@@ -1,4 +1,4 @@
-"""What `explain` announces for many ranks is what a rank hands to torch.distributed, counted on torch's own fake group."""
+"""The bytes that `explain` announces for many ranks equal those given to torch.distributed, counted on torch's fake group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOOKS: dict[str, Any] = {
     "skipped": lambda: tx.skip_if_nonfinite(tx.partition({"b": tx.mean("data"), "*": tx.one_bit_adam("data", 2)})),
     "by path": lambda: tx.partition({"b": tx.mean("data"), "*": tx.quantized_mean("data", tx.int8())}),
 }
-# What one rank sends of a payload by a ring.
+# The bytes that one rank sends of a payload in a ring.
 SENT = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,

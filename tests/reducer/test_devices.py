@@ -26,7 +26,7 @@ from fjoin.testing._devices import NoWaiting
 from fjoin.transforms._tree import choose_state
 from fjoin.transforms.axes._lockstep import SimulatedAxis
 
-# Each with what its steps may be off by, of the whole way that a run in float32 goes.
+# Each hook with the allowed deviation of its steps, relative to the distance moved by a run in float32.
 HOOKS: dict[str, tuple[Any, float]] = {
     "bfloat16": (lambda: tx.cast(torch.bfloat16, tx.mean("data")), 0.02),
     "float16": (lambda: tx.cast(torch.float16, tx.mean("data")), 0.02),
@@ -53,7 +53,7 @@ ON_GPUS = [pytest.mark.nccl, pytest.mark.skipif(not torch.cuda.is_available(), r
     params=[
         "gloo",
         pytest.param("cpu:gloo,cuda:nccl", marks=ON_GPUS),
-        pytest.param("nccl", marks=ON_GPUS),  # with nobody to send what lies on the host
+        pytest.param("nccl", marks=ON_GPUS),  # without a backend for messages from the host
     ],
 )
 def ranks(request: Any) -> Iterator[tuple[str, Pool]]:
@@ -63,7 +63,7 @@ def ranks(request: Any) -> Iterator[tuple[str, Pool]]:
 
 
 def trained(device: str, hook: str, bucket_bytes: int) -> Any:
-    warnings.simplefilter("default")  # what NCCL and CUDA have to say is no error
+    warnings.simplefilter("default")  # warnings of NCCL and CUDA are no errors
     made = HOOKS[hook][0]() if hook else tx.mean("data")
     return net_trained(made, [5, 3, 0], bucket_bytes, device, torch.float32)
 
@@ -121,7 +121,7 @@ def sent(monkeypatch: Any) -> list[str]:
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("hook", WITHOUT_DATA)
 def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[str], monkeypatch: Any) -> None:
-    """Tensors without data lie on no host, and nobody can read them."""
+    """Tensors without data are not on the host, and their values cannot be read."""
     monkeypatch.setattr(StepCheck, "_remember", lambda *verdict: None)  # which is read when it has come to the host
 
     def one_rank() -> None:
@@ -176,7 +176,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_in_place_without_waiting(name: str) -> None:
-    """Those of which torch has no kernel, or one that reads the number of steps."""
+    """Optimizers for which torch has no kernel, or one that reads the number of steps."""
     opt, param, step_check = OPTIMIZERS[name](), torch.empty(3, 4, device="meta"), torch.empty((), device="meta")
     state = opt.init_param(param)
     with NoWaiting():

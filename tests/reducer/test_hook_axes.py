@@ -1,4 +1,4 @@
-"""Hooks of the shell over several axes, and the lane beside them."""
+"""Hooks of the shell over several axes, and their lane."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_lane_stays_within_the_axes_of_a_hook() -> None:
 
 
 def test_a_word_that_is_also_an_axis() -> None:
-    """`over`, a pattern and a logger's name are no axes, whatever a mesh calls its own; of others' factories any word may be one."""
+    """`over`, a pattern and a logger's name are no axes, for any mesh; of others' factories any word may be an axis."""
     axes = {"world": 2, "data": 2}
     assert make_plan(tx.mean("data", over="world"), axes).reduce is not None
     for hook in (tx.masked(tx.mean("data"), "world"), tx.logged(tx.mean("data"), logger="world"), tx.mean("data")):
@@ -124,7 +124,7 @@ def _pmean_over(where: str) -> tx.Transform:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 def test_the_weights_are_as_wide_as_the_widest_parameter(bucket_bytes: int) -> None:
-    """In float64 0.1 + 0.3 + 0.7 is not what float32 makes of it, whatever lies in the first bucket."""
+    """The sum 0.1 + 0.3 + 0.7 in float64 differs from that in float32; the dtype of the first bucket must not matter."""
 
     def one_rank(weight: float) -> Any:
         out = []

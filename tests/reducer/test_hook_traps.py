@@ -38,7 +38,7 @@ def _smooth() -> tx.Transform:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("order", ["before", "behind"])
 def test_a_first_step_that_is_not_finite_leaves_no_trace(order: str, on_device: bool) -> None:
-    """The first step adds names to the lane in the state; the hook's memory must stay what it was all the same."""
+    """The first step adds names to the lane in the state; even so, the hook's memory must stay unchanged."""
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
     step = fjoin.train_step(net_loss, pipeline)
@@ -106,7 +106,7 @@ def test_a_state_that_was_kept_is_not_written_into() -> None:
 
 
 def test_values_by_path_that_are_no_buffers() -> None:
-    """Of a flat bucket only what has its size is cut up; the rest is every leaf's."""
+    """Of a flat bucket's state only values of its size are split by path; other values belong to every leaf."""
     step = fjoin.train_step(net_loss, tx.fuse(tx.chain(_smooth(), tx.mean("data")), tx.sgd(0.1)))
     state, _ = step(step.init(net_params()), net_batch(0, 0))
     memory, calls = state.pipeline.hook[0]
@@ -128,7 +128,7 @@ def _anchored() -> tx.Transform:
 
 
 def test_a_state_may_keep_what_it_was_lent() -> None:
-    """Parameters in the state of a parameter transform stay what they were, whatever the step overwrites."""
+    """Parameters in the state of a parameter transform keep their values when the step overwrites the parameters."""
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1), after=_anchored())
 
     def run() -> Any:
@@ -247,7 +247,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("where", ["acquire", "release"])
 def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, where: str) -> None:
-    """Wherever the main thread is when the interrupt arrives, and whatever the hook does meanwhile."""
+    """Wherever the main thread is when the interrupt arrives, for any state of the hook."""
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     waves = Interleaver({})
@@ -269,7 +269,7 @@ def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, w
 
 
 def adaptive_sums_of_strided() -> bool:
-    """Whether both ranks have the same bits: a sum over other strides than those of what came may round otherwise."""
+    """Whether both ranks have the same bits: a sum over other strides than the received tensor's may round differently."""
     rank, hook = dist.get_rank(), tx.adasum("data")
     with fjoin.bind(fjoin.mesh({"data": -1})):
         for seed in range(60):

@@ -1,4 +1,4 @@
-"""Hooks that are no plain reduction: run per bucket while backward goes on, with the result of the pure pipeline."""
+"""Hooks other than a plain reduction: they run per bucket during backward, with the result of the pure pipeline."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def _poisoned(batch: Tensor, pipeline: tx.Pipeline, loss: Callable[..., Any]) ->
     before = state.clone()
     text = raises_text(fjoin.NonFinite, lambda: step(state, batch))
     assert same_bits(state.params, before.params) and same_bits(state.pipeline, before.pipeline)
-    state, metrics = step(state, X)  # the same state, and the other ranks, go on
+    state, metrics = step(state, X)  # the same state, and the other ranks, continue
     return text, metrics.loss
 
 
@@ -204,7 +204,7 @@ def test_ranks_that_keep_their_own_gradients_agree(hook: str, on_device: bool) -
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_host_counters_go_on_in_a_step_that_changes_nothing(on_device: bool) -> None:
-    """They say what has been called, in a skipped step as in the pure pipeline, and where no rank has weight."""
+    """They count all calls, in a skipped step as in the pure pipeline, and where no rank has weight."""
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(tx.mean("data"), tx.every(2, tx.clip_by_value(1.0))), tx.sgd(0.1)))
     step = fjoin.train_step(product, pipeline, weight=lambda b: float(b[1] != 0))
     step._run.step_check.on_device = on_device
@@ -218,7 +218,7 @@ def test_host_counters_go_on_in_a_step_that_changes_nothing(on_device: bool) -> 
 
 
 def test_a_lost_window_is_lost_for_a_state_that_was_kept() -> None:
-    """With donate=False the state before the bad call can go on: its window is empty."""
+    """With donate=False the state before the bad call can be used again: its window is empty."""
     step, state = step_of(accumulate=2, donate=False)
     middle, _ = step(state, X * float("nan"))
     raises_text(fjoin.NonFinite, lambda: step(middle, X))

@@ -1,4 +1,4 @@
-"""Messages travel while backward goes on: shown with delays injected into layers and messages, by a clock that only they move."""
+"""Messages travel during backward: shown with delays injected into layers and messages, on a clock that only these advance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYERS = [f"p{i}" for i in range(4)]
 
 
 class Clock:
-    """What time it is for one rank: the work of a layer takes 1, a message 1 from its launch, and nothing else any."""
+    """The time of one rank: the work of a layer takes 1, a message takes 1 from its launch, and everything else takes 0."""
 
     now = 0
 
@@ -39,7 +39,7 @@ class Late:
 
 @contextlib.contextmanager
 def slow_messages(order: list[str], clock: Clock) -> Iterator[None]:
-    """Write down what is given to torch.distributed, and delay it; two ranks sum by swapping."""
+    """Record the messages given to torch.distributed, and delay them; two ranks sum by swapping."""
     reduce, swap = dist.all_reduce, dist.all_to_all_single
 
     def slow_reduce(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def slow_messages(order: list[str], clock: Clock) -> Iterator[None]:
 
 
 def two_messages(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    """The second message needs what the first brought."""
+    """The second message needs the result of the first."""
     summed = tx.psum(grads, "data")
     largest = tx.pmax({path: g.abs() for path, g in summed.items()}, "data")
     return {path: g / (1 + largest[path]) for path, g in summed.items()}, state

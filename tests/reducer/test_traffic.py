@@ -1,4 +1,4 @@
-"""What really crosses the network: counted by torch's profiler, compared with what `explain` announced."""
+"""The bytes that really cross the network: counted by torch's profiler, compared with the announcement of `explain`."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ CASES = [
     for model, params in MODELS.items()
     for hook in HOOKS
     if hook not in ("by path", "mean, some again")
-    or {"a"} < params().keys()  # there must be an "a", and something besides
-    if hook != "mean, some again" or "big" not in params()  # what is large leaves in pieces; see test_wire.py
+    or {"a"} < params().keys()  # there must be an "a", and another parameter
+    if hook != "mean, some again" or "big" not in params()  # large tensors leave in pieces; see test_wire.py
 ]
 
 
 @pytest.mark.parametrize(("model", "hook"), CASES)
 def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:
-    """Each of 3 steps sends what `explain` says, the loop two numbers before them, and a rank without input the same."""
+    """Each of 3 steps sends the announced messages, the loop two numbers before them, and a rank without input the same."""
     results = pool.run(2, counted, model, hook, [3, 1])
     what = tx.explain(_pipeline(hook), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES)
     announced = sorted((m.payload_bytes, str(m.dtype)) for row in what.rows for m in row.messages)

@@ -33,7 +33,7 @@ CODECS: dict[str, Any] = {
     "top_k": lambda: tx.top_k(0.5),
     "random_k": lambda: tx.random_k(0.5, tx.float16()),
 }
-# What steps may be off by, of the whole way that a run in float32 goes; a step the wrong way would be off by 2.
+# The allowed deviation of steps, relative to the distance moved by a run in float32; a step the wrong way would be off by 2.
 ROOM = {
     "bfloat16": 0.02, "float16": 0.02, "fp8": 0.15, "int8": 0.05, "int4": 0.5, "bfloat16 by chance": 0.04, "qsgd": 0.1,
     "natural": 0.5, "uint8": 0.05, "one_bit": 0.95, "top_k": 0.95, "random_k": 0.9,
@@ -50,7 +50,7 @@ HOOKS: dict[str, Any] = {
     ),
     "from the third step on": lambda codec: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", codec)),
 }
-# What takes another way than the mean, so that it need not come near it.
+# Hooks that take another path than the mean, so they need not come near it.
 METHODS: dict[str, Any] = {
     "differences": lambda codec: tx.ef21(tx.quantized_mean("data", codec)),
     "moving errors": lambda codec: tx.loco(tx.quantized_mean("data", codec), reset=2),
@@ -93,7 +93,7 @@ def trained(hook: str, codec: str, bucket_bytes: int) -> Any:
 
 @pytest.mark.parametrize(("codec", "hook", "bucket_bytes"), table([*CODECS], [*ALL], [1, 10**6]))
 def test_on_processes_as_simulated_and_near_the_uncoded(pool: Any, codec: str, hook: str, bucket_bytes: int) -> None:
-    """To the bit, without an ordered reduction; weights and losses are exact, whatever the gradients lose."""
+    """To the bit, without an ordered reduction; weights and losses are exact, even where gradients are lossy."""
     start, room = net_params(), ROOM[codec]
     for ranks in (2, 3):
         real = pool.run(ranks, trained, hook, codec, bucket_bytes)
@@ -135,7 +135,7 @@ def counted(codec: str, hook: str, bucket_bytes: int) -> Any:
 def test_what_is_announced_is_sent(pool: Any, codec: str, hook: str, bucket_bytes: int) -> None:
     """Bytes and dtypes of all messages, by watching torch.distributed; gradients travel as bytes."""
     params = {f"{n}.bias": torch.ones(100 + n) for n in range(12)} | {"w": torch.ones(30, 20)}
-    for ranks in (2, 3) if hook != "adasum" else (2,):  # on three, what a rank sends in a round depends on its place
+    for ranks in (2, 3) if hook != "adasum" else (2,):  # on three, bytes depend on the rank's place
         made = tx.fuse(ALL[hook](CODECS[codec]()), tx.sgd(0.1))
         what = tx.explain(made, params, {"data": ranks}, bucket_bytes=bucket_bytes)
         for sent in pool.run(ranks, counted, codec, hook, bucket_bytes):

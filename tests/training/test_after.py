@@ -84,7 +84,7 @@ def test_periods_go_on_in_steps_without_input(on_device: bool) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_due_average_is_taken_in_a_step_that_is_left_out(on_device: bool) -> None:
-    """By the rank whose gradients are not finite too, with the weight of what it has trained on before."""
+    """On the rank whose gradients are not finite too, with the weight of the steps it has trained on before."""
 
     def pure(batches: list[Any]) -> Any:
         return by_pipeline(averaged(tx.noop()), batches)[0]

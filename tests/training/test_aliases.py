@@ -1,4 +1,4 @@
-"""What a loss returns besides the loss may be parameters themselves: the step must not overwrite it."""
+"""A loss function may return parameters as its aux: the step must not overwrite them."""
 
 from __future__ import annotations
 

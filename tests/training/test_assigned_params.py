@@ -59,7 +59,7 @@ def test_it_is_noticed_at_the_next_use(change: str, use: str) -> None:
     raises_text(
         TypeError, lambda: USES[use](step, state), "state.params", "assigned or deleted", "copy_", "step.init(params)"
     )
-    assert state.params["w"].tolist() == [1.0, 1.0]  # said once
+    assert state.params["w"].tolist() == [1.0, 1.0]  # raised only once
 
 
 def test_deeper_down() -> None:

@@ -119,7 +119,7 @@ def counting(pipeline: tx.Pipeline, **settings: Any) -> Any:
 @pytest.mark.parametrize("transform", [tx.average_buffers("data"), tx.broadcast_buffers("data")], ids=repr)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: bool) -> None:
-    """What a rank without weight holds counts nothing; bool and int32 stay what they are."""
+    """Values of a rank without weight do not count; bool and int32 keep their dtype."""
 
     def one_rank(value: float) -> Any:
         step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), on_buffers=transform)

@@ -1,4 +1,4 @@
-"""float16 parameters whose batches weigh thousands, as tokens do: what travels stays within float16."""
+"""float16 parameters whose batches weigh thousands, as tokens do: messages stay within the range of float16."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_sum_is_what_it_is() -> None:
 @pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_weights_of_thousands_in_windows(hook: str, accumulate: int) -> None:
-    """Where the hook weighs by itself, only what is gathered before it is scaled."""
+    """Where the hook applies the weights itself, only the gradients accumulated before it are scaled."""
     make = HOOKS.get(hook, lambda: tx.chain(tx.clip_by_value(1e4), tx.mean("data", over="live")))
     for seen in of(2, make, [4096.0] * 2 * accumulate, accumulate=accumulate):
         assert [w for w, _, _ in seen] == [-24.0, -48.0]
@@ -120,7 +120,7 @@ def test_weights_that_change_from_step_to_step() -> None:
 
 
 def test_the_result_does_not_depend_on_a_power_of_two() -> None:
-    """To the bit, wherever float16 holds it in full precision: so a run that resumes goes on alike."""
+    """To the bit, wherever float16 holds the result in full precision: so a resumed run gives the same result."""
     gradients = [0.3, 1.7, 11.1, 130.0]
 
     def run(times: float) -> Any:
@@ -133,7 +133,7 @@ def test_the_result_does_not_depend_on_a_power_of_two() -> None:
 
 
 def test_other_dtypes_meet_nowhere_else() -> None:
-    """The weights are told in the store before the first step of float16 parameters, and only there."""
+    """The ranks exchange weights in the store before the first step of float16 parameters, and only there."""
     met = []
 
     def one_rank(dtype: torch.dtype) -> None:

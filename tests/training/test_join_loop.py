@@ -1,4 +1,4 @@
-"""The loop over step.join, and what it does not allow."""
+"""The loop over step.join, and its errors."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ LOADERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_any_loader_and_the_position_in_it(kind: str) -> None:
-    """The state counts what this rank has consumed; the loader itself is one batch ahead."""
+    """The state counts the batches that this rank has consumed; the loader itself is one batch ahead."""
 
     def one_rank(n: int) -> Any:
         step, state = step_of(accumulate=2)
@@ -195,7 +195,7 @@ def test_any_loader_and_the_position_in_it(kind: str) -> None:
 
 
 def test_resuming_in_the_middle_of_an_epoch() -> None:
-    """Skipping what was consumed, on each rank its own, goes on as if nothing had happened."""
+    """Skipping the consumed batches, on each rank its own number, resumes as if nothing had happened."""
 
     def one_rank(n: int) -> Any:
         step, state = step_of()

@@ -154,7 +154,7 @@ def test_a_rank_that_runs_out_within_a_window_keeps_what_it_has() -> None:
 
 
 def test_a_window_that_overflows_is_lost_whole() -> None:
-    """In the pure pipelines with accumulate too: a NaN of one window does not go on into the next."""
+    """In the pure pipelines with accumulate too: a NaN of one window does not carry over into the next."""
     step, state = step_of(pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5))), accumulate=2)
     for batch in (X * NAN, X, X, X):
         state, _ = step(state, batch)
@@ -279,7 +279,7 @@ def test_it_is_data_and_is_explained() -> None:
 
 
 def test_a_pass_that_failed_is_over() -> None:
-    """What comes after it without a scale is noticed; a checkpoint's passes belong to the one around them."""
+    """A later pass without a scale is detected; a checkpoint's passes belong to the pass around them."""
     w = torch.nn.Parameter(torch.ones(3))
     scaled, scale = ScaledLoss([w]), torch.tensor(4.0)
 

@@ -1,4 +1,4 @@
-"""One plan for the pure pipeline and for the step: who agrees on what, and when, over which axes."""
+"""One plan for the pure pipeline and for the step: which ranks agree, on which values, when, and over which axes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def looped(pipeline: tx.Pipeline, batches: list[float], **options: Any) -> Any:
 
 
 def test_loops_end_over_the_axes_of_the_parameter_transform_too() -> None:
-    """Nodes with other numbers of batches end together, and average by what they have trained on."""
+    """Nodes with different numbers of batches end together, and their average is weighted by the batches trained on."""
     pipeline = tx.fuse(tx.mean("local"), tx.sgd(1.0), after=tx.mean("node"))
     out = tx.simulate(lambda b: looped(pipeline, b), NODES, [[1.0], [3.0], [2.0, 4.0], [2.0]])
     assert out == [(2, -6.0, 1.0)] * 4  # (-2 * 2 + -2 * 2) / 4, then the second node's -2 - 4 alone
@@ -308,7 +308,7 @@ def test_a_rank_whose_gradients_stay_its_own_leaves_out_its_own_steps(on_device:
 
 
 def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loop: bool) -> Any:
-    """In which step NonFinite comes, its text, and what it leaves."""
+    """The step of the NonFinite, its text, and the state after it."""
     pipeline = tx.fuse(hook, SGD, after=tx.every(4, tx.mean("data" if "node" not in repr(hook) else "node")))
     step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh({"data": -1}))
     step._run.step_check.on_device = on_device
@@ -319,7 +319,7 @@ def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loo
             state, _ = step(state, batch)
     except fjoin.NonFinite as error:
         ended = state.step, state.params["w"][0].item()
-        state, _ = step(state, 1.0)  # the step goes on
+        state, _ = step(state, 1.0)  # the step can be used again
         return calls, error.step, error.ranks, ended, state.params["w"][0].item(), str(error)
     return calls, None, (), (), 0.0, ""
 
@@ -374,7 +374,7 @@ def test_ranks_loop_together_in_all_phases() -> None:
 
 
 def test_an_average_is_that_of_the_master_copies() -> None:
-    """The next step goes on from it, and small steps in between add up."""
+    """The next step continues from the average, and small steps in between add up."""
     pipeline = tx.fuse(tx.noop(), tx.mixed_precision(tx.sgd(0.25)), after=tx.every(2, tx.mean("data")))
 
     def want(batches: list[float], others: list[float]) -> list[float]:

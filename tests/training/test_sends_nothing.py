@@ -22,7 +22,7 @@ def _average(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
 
 
 def warned(pipeline: tx.Pipeline, ranks: int) -> list[str]:
-    """What the ranks warn of in `init`, all of them."""
+    """The warnings of all ranks in `init`."""
 
     def one_rank() -> None:
         step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline)

@@ -35,7 +35,7 @@ def test_a_state_belongs_to_its_step() -> None:
 
 
 def test_clones_and_second_states_overlap_too() -> None:
-    """Every state's leaves tell when their gradients arrive, whichever was used before."""
+    """The leaves of every state report arriving gradients, whichever state was used before."""
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), bucket_bytes=1)
     state, _ = step(state, X)
     seen: list[int] = []
@@ -100,7 +100,7 @@ def test_a_torn_state_says_so() -> None:
 
 
 def test_a_parameter_transform_runs_after_the_optimizer() -> None:
-    """Local SGD: nobody sends gradients, parameters are averaged every other step."""
+    """Local SGD: gradients are not sent, parameters are averaged every other step."""
 
     def one_rank(scale: float) -> Any:
         def average(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
@@ -180,7 +180,7 @@ OWING = {
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("hook", OWING)
 def test_what_is_owed_is_by_path(hook: str, bucket_bytes: int) -> None:
-    """Whatever the buckets, also where one has as many elements as a field of the state; so a loop of one's own goes on with it."""
+    """For any buckets, also where one has as many elements as a field of the state; so a custom loop can continue from it."""
     params = {"a": torch.ones(1), "b": torch.ones(1), "m": torch.ones(6, 6)}
     pipeline = tx.fuse(OWING[hook](), tx.sgd(0.1))
 

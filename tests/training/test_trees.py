@@ -1,4 +1,4 @@
-"""What may be trained: any tree, dtype, layout, buffers, several axes."""
+"""The supported training inputs: any tree, dtype, layout, buffers, several axes."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_two_axes_at_once() -> None:
 
 
 def reduce_along_one_axis() -> Any:
-    """Two groups, of which one has no batch at all and never takes a step."""
+    """Two groups; one of them has no batch at all and never takes a step."""
     mesh = fjoin.mesh({"node": 2, "local": 2}, timeout_s=20)
     step = fjoin.train_step(
         lambda p, b: ((p["w"] * b).sum(), {"sum": {"n": 1}}), tx.fuse(tx.mean("local"), tx.sgd(1.0)), mesh=mesh

@@ -1,4 +1,4 @@
-"""A loss that depends on other tensors than the parameters given trains nothing: said in the first step."""
+"""A loss that depends on other tensors than the given parameters trains nothing: the first step raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of devices fail on what breaks them, each for its reason, and admit what waits for nothing."""
+"""The laws of devices fail on each violation, for its own reason, and admit code that does not wait."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def moves_without_waiting(g: Tensor) -> Tensor:
 
 
 def counts(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    calls = int(state[0])  # of no dimension, on the host: nobody waits
+    calls = int(state[0])  # 0-d, on the host: reading it does not wait
     return {path: g if calls % 2 else -g for path, g in grads.items()}, (state[0] + 1,)
 
 

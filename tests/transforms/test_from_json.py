@@ -1,4 +1,4 @@
-"""What from_json refuses, with the place in the text; what it reads back stands in test_specs.py and in the laws."""
+"""The refusals of from_json, with the place in the text; for values that it reads see test_specs.py and the laws."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _to_norm_one(g: Tensor) -> Tensor:
     return g / g.norm().clamp(min=1e-6)
 
 
-# One row or more for each public factory: what `make` returns is put under all laws of its kind.
+# One row or more for each public factory: the object that `make` returns is checked by all laws of its kind.
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "accumulate": [
         lambda: tx.accumulate(2, tx.mean("data")),
@@ -179,7 +179,7 @@ CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
 }
 
 
-# Means that lose something; a row for each codec besides.
+# Lossy means; and a row for each codec.
 LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
     "live": [lambda: tx.quantized_mean("data", tx.int4(), over="live")],
     "world": [lambda: tx.quantized_mean("data", tx.int4(block=3), over="world")],
@@ -255,7 +255,7 @@ def _times_ten(g: Tensor) -> Tensor:
 
 
 def test_what_is_right_of_ones_own_passes() -> None:
-    """Stages behind a mean may do what they like, and what is written by hand need not be JSON."""
+    """Stages after a mean have no restrictions, and handwritten transforms need not be JSON."""
 
     def codec() -> tx.Codec:
         right = tx.bfloat16()

@@ -54,7 +54,7 @@ def _norm_in_state() -> tx.Transform:
 
 
 def _not_told() -> tx.Transform:
-    """Hands what it is told of its own state on to what it runs, as if that were the same."""
+    """Passes the first-bucket state of the whole on to its inner transform, as if it were the inner one's."""
     inner = tx.mean("data")
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -120,7 +120,7 @@ def _writes_where_others_are() -> tx.Transform:
 
 
 def _hears_later() -> tx.Transform:
-    """A momentum of this rank's gradients, also of those that count nothing."""
+    """A momentum of this rank's gradients, including those of weight 0."""
     inner = tx.mean("data")
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
@@ -136,7 +136,7 @@ def _hears_later() -> tx.Transform:
 
 
 def _forgets_on_disk() -> tx.Transform:
-    """What it remembers where there are others is not what a file holds."""
+    """Its memory on several ranks is not in the file."""
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         more = 1 if state is not _MARK and tx.axis_size("data") > 1 else 0
@@ -260,7 +260,7 @@ def test_each_optimizer_law_can_fail(law: Any) -> None:
 
 
 def _lossy(change: Callable[[Any, Any], Any]) -> Callable[[], tx.Transform]:
-    """A mean in which something happens to what is kept."""
+    """A mean whose residuals are changed."""
     right = tx.quantized_mean("data", tx.int4())
 
     def update(grads: Any, state: Any, params: Any = None, *, memory: Any, **extra: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What holds for any sizes, values, weights and numbers of ranks."""
+"""Properties for any sizes, values, weights and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fjoin import transforms as tx
 
 BLOCK = st.integers(1, 40)
-# Codecs that keep each value to a part of the largest beside it, and that part.
+# Codecs whose error is at most a part of the largest value in the block, and that part.
 NEAR = st.one_of(
     st.just((tx.float32(), 1e-6)),
     st.just((tx.bfloat16(), 2.0**-8)),
@@ -55,7 +55,7 @@ def weighted(trees: list[dict[str, Tensor]], weights: list[float]) -> dict[str, 
 def test_an_encoded_mean_is_near_the_mean(
     codec: Any, shapes: Any, weights: list[float], seed: int, size: float
 ) -> None:
-    """On all ranks to the bit; and what ranks of weight 0 hold is not heard."""
+    """On all ranks to the bit; and values of ranks of weight 0 have no effect."""
     made, room = codec
     hook, trees = (
         tx.quantized_mean("data", made, seed=seed),
@@ -102,7 +102,7 @@ def test_what_is_not_finite_is_told_to_all(codec: tx.Codec, shapes: Any, ranks: 
     st.integers(0, 99),
 )
 def test_nothing_is_lost_for_ever(codec: tx.Codec, shapes: Any, steps: Any, flush: bool, seed: int) -> None:
-    """The sum of what came out, and of what the ranks owe, divided as the last sum, is the sum of the means."""
+    """The sum of the results, and of the residuals divided as the last sum, is the sum of the means."""
     ranks = len(steps[0])
     steps = [(step * ranks)[:ranks] for step in steps]
     hook = tx.error_feedback(tx.quantized_mean("data", codec, seed=seed), "flush" if flush else "freeze")

@@ -1,4 +1,4 @@
-"""What a pipeline is as data: it reads as it is written, and comes back from JSON."""
+"""A pipeline as data: its repr is the code that makes it, and JSON restores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States as flat dicts: through files, with what belongs together still together, and what does not fit refused."""
+"""States as flat dicts: saved to files with shared objects still shared, and refused where they do not fit."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def make_counter(kind: str, join: str) -> Any:
             self.log, self.name, self.group = log, name, group or dist.group.WORLD
 
         def __call__(self) -> Any:
-            # torch's own notification, whichever Join this is: what existing classes do.
+            # torch's own notification, as in existing classes, works in either Join
             notify = torch_join.Join if kind == "torch" else context.Join
             work = notify.notify_join_context(self)
             ones = torch.ones(1)
@@ -165,7 +165,7 @@ def test_what_it_refuses(pool: Any, join: str) -> None:
 
 
 def messages(join: str, settings: dict[str, Any]) -> tuple[int, int]:
-    """All-reduces per iteration and at the end, besides the counter's own."""
+    """All-reduces per iteration and at the end, in addition to the counter's own."""
     sent = 0
     kept = dist.all_reduce, dist.all_to_all_single
 
@@ -181,7 +181,7 @@ def messages(join: str, settings: dict[str, Any]) -> tuple[int, int]:
     dist.all_reduce, dist.all_to_all_single = map(watch, kept)
     try:
         with CLASSES[join].Join([counter], **settings):
-            before = sent  # ours has compared what the ranks pass in
+            before = sent  # our Join has compared the ranks' joinables
             for _ in range(5):
                 counter()
             within = sent

@@ -35,7 +35,7 @@ def train(
     counts: list[int], optimizer: str = "adamw", *, order: str = "ddp first", hook: str = "none", window: int = 1, epochs: int = 2,
     by_world: bool = True, clip: bool = False, options: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Two epochs under our Join, a step afterwards on all ranks, and what is then left."""
+    """Train two epochs under our Join and take a step afterwards on all ranks; returns the remaining state."""
     ddp = DistributedDataParallel(make_model(), **(options or {}))
     if HOOKS[hook] is not None:
         ddp.register_comm_hook(None, HOOKS[hook])
@@ -120,7 +120,7 @@ def test_options_of_ddp(pool: Any, options: dict[str, Any], counts: list[int]) -
 
 
 def test_what_the_loop_does_before_a_step(pool: Any) -> None:
-    """Clipping, which a rank without input must do too, is told to the Join."""
+    """Clipping, which a rank without input must do too, is passed to the Join."""
     results = pool.run(2, run, [3, 1], "momentum", {"clip": True})
     clip = lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
     check(results, [3, 1], "momentum", before_step=clip)
@@ -171,7 +171,7 @@ def test_a_schedule_that_steps_in_every_iteration(pool: Any) -> None:
 
 
 def messages_in_join(kind: str) -> float:
-    """All-reduces in an iteration besides that of the gradients, counted by the profiler."""
+    """All-reduces in an iteration in addition to that of the gradients, counted by the profiler."""
     ddp = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     join: Any = fjoin.Join([ddp, optimizer]) if kind == "fjoin" else ddp.join()

@@ -122,7 +122,7 @@ def test_what_cannot_be_joined() -> None:
 
 
 def raise_and_keep(rank: int, report: Any) -> None:
-    """Four ranks, of which two shadow when rank 1 fails, and all of which keep their errors; the time-out is 300 s."""
+    """Four ranks; two of them shadow when rank 1 fails, and all keep their errors; the time-out is 300 s."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
     ddp = DistributedDataParallel(nn.Linear(4, 2))
     kept = []

@@ -1,4 +1,4 @@
-"""fjoin.join: uneven inputs in a loop of one's own, for whatever communicates in it."""
+"""fjoin.join: uneven inputs in a custom loop, for all code that communicates in it."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def torch_loop(kind: str, sizes: list[list[int]]) -> Any:
     ids=str,
 )
 def test_models_that_communicate_equal_one_process(pool: Any, kind: str, ranks: int, sizes: list[list[int]]) -> None:
-    """Every rank runs forward, backward and step equally often, and what it has seen before counts nothing."""
+    """Every rank runs forward, backward and step equally often, and repeated batches count nothing."""
     want = reference(sizes)
     for params, iterations in pool.run(ranks, torch_loop, kind, sizes):
         assert max_diff(params, want) < 1e-12 and iterations == max(map(len, sizes))
 
 
 def messages(n: int) -> int:
-    """What is given to torch.distributed in a loop of n iterations whose body sends nothing."""
+    """The messages given to torch.distributed in a loop of n iterations whose body sends nothing."""
     with watched() as sent:
         for _ in fjoin.join([0] * (n - dist.get_rank())):
             pass

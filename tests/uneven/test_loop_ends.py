@@ -136,7 +136,7 @@ def fail_around_a_module(rank: int, report: Any) -> None:
 
 
 def test_a_module_does_not_hold_the_others_up() -> None:
-    """The group that the loop takes down is let go of by the module too. What waits in it gets gloo's own error."""
+    """The module also releases the group that the loop takes down. Messages that wait in it get gloo's own error."""
     with Ranks(3, fail_around_a_module) as run:
         for rank, seconds, (kind, text) in run.after("leaving", 3):
             assert kind == "ValueError" if rank == 1 else kind in ("PeerLost", "RuntimeError"), (kind, text)
@@ -144,7 +144,7 @@ def test_a_module_does_not_hold_the_others_up() -> None:
 
 
 def test_a_batch_to_stand_in_for_one_without_weight() -> None:
-    """Where `empty` is given it comes in the place of a first batch of weight 0, so that no NaN does."""
+    """`empty`, where given, takes the place of a first batch of weight 0, so no NaN enters."""
 
     def one_rank(first: float) -> list[float]:
         return [batch for batch in fjoin.join([first, 3.0], weight=lambda w: w, empty=7.0)]

@@ -1,4 +1,4 @@
-"""Faults of torch's Join that training here does not have. Where a test fails, torch has been mended."""
+"""Faults of torch's Join that training here does not have. Where a test fails, torch has fixed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong numbers of torch's Join with its own joinables, and ours without them. Where a test fails, torch has been mended."""
+"""Wrong numbers of torch's Join with its own joinables, and ours without them. Where a test fails, torch has fixed it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def after_the_context(kind: str) -> tuple[int, bool]:
 
 
 def test_the_configuration_stays_after_the_context(pool: Any) -> None:
-    """torch's module goes on sending the messages of a Join, its count and its flag, in every later iteration."""
+    """torch's module keeps sending the messages of a Join, its count and its flag, in every later iteration."""
     assert pool.run(2, after_the_context, "torch") == [(2, True)] * 2
     assert pool.run(2, after_the_context, "fjoin") == [(0, False)] * 2
 
@@ -143,7 +143,7 @@ def test_a_python_reducer_notifies_no_join(pool: Any) -> None:
 
 
 def error_memory(kind: str) -> Any:
-    """PowerSGD on uneven inputs: (gradients of this rank, what its memory holds, movement, iterations, of which alone)."""
+    """PowerSGD on uneven inputs: (this rank's gradients, its error memory, movement, iterations, this rank's own iterations)."""
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(6, 6, bias=False).double())
     state = powerSGD_hook.PowerSGDState(
@@ -167,7 +167,7 @@ def error_memory(kind: str) -> Any:
 
 
 def test_the_error_memory_of_a_rank_without_input_goes_on(pool: Any) -> None:
-    """No fault, in either Join: the errors of all ranks together are what has not been sent yet. Frozen, the sum would be wrong."""
+    """No fault, in either Join: the errors of all ranks add up to the unsent part. If frozen, the sum would be wrong."""
     for kind in ("torch", "fjoin"):
         (given, kept, moved, iterations, own), (given_1, kept_1, moved_1, iterations_1, _) = pool.run(
             2, error_memory, kind

@@ -1,7 +1,7 @@
 """Programs in which torch's Join hangs or aborts, and ours does not: processes of their own, with a time-out of 3 s.
 
-Each also runs on even inputs, where torch's Join works: so what fails is the Join, not the program. Where a test fails,
-torch has been mended.
+Each also runs on even inputs, where torch's Join works: so the Join fails, not the program. Where a test fails,
+torch has fixed it.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _run(rank: int, report: Any, what: str, kind: str, even: bool) -> None:
 
 
 def outcomes(what: str, kind: str, ranks: int = 2, even: bool = False) -> list[Any]:
-    """What each rank reports in the end; a process that hangs or aborts has only "started"."""
+    """The last report of each rank; a process that hangs or aborts has only "started"."""
     with Ranks(ranks, _run, what, kind, even) as run:
         found: dict[int, Any] = {}
         with contextlib.suppress(AssertionError):
@@ -158,7 +158,7 @@ def outcomes(what: str, kind: str, ranks: int = 2, even: bool = False) -> list[A
         return [found[rank] for rank in range(ranks)]
 
 
-# What is left of a rank that a hang or an abort has ended.
+# The reports of a rank that a hang or an abort has ended.
 STUCK = re.compile(r"RuntimeError: .*(Timed out|Connection (closed|reset)|timeout)", re.DOTALL)
 
 
@@ -192,7 +192,7 @@ def test_what_hangs_in_torchs_join(what: str, want: list[float]) -> None:
 
 
 def test_ranks_that_disagree_on_no_sync() -> None:
-    """torch times out; here it is said what is wrong."""
+    """torch times out; ours raises an error that names the cause."""
     check_torch("no_sync", 3)
     ours = outcomes("no_sync", "fjoin", 3)
     assert ours[1].startswith("JoinError") and "inside no_sync" in ours[1] and "rank 2" in ours[1]
@@ -200,7 +200,7 @@ def test_ranks_that_disagree_on_no_sync() -> None:
 
 
 def test_an_exception_on_one_rank() -> None:
-    """torch's others are not told what has happened; ours are, and at once (test_join_errors.py)."""
+    """torch's other ranks get no report of the error; ours do, and at once (test_join_errors.py)."""
     theirs, own = check_torch("exception")
     assert own == "ValueError: bad batch" and "bad batch" not in theirs
     told, own = outcomes("exception", "fjoin")

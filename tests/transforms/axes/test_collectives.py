@@ -118,7 +118,7 @@ def test_nested_axes_and_tuples(engine: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 def test_control_flow_on_a_sum(engine: Any) -> None:
-    """What a loop over uneven inputs needs: Python decides on what is equal on all ranks."""
+    """The requirement of a loop over uneven inputs: Python branches on values that are equal on all ranks."""
 
     def one_rank(count: Tensor) -> Tensor:
         left, rounds = count, 0

@@ -197,7 +197,7 @@ def test_compiled_collectives_are_right_or_refuse(pool: Any) -> None:
 
 
 def raw_trap() -> float:
-    """What torch itself does with its functional collective under vmap under compile."""
+    """The result of torch's own functional collective under vmap under compile."""
     import torch.distributed as dist
     import torch.distributed._functional_collectives as funcol
 

@@ -1,4 +1,4 @@
-"""Codecs: right on average where they say so, as exact as they say, and what torch's own hooks send."""
+"""Codecs: unbiased where documented, with the documented error bounds, and equal to the codes of torch's own hooks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ON_AVERAGE: dict[str, Any] = {
 
 
 def thrown(codec: tx.Codec, x: Tensor, seed: int = 0, step: int = 0) -> Tensor:
-    """What comes of rows of the leaf "w"."""
+    """The decoded codes of rows of the leaf "w"."""
     own, common = key_of((seed, step), 0), key_of((seed, step))
     places = places_of({"w": x[0]}).expand(x.shape)
     return codec.decode(codec.encode(x, tx.Noise(places, own, common)), x.shape[1])
@@ -39,9 +39,9 @@ def thrown(codec: tx.Codec, x: Tensor, seed: int = 0, step: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("name", ON_AVERAGE)
 def test_right_on_average(name: str) -> None:
-    """The mean of 400 throws of 50 numbers is off by standard errors, as if by chance."""
+    """The mean of 400 roundings of 50 numbers deviates by standard errors, as for random rounding."""
     x = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
-    x = x + 0.1 * x.sign()  # what is very small would hardly ever come up
+    x = x + 0.1 * x.sign()  # very small values would hardly ever be drawn
     throws = torch.cat([thrown(ON_AVERAGE[name](), x, step=step) for step in range(400)]).double()
     off, spread = throws.mean(0) - x[0], throws.std(0) / 20
     thrown_at = spread > 0
@@ -62,7 +62,7 @@ def test_as_exact_as_it_says(make: Any, part: float) -> None:
 
 
 def test_the_largest_value_is_never_rounded_beyond_the_largest_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the scale's rounding lifts it a little above: 127.00001 and random bits near 1 would give 128, a byte of -128."""
+    """Where rounding the scale lifts it slightly: 127.00001 with random bits near 1 would be 128, a byte of -128."""
     x = torch.rand(3000, 8, generator=torch.Generator().manual_seed(0)) + 1.0
     monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.positions.shape, 1 - 2.0**-24))
     over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
@@ -80,7 +80,7 @@ def test_the_largest_value_is_never_rounded_beyond_the_largest_code(monkeypatch:
 
 @pytest.mark.parametrize("block", [7, None])
 def test_a_long_row_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
-    """Which nobody can tell: noise belong to places."""
+    """The result does not depend on the slices, since random bits belong to positions."""
     codec, x = tx.terngrad(block, clip=2.5), torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
     places = torch.arange(3000, dtype=torch.int32).view(3, 1000)
     noise = tx.Noise(places, torch.tensor(1), torch.tensor(2))
@@ -112,7 +112,7 @@ def test_dice_depend_on_seed_step_and_path_and_on_nothing_else() -> None:
     one = tx.simulate(lambda: three("one"), {"data": 2})[0]
     assert same_bits(one, tx.simulate(lambda: three("each"), {"data": 2})[0])
     assert not torch.equal(one[0]["a"], one[1]["a"]) and not torch.equal(one[0]["a"], one[0]["b"].flatten()[:300])
-    # Two ranks throw noise of their own: with the same ones all means would be one of two neighbours.
+    # Two ranks use random bits of their own: with the same ones all means would be one of two neighbours.
     assert len(one[0]["a"].unique()) == 3
 
 
@@ -127,7 +127,7 @@ def test_codes_that_throw_dice_need_a_hook_that_counts_steps() -> None:
 
 
 def test_as_torch_encodes() -> None:
-    """The same codes as of quantize_per_tensor and quantize_per_channel with what torch's observers find."""
+    """The same codes as of quantize_per_tensor and quantize_per_channel with the parameters of torch's observers."""
     warnings.filterwarnings("ignore", ".*deprecated and will be removed", UserWarning)
     from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
 
@@ -243,7 +243,7 @@ def test_bfloat16_by_chance_where_small_numbers_are_flushed() -> None:
 
 
 def test_codecs_of_ones_own_differ() -> None:
-    """So that ranks with different ones are told before the first message."""
+    """So ranks with different ones get an error before the first message."""
 
     def halves() -> tx.Codec:
         plain = tx.float32()
@@ -286,7 +286,7 @@ def test_what_is_refused() -> None:
 
 
 def test_a_key_is_part_of_a_codec() -> None:
-    """Ranks with other keys are told apart; hooks key their codecs themselves."""
+    """Ranks with other keys can be distinguished; hooks key their codecs themselves."""
     one, same, other = (tx.qsgd().keyed(*key) for key in ((7, 0), (7, 0), (8, 0)))
     assert one == same != other and one != tx.qsgd() and tx.from_json(tx.to_json(one)) == one
     assert tx.fingerprint(one) != tx.fingerprint(other) and one.key == (7, 0) and repr(one) == "keyed(qsgd(), 7, 0)"

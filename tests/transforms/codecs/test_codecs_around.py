@@ -27,7 +27,7 @@ FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
 @pytest.mark.parametrize("codec", [tx.bfloat16, tx.int8], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("hook", FED_BACK_INSIDE)
 def test_a_codec_around_what_is_fed_back(hook: str, codec: Any) -> None:
-    """What travels whole inside has no memory, and is encoded: near the mean, in every step."""
+    """Leaves that an inner transform sends uncompressed have no residual, and are encoded: near the mean, in every step."""
     inner = FED_BACK_INSIDE[hook]()
     coded, params = tx.compress(codec(), inner), {"w": torch.zeros(6, 5), "b": torch.zeros(5)}
     xs = [

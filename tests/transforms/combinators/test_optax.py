@@ -20,7 +20,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.combinators import _optax
 
-ADD = tx.sgd(1.0, maximize=True)  # what an optax optimizer returns is to be added
+ADD = tx.sgd(1.0, maximize=True)  # the result of an optax optimizer is to be added
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9),
     "adamw, a schedule": lambda: optax.adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1),

@@ -1,4 +1,4 @@
-"""ef21: beliefs are the same on all sides, whatever the dtype, and after loading on other ranks."""
+"""ef21: estimates are the same on all ranks, for any dtype, and after loading on other ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOADED = {
 @pytest.mark.parametrize("flush", ["freeze", "flush"])
 @pytest.mark.parametrize("case", LOADED)
 def test_loaded_on_other_ranks(case: str, flush: Any, over: Any) -> None:
-    """It finds the mean again, of ranks that have input and of the last gradients of those that have not."""
+    """It converges to the mean again, of ranks with input and of the last gradients of ranks without."""
     hook = tx.ef21(tx.quantized_mean("data", tx.int8(block=4), over), flush)
     xs = [torch.randn(12, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
     idle_last = [1.0, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""Error feedback: nothing is lost for ever, ranks without input keep or send what they owe."""
+"""Error feedback: nothing is lost forever; ranks without input keep or send their residual."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _weight(rank: int, step: int, idle: bool) -> float:
 
 
 def _run(hook: tx.Transform, idle: bool) -> Any:
-    """All that came out, what is owed at the end, divided as the last sum, and all that went in, divided as each sum."""
+    """The sum of the results, the final residual divided as the last sum, and the sum of the inputs divided as each sum."""
     rank, ranks = int(tx.axis_index("data")), tx.axis_size("data")
     state = hook.init(_grads(rank, 0))
     out: dict[str, Tensor] = {k: torch.zeros_like(v) for k, v in _grads(0, 0).items()}
@@ -116,7 +116,7 @@ def _around(hook: tx.Transform, grads: Any, state: Any, **extra: Any) -> Any:
 
 
 def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
-    """Two ranks; the second has input in the first step alone. What is owed of a mean of two counts twice in the sum of one."""
+    """Two ranks; the second has input only in the first step. A residual of a mean of two counts twice in the sum of one."""
     first = torch.tensor([127.0, 0.4])
 
     def one_rank(how: Any) -> Any:
@@ -164,7 +164,7 @@ WEIGHTS: dict[str, list[tuple[float, float]]] = {
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("how", ["error_feedback", "loco", "dgc", "power_sgd"])
 def test_a_small_batch_does_not_pay_what_large_ones_owe(how: str, weights: str) -> None:
-    """However weights change, what comes out is at most as large as if all had been paid with the batches that owe it."""
+    """However weights change, a result is at most as large as if each residual had been sent with the batch it is from."""
     encoded, matrix = tx.quantized_mean("data", tx.top_k(0.1)), tx.power_sgd("data", 2, min_compression_rate=1.0)
     hook: tx.Transform = {
         "error_feedback": tx.error_feedback(encoded), "loco": tx.loco(encoded, beta=0.5),
@@ -202,7 +202,7 @@ def trained(hook: str) -> Any:
     mesh = fjoin.mesh({"data": -1}, timeout_s=60)
     step = fjoin.train_step(_loss, tx.fuse(HOOKS[hook](), tx.sgd(0.02)), mesh=mesh, weight=len)
     state = step.init({"w": torch.zeros(64, 1)})
-    scale = torch.logspace(0, -1.5, 64)  # coordinates of very different sizes, of which int4 sees the large ones
+    scale = torch.logspace(0, -1.5, 64)  # coordinates of very different sizes; int4 keeps only the large ones
     g = torch.Generator().manual_seed(mesh.rank)
     batches = [torch.randn(16, 64, generator=g) * scale for _ in range(100 - 20 * mesh.rank)]
     for batch in step.join(batches):
@@ -291,7 +291,7 @@ def test_what_ef21_is_not_for() -> None:
 @pytest.mark.parametrize("flush", ["freeze", "flush"])
 @pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21, tx.loco])
 def test_a_call_without_any_input_gives_zeros_or_what_is_believed(make: Any, flush: Any, over: Any) -> None:
-    """And changes nothing that is owed or believed; next time all is as if it had not been."""
+    """And changes no residual and no estimate; the next call gives the same result as without it."""
     hook = make(tx.quantized_mean("data", tx.int4(), over), without_input=flush)
     xs = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(3)]
 

@@ -1,4 +1,4 @@
-"""Hooks that send momenta: as written out, as torch's Adam at first, and no rank hears one without input."""
+"""Hooks that send momenta: as their formulas, as torch's Adam at first, and unaffected by ranks without input."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_deep_gradient_compression(settings: dict[str, Any]) -> None:
 
 
 def test_deep_gradient_compression_of_a_rank_without_input() -> None:
-    """It keeps its momentum and error, and neither is heard; or it sends the error."""
+    """It keeps its momentum and error without effect on the others; or it sends the error."""
     for how in ("freeze", "flush"):
         hook = tx.dgc("data", k=0.1, without_input=how)
 
@@ -98,7 +98,7 @@ def test_one_bit_lamb_as_written_out(warmup: int) -> None:
 
 
 def test_lambs_ratio_stays_where_gradients_do() -> None:
-    """The variance that stays and the one that goes on are of as many calls' gradients as they are of, not of nothing."""
+    """The bias correction of the frozen variance and of the running one uses each one's own number of calls."""
     hook, x = tx.one_bit_lamb("data", 20, codec=tx.float32()), torch.ones(8)
 
     def one_rank() -> Any:
@@ -156,7 +156,7 @@ def test_a_leaf_without_a_gradient_keeps_its_momentum() -> None:
         _, state = hook.update({"a": None, "b": grads["b"]}, state)
         return hook.update(grads, state)[1].momentum
 
-    # 1 of the first call and 1 of the last, of what was not sent.
+    # 1 of the first call and 1 of the last, from the unsent elements.
     assert abs(tx.simulate(one_rank, {"data": 2})[0]["a"].max() - (0.9 + 1)) < 1e-6
 
 
@@ -183,7 +183,7 @@ def test_what_is_refused() -> None:
 
 
 def test_what_is_sent_has_no_momentum_whatever_rounding_leaves() -> None:
-    """At k = 1.0 all is sent in each call: every result is the mean of that call's gradients, and of what was rounded off."""
+    """At k = 1.0 each call sends all: every result is the mean of that call's gradients and of the rounding errors."""
     x = torch.tensor([1.0, 0.76, -3.3])
     for values in (None, tx.bfloat16()):
         for ranks in (2, 3):
@@ -226,7 +226,7 @@ def test_momenta_where_not_all_ranks_have_input(make: Any, over: Any) -> None:
 
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
 def test_what_had_no_gradient_while_the_variance_settled_stands_still(make: Any) -> None:
-    """A sign says something of 0 too, and what has no variance would be divided by next to nothing."""
+    """A sign code has no 0, and an element without variance would be divided by nearly 0."""
     hook, x = make("data", 2), torch.tensor([1.0, -2.0, 0.0, 3.0])
 
     def one_rank(rank: int) -> Any:
@@ -242,7 +242,7 @@ def test_what_had_no_gradient_while_the_variance_settled_stands_still(make: Any)
 
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
 def test_a_step_that_is_left_out_counts_for_nothing(make: Any) -> None:
-    """While the variance settles and after: what comes later is as if it had not been, but for the codes' errors."""
+    """During warm-up and after: later results are as if the step had not happened, except for the codes' errors."""
     grads = [torch.tensor([1.0, -2.0, 0.5]) * (1 + 0.1 * i) for i in range(8)]
 
     def run(skipped: list[int], skips: bool) -> Any:

@@ -224,7 +224,7 @@ def test_masters_in_a_training_step() -> None:
 
 
 def test_parts_written_by_hand_stay_apart() -> None:
-    """Two optimizers whose functions differ only in what they close over."""
+    """Two optimizers whose functions differ only in their closures."""
 
     def by_hand(rate: float) -> tx.Optimizer:
         def step_param(param: Tensor, grad: Tensor, state: Any) -> Any:
@@ -276,7 +276,7 @@ def test_schedules_of_plain_python() -> None:
 
 
 def test_small_numbers_beside_large_ones() -> None:
-    """The moments as torch's lerp: without betas nothing of the old moment is left, whatever its size."""
+    """The moments as torch's lerp: without betas nothing of the old moment remains, for any size."""
     opt, p = tx.adam(0.1, betas=(0.0, 0.0)), torch.zeros(1)
     state = opt.init_param(p)._replace(exp_avg=torch.tensor([1e8]))
     assert opt.step_param(p, torch.ones(1), state)[1].exp_avg.item() == 1.0

@@ -1,6 +1,6 @@
 """Optimizers and clipping against optax, over 100 steps of identical gradients.
 
-Not amsgrad, of which optax takes the maximum after its bias correction, and torch before.
+Without amsgrad: optax takes its maximum after the bias correction, and torch before.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def test_a_scaled_gradient_may_be_expanded(make: Any) -> None:
 
 
 def kernels(part: tx.Optimizer) -> list[Callable[..., None]]:
-    """What steps one parameter in place: alone, and as the only one in lists."""
+    """The functions that step one parameter in place: alone, and as the only one in lists."""
     many = part.step_params_
     if many is None:
         return [part.step_param_]

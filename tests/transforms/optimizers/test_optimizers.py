@@ -175,7 +175,7 @@ def test_clipping_across_shards(mode: Any) -> None:
 
 
 def test_clipping_by_the_norm_before() -> None:
-    """What torch would clip by, had it the last gradients' norm; the first call's own, and after one that was not finite."""
+    """torch's clipping if it used the last gradients' norm; the call's own norm in the first call and after a nonfinite one."""
     _, grads = _problem(torch.float64)
     clip = tx.clip_by_global_norm(0.5, mode="previous")
     state = clip.init(grads[0])
@@ -198,7 +198,7 @@ def _with_grad(grad: Tensor) -> Tensor:
 
 
 def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
-    """The reason for going through float32: where this fails, torch has been mended."""
+    """The reason for going through float32: where this fails, torch has fixed it."""
     for dtype in (torch.bfloat16, torch.float16):
         p = torch.ones(64, dtype=dtype, requires_grad=True)
         p.grad = torch.ones_like(p)
@@ -224,7 +224,7 @@ def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_that_lie_otherwise_in_memory(make: Any, dtype: torch.dtype) -> None:
-    """Kernels go through memory: what is transposed, expanded or channels-last must be laid out first."""
+    """Kernels go through memory: transposed, expanded or channels-last tensors must be laid out first."""
     opt, start = make(), torch.randn(4, 3, 5, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
     wide = torch.randn(8, 3, 5, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
     params = {

@@ -1,4 +1,4 @@
-"""What a pipeline will send, before it runs, and in which buckets."""
+"""The messages of a pipeline before it runs, and their buckets."""
 
 from __future__ import annotations
 

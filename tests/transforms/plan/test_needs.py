@@ -35,7 +35,7 @@ def _by_path(grads: Any) -> Any:
 
 
 def _by_layout(grads: Any) -> Any:
-    """What lies in one buffer is divided by its largest element."""
+    """All elements of one buffer are divided by its largest element."""
     largest = torch.stack([g.abs().max() for g in optree.tree_leaves(grads)]).max()
     return optree.tree_map(lambda g: g / largest, grads)
 
@@ -100,7 +100,7 @@ def test_a_union_is_that_of_all_inside() -> None:
 
 
 def test_two_fields_are_enough() -> None:
-    """Of a transform written by hand nothing else is known: it is given the whole tree, and may communicate over all axes."""
+    """A handwritten transform gets the whole tree, and may communicate over all axes, since nothing is known of it."""
 
     def update(grads: Any, state: int, params: Any = None, **extra: Any) -> Any:
         return optree.tree_map(lambda g: g * state, grads), state + 1

@@ -1,4 +1,4 @@
-"""PowerSGD: what is compressed and how exactly, what is owed."""
+"""PowerSGD: the compressed leaves, their accuracy, and the residuals."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_low_rank_is_reproduced(rank: int) -> None:
 
 
 def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float64) -> Any:
-    """All that came out times what it was divided by, the error at the end, and all that went in."""
+    """The sum of the results times their divisors, the error at the end, and the sum of the inputs."""
     rank, ranks = int(tx.axis_index("data")), tx.axis_size("data")
     wrapped = hook.spec.name == "error_feedback"
     state = hook.init(draws(rank, dtype))
@@ -108,8 +108,8 @@ def test_what_came_out_and_what_is_owed_is_what_went_in(kind: str, over: Any, wi
 
 
 def test_what_is_owed_does_not_grow() -> None:
-    """The same gradients 200 times, which differ between ranks. The sum of what they owe stays, and where the mean spans all
-    rows what each of them owes; torch's `local - mean` grows by as much in every step."""
+    """The same gradients 200 times, different on each rank. The sum of the residuals stays, and where the mean spans all rows
+    so does each residual; torch's `local - mean` grows by as much in every step."""
 
     def one_rank() -> Any:
         hook = tx.error_feedback(made(2))
@@ -175,7 +175,7 @@ def test_a_matrix_does_not_hear_its_neighbours(rank: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype: torch.dtype) -> None:
-    """What comes out has the gradients' dtype; sums, Q and errors at least float32."""
+    """Results have the gradients' dtype; sums, Q and errors have at least float32."""
 
     def one_rank() -> Any:
         hook = tx.error_feedback(made(2))

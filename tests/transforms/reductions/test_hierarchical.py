@@ -49,7 +49,7 @@ def test_it_is_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tenso
 @pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any) -> None:
-    """What came out and what all ranks owe is what came in, also where a whole node has no input for a while."""
+    """The results and all residuals equal the inputs, also where a whole node has no input for a while."""
 
     def one_rank(hook: tx.Transform) -> Any:
         rank, node = int(tx.axis_index(("node", "local"))), int(tx.axis_index("node"))

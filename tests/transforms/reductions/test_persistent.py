@@ -66,7 +66,7 @@ def test_a_node_without_weight_takes_the_others_average() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_of_gradients_nothing_is_still_zero(name: str) -> None:
-    """As a hook: what no rank has weight for changes no parameter."""
+    """As a hook: a gradient for which no rank has weight changes no parameter."""
 
     def one_rank() -> Any:
         hook, grads = ALL[name](), params_of(int(tx.axis_index(("node", "data"))))

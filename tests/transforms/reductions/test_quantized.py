@@ -1,4 +1,4 @@
-"""Collectives whose floats travel encoded: the plain ones' meaning, within what a codec may be off by."""
+"""Collectives with encoded floats: the meaning of the plain ones, within a codec's error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: A
         for r in range(n):
             want = expected(xs, r)
             assert out[r].dtype is want.dtype and out[r].shape == want.shape
-            # A sum adds up what n values are off by; psum encodes it again.
+            # A sum adds up the errors of n values; psum encodes it again.
             most = 4.0 * (2.2 * n if op == "psum" else n if "psum" in op else 1) * room * (n > 1)
             assert (out[r] - want).abs().max() <= most, (n, r, out[r], want)
             if op == "psum":

@@ -1,4 +1,4 @@
-"""What travels of collectives whose floats are encoded."""
+"""The messages of collectives with encoded floats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fjoin.transforms.axes._lockstep import SimulatedAxis
 
 
 def sent(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], function: Any, xs: list[Any]) -> list[Any]:
-    """What rank 0 gives to the axis: (op, dtype, bytes)."""
+    """The values that rank 0 gives to the axis: (op, dtype, bytes)."""
     notes: list[Any] = []
     plain = SimulatedAxis.run
 
@@ -51,7 +51,7 @@ def test_messages(monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
     for name, want in once.items():
         f = tx.quantized(getattr(tx, name), made)
         assert sent(monkeypatch, {"data": n}, lambda x: CALLS[name](f, x, n), xs) == want, name  # noqa: B023
-    for name in ("psum", "pmean"):  # a part to each rank, and back; a word beside each row
+    for name in ("psum", "pmean"):  # a part to each rank, and back; a word with each row
         f = tx.quantized(getattr(tx, name), made)
         (_, *other), to, back = sent(monkeypatch, {"data": n}, lambda x: CALLS[name](f, x, n), xs)  # noqa: B023
         assert (

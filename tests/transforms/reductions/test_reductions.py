@@ -1,4 +1,4 @@
-"""Reductions that are no plain sum, differences and moving errors, and looking at what passes."""
+"""Reductions that are no plain sum, differences and moving errors, and inspecting values that pass."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_is_gathered_is_summed_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_gathered_codes_are_encoded_once(n: int) -> None:
-    """The mean of what each rank's codes say, where a mean that is sent back is encoded again."""
+    """The mean of the decoded codes of all ranks, where a mean that is sent back is encoded again."""
     codec = tx.int4(block=4)
     got = on_ranks(tx.compress(codec, tx.all_gather_mean("data")), n, dtype=torch.float32)
     flats = [torch.cat([g.flatten() for g in grads_of(r, dtype=torch.float32).values()]) for r in range(n)]
