@@ -109,7 +109,7 @@ _SENT = {
 }  # fmt: skip
 
 
-def _travels(leaf: Tensor, ordered: bool) -> bool:
+def _can_send(leaf: Tensor, ordered: bool) -> bool:
     if leaf.layout is not torch.strided:
         return False
     return leaf.dtype in _SENT and not (ordered and leaf.is_complex())
@@ -118,7 +118,7 @@ def _travels(leaf: Tensor, ordered: bool) -> bool:
 def _refuse(tree: Tree, ordered: bool) -> NoReturn:
     """Raise TypeError for the first leaf that cannot be sent between ranks."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not _travels(x, ordered))
+    path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not _can_send(x, ordered))
     name = f"the leaf at {path_string(path)!r}" if path else "the tensor"
     if leaf.layout is not torch.strided:
         raise TypeError(
@@ -157,7 +157,7 @@ def packed(
     """
     leaves, structure = optree.tree_flatten(tree)
     leaves = [as_tensor(leaf) for leaf in leaves]
-    if not all([_travels(leaf, ordered) for leaf in leaves]):
+    if not all([_can_send(leaf, ordered) for leaf in leaves]):
         _refuse(tree, ordered)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
