@@ -233,7 +233,10 @@ def test_what_is_refused() -> None:
     raises_text(TypeError, lambda: tx.loco(coded, memory=tx.int8), "Codec")  # type: ignore[arg-type]
     raises_text(ValueError, lambda: tx.loco(coded, memory=tx.qsgd()), "stochastic", "qsgd()")
     raises_text(
-        ValueError, lambda: tx.hierarchical_mean("a", "b", tx.qsgd()), "stochastic", "compress(qsgd(), hierarchical_mean"
+        ValueError,
+        lambda: tx.hierarchical_mean("a", "b", tx.qsgd()),
+        "stochastic",
+        "compress(qsgd(), hierarchical_mean",
     )
     raises_text(ValueError, lambda: tx.majority_vote("data", over="all"), "'all'")  # type: ignore[arg-type]
 
