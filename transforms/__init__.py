@@ -1,4 +1,4 @@
-"""Pure transforms for distributed training: what crosses the network, and what becomes of it.
+"""Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
 kinds        Transform  Optimizer  Pipeline  Schedule  Reduction  Phase
 combine      chain  identity  stateless  masked  partition  fuse

@@ -12,7 +12,7 @@ U = TypeVar("U", bound=Callable[..., Any])
 
 
 def counts_steps(update: U) -> U:
-    """Decorates an `update`, whose state's `step` becomes the pipeline's counter if given, or counts its own calls."""
+    """Decorates an `update`: a given `step` replaces its state's own count of calls."""
 
     @functools.wraps(update)
     def counted(grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, State]:

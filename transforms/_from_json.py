@@ -1,4 +1,4 @@
-"""Transforms and the like read back from JSON text, which may come from anywhere."""
+"""Reading transforms and other objects with specs from JSON text of any origin."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 
 def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-    """Build a transform, optimizer, schedule or pipeline from its JSON text, as `to_json` writes it.
+    """Builds a transform, optimizer, schedule or pipeline from its JSON text, as `to_json` writes it.
 
-    Only factories known by name are called: reading a text runs no code that it brings along.
+    It calls only factories registered by name, and runs no code from the text.
 
     Args:
         text: JSON, as returned by `to_json`; at most 2^26 characters, nested at most 100 deep.
@@ -30,8 +30,8 @@ def from_json(text: str, functions: Mapping[str, Callable[..., Any]] | None = No
 
     Raises:
         TypeError: `text` is no string.
-        ValueError: a text that cannot be read, with the place of the error: no JSON; an unknown factory, argument, function or dtype; a
-            missing argument, or one that the factory refuses.
+        ValueError: a text that cannot be read, with the place of the error: no JSON; an unknown factory, argument,
+            function or dtype; a missing argument, or one that the factory refuses.
 
     >>> from_json('{"name": "clip_by_value", "args": {"max_value": 0.5}}')
     clip_by_value(0.5)

@@ -1,7 +1,7 @@
-"""What a transform is, as data: its name, its arguments and, among them, its children.
+"""The spec of a transform, as data: its name and its arguments, which include its children.
 
-From the spec come the repr, equality, the JSON round trip and the fingerprint that ranks
-compare. A factory decorated with `factory` gets all of these for nothing.
+The repr, equality, the JSON round trip and the fingerprint that ranks compare are computed from the spec. The decorator
+`factory` adds a spec to the result of a factory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Spec:
 
     @property
     def children(self) -> tuple[Any, ...]:
-        """The arguments that carry a spec of their own, in order, containers searched."""
+        """The arguments that have a spec themselves, in order, also those inside containers."""
         found: list[Any] = []
 
         def search(value: Any) -> None:
@@ -106,7 +106,7 @@ def _show(value: Any) -> str:
 
 
 def spec_of(value: Any) -> Spec | None:
-    """The spec of a transform, an optimizer and the like; of one written by hand, that of its function."""
+    """The spec of a transform, an optimizer and so on; the spec of its function if it has no factory."""
     spec = getattr(value, "spec", None)
     if not isinstance(spec, Spec):
         return None
@@ -114,15 +114,14 @@ def spec_of(value: Any) -> Spec | None:
 
 
 def spec_of_function(function: Callable[..., Any]) -> Spec:
-    """The spec of something written by hand: it is known by its function."""
+    """The spec of an object without a factory: it is identified by its function."""
     return Spec("custom", (("function", function),))
 
 
 def factory(function: Callable[P, T]) -> Callable[P, T]:
-    """Let what `function` returns carry a spec: the function's name and its arguments.
+    """Decorates a factory: its results carry a spec, with the factory's name and arguments.
 
-    The decorated function becomes known to `from_json` under its own name, so a name can be
-    taken once only.
+    The factory is registered for `from_json` under its own name, so a name can be used only once.
 
     Raises:
         ValueError: another factory has this name; at a call: an argument is nested 100 deep already.
@@ -151,7 +150,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
                 f"chain(...)"
             )
         made: Any = function(*args, **kwargs)
-        if not made.spec.name:  # one that has a name already was made by another factory
+        if not made.spec.name:  # a result with a name was made by another factory
             made = made.with_spec(spec)
         return made  # type: ignore[no-any-return]
 
@@ -160,7 +159,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _encode(value: Any, functions: bool) -> Any:
-    """The JSON form. `functions`: let functions stand as a name and a hash of their code."""
+    """The JSON form. `functions`: whether functions are encoded as a name and a hash of their code."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Spec):
@@ -194,7 +193,7 @@ def _encode(value: Any, functions: bool) -> Any:
 
 
 def _loosely(value: Any) -> Any:
-    """What a partial holds may be anything."""
+    """The JSON form of an argument of a partial, which may be any object."""
     try:
         return _encode(value, functions=True)
     except TypeError:
@@ -233,7 +232,8 @@ def to_json(transform: Any) -> str:
 def fingerprint(*parts: Any) -> str:
     """A short hash of transforms and plain data, equal on two ranks iff the parts are.
 
-    Functions count by qualified name and code, not by what they close over; a partial by its arguments too.
+    Functions are compared by qualified name and code, not by the variables in their closures; partials by their
+    arguments too.
 
     Args:
         parts: Transforms, optimizers, schedules, pipelines, numbers, strings, tuples and dicts of them.

@@ -14,14 +14,14 @@ from ._tree import State
 
 
 def to_state_dict(state: State) -> dict[str, Any]:
-    """A state by name, for torch.save and torch.load(weights_only=True), which know no NamedTuples of ours.
+    """A state by name, for torch.save and torch.load(weights_only=True), which do not know fjoin's NamedTuples.
 
     Args:
-        state: Of a transform, an optimizer or a pipeline, or any pytree of tensors and numbers.
+        state: The state of a transform, an optimizer or a pipeline, or any pytree of tensors and numbers.
 
     Returns:
-        Name -> tensor or number, the name being the path of fields, keys and indices, joined by dots. The tensors are
-        the state's own.
+        Name -> tensor or number. The name is the path of fields, keys and indices, joined by dots. The tensors are the
+        state's own.
 
     Raises:
         ValueError: two leaves have the same name, as those of {"a": {"b": ...}, "a.b": ...} would.
@@ -38,21 +38,21 @@ def to_state_dict(state: State) -> dict[str, Any]:
 
 
 def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
-    """The state that `to_state_dict` was given.
+    """The state from which `to_state_dict` made a dict.
 
     Args:
-        like: A state of the same form, from `init`. Its contents do not matter, its dtypes and devices are kept. A
-            dict that is empty in it, as that of a lane is at the start, takes all that was saved there, by name.
-        state_dict: What `to_state_dict` returned.
+        like: A state of the same form, from `init`. Its values do not matter; its dtypes and devices are kept. A dict
+            that is empty in it, such as that of a lane at the start, takes all entries that were saved there, by name.
+        state_dict: The result of `to_state_dict`.
 
     Returns:
-        A new state in memory of its own. Leaves that are one tensor in `like`, such as the optimizer's step count of
-        all parameters, are one again where they are equal.
+        A new state in new memory. Leaves that are one tensor in `like`, such as the optimizer's step count of all
+        parameters, are one tensor again where their values are equal.
 
     Raises:
         ValueError: other names or shapes, which the message lists.
-        TypeError: a tensor in the place of a number, or the other way round; a dtype that cannot be had from the saved one, as
-            whole numbers from floats; `state_dict` is no mapping.
+        TypeError: a tensor in place of a number, or the other way round; a dtype to which the saved one cannot be cast,
+            such as whole numbers from floats; `state_dict` is no mapping.
 
     Same as: flax.serialization.from_state_dict.
 
@@ -66,7 +66,7 @@ def from_state_dict(like: State, state_dict: Mapping[str, Any]) -> State:
 
 
 def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
-    """`from_state_dict`, for a state that errors call `what`."""
+    """`from_state_dict`, for a state whose name in errors is `what`."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
     names, positions, structure = _named(like)
@@ -120,7 +120,7 @@ def _is_empty(node: Any) -> bool:
 
 
 def _behind(name: str, free: list[str]) -> dict[str, str]:
-    """Of names those that begin with this one, and what comes behind it."""
+    """Full name -> the part after `name`, for the free names that begin with `name`."""
     prefix = name + "." if name else ""
     return {full: full.removeprefix(prefix) for full in free if str(full).startswith(prefix)}
 

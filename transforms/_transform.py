@@ -25,7 +25,7 @@ from ._tree import State, Tree
 class Needs(enum.Flag):
     """The requirements of a transform on its input. A chain has the requirements of all its stages."""
 
-    NOTHING = 0  # any part of the elements: one flat buffer may stand for the tree, with zeros between the leaves
+    NOTHING = 0  # any part of the elements: the input may be one flat buffer, with zeros between the leaves
     LEAVES = enum.auto()  # each leaf in its own shape; any subset of the leaves, the empty one included
     PATHS = enum.auto()  # the leaves by their paths
     LAYOUT = enum.auto()  # the layout of the buffer, that is its leaves and their order: the result depends on it

@@ -85,9 +85,8 @@ def choose_state(fine: Tensor, new: State, old: State) -> State:
         return new
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         all_of = (new, old) if new.dim() else (new, old, fine)
-        device = next(
-            (x.device for x in all_of if x.device.type != "cpu"), new.device
-        )  # on the host it would have to wait
+        # On the host it would have to wait for the device.
+        device = next((x.device for x in all_of if x.device.type != "cpu"), new.device)
         return torch.where(to_device(device, fine), to_device(device, new), to_device(device, old))
     if type(new) is type(old) and hasattr(new, "choose"):
         return new.choose(fine, old)

@@ -1,9 +1,8 @@
 """Collectives by axis name, with JAX's names and meaning, on pytrees.
 
-One call on a pytree is one message per dtype: the leaves travel packed. All of them are
-differentiable (the derivative is that of the sum of all ranks' outputs, so the transpose of
-psum is psum) and go through torch.func.grad, torch.func.vmap over other things, and
-torch.compile.
+One call on a pytree is one message per dtype, with packed leaves. All collectives except pmax and pmin are
+differentiable (the derivative is that of the sum of all ranks' outputs, so the transpose of psum is psum). All work
+under torch.func.grad, torch.func.vmap over other dimensions, and torch.compile.
 
 Same as: jax.lax's parallel operators; torch.distributed's collectives, without process groups.
 """
@@ -35,8 +34,8 @@ def psum(x: Tree, axis: AxisName) -> Tree:
 
     Raises:
         UnboundAxis: nothing binds the axis.
-        TypeError: `axis` is no name, or a leaf has a dtype that does not travel: 16-bit integers, float8; for `pmax` and `pmin`
-            complex numbers; or is sparse.
+        TypeError: `axis` is no name, or a leaf has a dtype that does not travel: 16-bit integers, float8; for `pmax`
+            and `pmin` complex numbers; or is sparse.
         ValueError: `axis` names an axis twice.
 
     >>> from fjoin import transforms as tx
@@ -66,7 +65,7 @@ def pmean(x: Tree, axis: AxisName) -> Tree:
 def pmax(x: Tree, axis: AxisName) -> Tree:
     """Elementwise maximum over the ranks of an axis; NaN where any rank has one. No gradient.
 
-    Between processes floats travel as integers of the same order, those of 16 bits and less as of 32.
+    Between processes floats are sent as integers of the same order, with at least 32 bits.
 
     Args, Raises: as `psum`.
 
@@ -83,7 +82,7 @@ def pmax(x: Tree, axis: AxisName) -> Tree:
 def pmin(x: Tree, axis: AxisName) -> Tree:
     """Elementwise minimum over the ranks of an axis; NaN where any rank has one. No gradient.
 
-    Between processes floats travel as integers of the same order, those of 16 bits and less as of 32.
+    Between processes floats are sent as integers of the same order, with at least 32 bits.
 
     Args, Raises: as `psum`.
 
@@ -98,7 +97,7 @@ def pmin(x: Tree, axis: AxisName) -> Tree:
 
 
 def pbroadcast(x: Tree, axis: str, source: int) -> Tree:
-    """Every rank gets what rank `source` of the axis has.
+    """The value of rank `source` of the axis, on every rank.
 
     Args:
         x: A pytree, of the same structure, shapes and dtypes on every rank.
@@ -128,7 +127,7 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
     Args:
         x: A pytree, of the same structure, shapes and dtypes on every rank.
         axis: A bound axis name, or a tuple of them.
-        dim: Where the ranks' dimension is put; tiled: the dimension that grows.
+        dim: The position of the ranks' dimension; tiled: the dimension that grows.
         tiled: Concatenate instead of stacking.
 
     Returns:
@@ -153,12 +152,12 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
 
 
 def place_gathered(x: Tree, dim: int, tiled: bool) -> Tree:
-    """What all_gather makes of leaves (n, ...), one entry for each rank."""
+    """The result of all_gather from leaves (n, ...), which have one entry for each rank."""
     return optree.tree_map(lambda leaf: torch.cat(leaf.unbind(0), dim) if tiled else leaf.movedim(0, dim), x)
 
 
 def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:
-    """Sum over the ranks, of which rank r keeps the r-th piece along `dim`.
+    """The sum over the ranks; rank r keeps only its r-th piece along `dim`.
 
     Args:
         x: Leaves with n, the size of the axis, at `dim`; tiled: with a multiple of n there.
@@ -198,7 +197,7 @@ def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, t
         x: Leaves with n, the size of the axis, at `split_dim`; tiled: with a multiple of n there.
         axis: A bound axis name.
         split_dim: The dimension that is divided among the receivers.
-        concat_dim: Where the pieces received are put, in the order of the senders.
+        concat_dim: The dimension of the received pieces, in the order of the senders.
         tiled: Concatenate the pieces along `concat_dim` instead of stacking them.
 
     Returns:
@@ -219,7 +218,7 @@ def all_to_all(x: Tree, axis: str, split_dim: int = 0, concat_dim: int = 0, *, t
 
 
 def place_received(x: Tree, split_dim: int, concat_dim: int, tiled: bool) -> Tree:
-    """What all_to_all makes of leaves (n, ...), one piece from each rank."""
+    """The result of all_to_all from leaves (n, ...), which have one piece from each rank."""
 
     def place(leaf: Tensor) -> Tensor:
         if not tiled:
@@ -298,7 +297,7 @@ def axis_index(axis: AxisName) -> Tensor:
 
 
 def axis_size(axis: AxisName) -> int:
-    """How many ranks an axis, or a tuple of axes together, has: a host integer.
+    """The number of ranks of an axis, or of a tuple of axes together: a host integer.
 
     Raises:
         UnboundAxis: nothing binds the axis.

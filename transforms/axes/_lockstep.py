@@ -1,8 +1,8 @@
-"""N ranks as N threads of which exactly one runs at a time, switching only at collectives.
+"""N ranks as N threads; exactly one runs at a time, and they switch only at collectives.
 
-Anything Python can do is allowed (control flow per rank, in-place operations, `.item()`), every
-rank has its own stream of random numbers, the order is always the same, sums are taken in rank
-order, and collectives that do not fit together are reported instead of hanging.
+All Python code is allowed (control flow per rank, in-place operations, `.item()`). Every rank has its own stream of
+random numbers, the order is always the same, sums are taken in rank order, and mismatched collectives are reported
+instead of hanging.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class _Abandon(BaseException):
 
 
 class _Group:
-    """The ranks along one axis that meet in its collectives."""
+    """The ranks along one axis that take part in its collectives."""
 
     def __init__(self, axis: str, members: tuple[int, ...]) -> None:
         self.axis, self.members = axis, members
         self.given: dict[int, Any] = {}
-        self.call: tuple[str, int] | None = None  # what is being called, and who came first
+        self.call: tuple[str, int] | None = None  # the present call, and the first rank that made it
 
 
 class SimulatedAxis(Axis):
-    """What one simulated rank binds to one axis name."""
+    """The interpreter of one axis on one simulated rank."""
 
     def __init__(self, world: _World, group: _Group, me: int) -> None:
         self._world, self._group, self._me = world, group, me
@@ -53,11 +53,11 @@ class SimulatedAxis(Axis):
         return torch.tensor(self.rank)
 
     def note(self, what: str) -> None:
-        """Let the next collective fail where ranks have noted different things: what it carries as bytes."""
+        """Make the next collective fail if ranks have noted different contents of its bytes."""
         self._noted = f" of {what}"
 
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
-        """Raise CollectiveMismatch where one rank sends another more or fewer rows than that takes, or others."""
+        """Raise CollectiveMismatch if a rank sends rows of another number or width than the receiver expects."""
         rows = torch.empty(sum(give), 0)
         self._world.meet(self._me, self._group, f"all_to_all_single(rows of {width})", (rows, (give, take)), _cross)
 
@@ -105,7 +105,7 @@ def _combine(op: str, xs: list[Tensor], arg: Any) -> list[Tensor]:
 
 
 def _cross(given: list[Any]) -> list[Tensor]:
-    """Of all ranks' (rows, (rows to each, rows from each)) the rows that each gets."""
+    """The rows that each rank receives, from all ranks' (rows, (rows to each, rows from each))."""
     pieces = [rows.split(give) for rows, (give, _) in given]
     for target, (_, (_, take)) in enumerate(given):
         for source, n in enumerate(take):
@@ -145,7 +145,7 @@ class _World:
         self.error: BaseException | None = None
 
     def meet(self, me: int, group: _Group, call: str, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """Wait here until every rank of the group has come with the same call."""
+        """Wait until every rank of the group has made the same call."""
         if group.call is None:
             group.call = (call, me)
         elif group.call[0] != call:
@@ -211,7 +211,7 @@ class _World:
                 self.back.acquire()
             if not self.error and any(d != "has returned" for d in self.doing):
                 self.error = CollectiveMismatch("; ".join(f"rank {r} {d}" for r, d in enumerate(self.doing)))
-        except BaseException as interrupt:  # let the threads go before it is passed on
+        except BaseException as interrupt:  # release the threads before it is raised again
             self.error = interrupt
             raise
         finally:

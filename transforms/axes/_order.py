@@ -1,4 +1,4 @@
-"""Floats as integers of the same order: backends differ in what the larger of a number and NaN is, but not of two integers."""
+"""Floats as integers of the same order: backends differ in the maximum of a number and NaN, but not of two integers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def to_order(x: Tensor, nan_is_largest: bool) -> Tensor:
-    """Integers in the order of these floats, NaN at one end; what is no float stays as it is. Of 16 bits and less as of 32."""
+    """Integers in the order of these floats, with NaN at one end and at least 32 bits; other dtypes are unchanged."""
     if not x.is_floating_point():
         return x
     wide = x.detach() if x.dtype in _INTEGERS else x.detach().float()
@@ -19,7 +19,7 @@ def to_order(x: Tensor, nan_is_largest: bool) -> Tensor:
 
 
 def from_order(order: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floats of `to_order`; both its ends are bits of a NaN."""
+    """The inverse of `to_order`; both ends of the integers are the bits of a NaN."""
     if not dtype.is_floating_point:
         return order
     wide = torch.float64 if order.dtype is torch.int64 else torch.float32
@@ -27,5 +27,5 @@ def from_order(order: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _swapped(bits: Tensor) -> Tensor:
-    """Negative floats have a sign and a size, which grows the other way."""
+    """Bits with the order of negative numbers reversed: floats store a sign and a magnitude."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

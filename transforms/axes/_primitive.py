@@ -1,4 +1,4 @@
-"""One collective on one tensor over one axis: the primitive under all of them."""
+"""One collective on one tensor over one axis: the primitive of all collectives."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TRANSPOSE = {
     "ppermute": "ppermute",
     "pbroadcast": "psum",
 }
-# Where the ranks' dimension of a vmapped result is: None says that all ranks have the same.
+# The position of the ranks' dimension in a vmapped result; None: all ranks have the same result.
 _OUT_DIM = {"psum_scatter": 0, "all_to_all": 0, "ppermute": 0}
 
 
 class _Collective(torch.autograd.Function):
     """One collective on one tensor, over one axis.
 
-    The token decides whose vmap this is: it is batched only at the level that is the axis.
+    The token identifies the vmap level of the axis: it is batched only at that level.
     """
 
     @staticmethod
@@ -63,7 +63,7 @@ class _Collective(torch.autograd.Function):
         info: Any, in_dims: tuple[Any, ...], x: Tensor, token: Tensor | None, op: str, arg: Any, axis: Axis
     ) -> tuple[Tensor, int | None]:
         x_dim, token_dim = in_dims[:2]
-        if token_dim is None:  # somebody else's vmap: carry its dimension along, at the end
+        if token_dim is None:  # a vmap that is not the axis: keep its dimension at the end
             out = _apply_function(x.movedim(x_dim, -1), token, op, arg, axis)
             return out, out.dim() - 1
         n = info.batch_size
@@ -97,28 +97,28 @@ def _stacked(op: str, x: Tensor, arg: Any, n: int) -> Tensor:
 
 
 def note(axis: AxisName, what: str) -> None:
-    """Say what the next message over an axis carries as bytes: the simulator compares it between ranks."""
+    """Describe the floats in the next message of bytes over an axis; the simulator compares it between ranks."""
     for one in _lookup_all(axis):
         one.note(what)
 
 
-# The dtypes that every backend moves and adds.
+# The dtypes that every backend can send and add.
 _SENT = {
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.complex64, torch.complex128,
 }  # fmt: skip
 
 
-def _travels(leaf: Tensor, ordered: bool) -> bool:
+def _can_send(leaf: Tensor, ordered: bool) -> bool:
     if leaf.layout is not torch.strided:
         return False
     return leaf.dtype in _SENT and not (ordered and leaf.is_complex())
 
 
 def _refuse(tree: Tree, ordered: bool) -> NoReturn:
-    """Raise TypeError for the first leaf that cannot travel between ranks."""
+    """Raise TypeError for the first leaf that cannot be sent between ranks."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not _travels(x, ordered))
+    path, leaf = next((p, x) for p, x in zip(paths, map(as_tensor, leaves), strict=True) if not _can_send(x, ordered))
     name = f"the leaf at {path_string(path)!r}" if path else "the tensor"
     if leaf.layout is not torch.strided:
         raise TypeError(
@@ -147,13 +147,17 @@ def packed(
 ) -> Tree:  # fmt: skip
     """Apply `run` to the leaves, one call per dtype and device.
 
-    The leaves are packed behind their first `lead` dimensions; `run` may change how many leading
-    dimensions there are, not the packed one. `run_` may change its argument; it is called where that
-    is a fresh copy through which nothing differentiates. `ordered`: floats travel as integers, and are compared.
+    The leaves are packed after their first `lead` dimensions. `run` may change the number of leading dimensions, but
+    not the packed one.
+
+    Args:
+        run_: Like `run`, but it may overwrite its argument; it is called for fresh copies through which nothing
+            differentiates.
+        ordered: Whether floats are sent as integers and compared.
     """
     leaves, structure = optree.tree_flatten(tree)
     leaves = [as_tensor(leaf) for leaf in leaves]
-    if not all([_travels(leaf, ordered) for leaf in leaves]):
+    if not all([_can_send(leaf, ordered) for leaf in leaves]):
         _refuse(tree, ordered)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -190,7 +194,7 @@ def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
 
 
 def _lookup_all(axis: AxisName) -> list[Axis]:
-    """The interpreters to reduce over in turn; one that covers several axes at once is used once."""
+    """The interpreters to reduce over one after another, or one interpreter that covers all axes at once."""
     wanted = names(axis)
     found = [lookup(name) for name in wanted]
     if len(wanted) > 1 and (joint := found[0].joint(wanted)) is not None:

@@ -22,20 +22,23 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     output_split_sizes: Sequence[int] | None = None,
 ) -> Tree:
-    """`all_to_all` along the first dimension, with as many rows for each rank as the ranks agree on.
+    """`all_to_all` along the first dimension, with a different number of rows for each rank.
 
     Args:
         x: A pytree; the first dimension of every leaf is divided, in the same way.
         axis: A bound axis name.
-        input_split_sizes: How many rows go to each rank, host integers; None, for both: as many to each.
-        output_split_sizes: How many rows come from each rank: entry s on rank r is entry r of what goes out on rank s.
+        input_split_sizes: The number of rows for each rank, host integers. None, for both sizes: equal parts for all
+            ranks.
+        output_split_sizes: The number of rows from each rank: entry s on rank r is entry r of `input_split_sizes` on
+            rank s.
 
     Returns:
-        The same structure, new tensors: the rows received, in the order of the senders, `sum(output_split_sizes)` of them.
+        The same structure, new tensors: the rows received, in the order of the senders, `sum(output_split_sizes)` of
+        them.
 
     Raises:
-        ValueError: the sizes are not one for each rank, do not add up to a leaf's first dimension, or differ in what this
-            rank keeps; only one of them is given.
+        ValueError: the sizes are not one for each rank, do not add up to a leaf's first dimension, or differ in what
+            this rank keeps; only one of them is given.
         CollectiveMismatch: in the simulator, a rank sends more or less than the other expects. Real ranks cannot know.
         NotVmappable: with sizes, under the vmap engine, where all ranks have tensors of one shape.
 
@@ -56,7 +59,7 @@ def all_to_all_single(
 
 
 def check_splits(x: Tree, axis: str, given: Any, taken: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many rows go to and come from each rank.
+    """The numbers of rows to and from each rank.
 
     Raises:
         ValueError, NotVmappable: see `all_to_all_single`.

@@ -12,7 +12,7 @@ from .._check import axis_sizes
 from ._lockstep import lockstep
 from ._vmapped import vmapped
 
-MOST = {"lockstep": 4096, "vmap": 2**20}  # ranks: of lockstep each is a thread
+MOST = {"lockstep": 4096, "vmap": 2**20}  # ranks; a rank of lockstep is a thread
 
 
 def simulate(
@@ -21,7 +21,7 @@ def simulate(
     *args: Sequence[Any],
     engine: Literal["lockstep", "vmap"] = "lockstep",
 ) -> list[Any]:
-    """Run `function` on every rank of some axes, without processes.
+    """Runs `function` on every rank of the given axes, without processes.
 
     Two engines run the same code:
 
@@ -33,16 +33,18 @@ def simulate(
                   to lockstep within 1e-6 relative in float32 and 1e-12 in float64.
 
     Args:
-        function: What one rank runs; it may call collectives over `axes`.
-        axes: Axis name -> number of ranks, the slowest varying first; at most 4096 ranks in all under lockstep, 2^20 under vmap.
-        args: For each argument of `function`, one value per rank.
+        function: The function that every rank runs; it may call collectives over `axes`.
+        axes: Axis name -> number of ranks, the slowest varying first; at most 4096 ranks in all under lockstep, 2^20
+            under vmap.
+        args: One sequence for each argument of `function`, with one value per rank.
         engine: "lockstep" or "vmap".
 
     Returns:
-        What `function` returned on each rank, in rank order.
+        The results of `function`, in rank order.
 
     Raises:
-        ValueError: no axis, a size that is no whole number from 1, too many ranks, or an argument without one value per rank.
+        ValueError: no axis, a size that is no whole number from 1, too many ranks, or an argument without one value per
+            rank.
         TypeError: no function, no mapping of axes, or an argument that is no sequence.
         CollectiveMismatch: the ranks' collectives do not fit together.
         NotVmappable: a transform that needs lockstep ran under vmap.

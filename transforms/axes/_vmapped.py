@@ -1,4 +1,4 @@
-"""N ranks as one level of torch.func.vmap per axis: hundreds of ranks at the price of a few."""
+"""N ranks as one level of torch.func.vmap per axis: hundreds of ranks at the cost of a few."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class VmappedAxis(Axis):
 
 
 def vmapped(function: Callable[..., Any], shape: dict[str, int], args: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run `function` on all ranks at once; what is no tensor must be the same on all ranks."""
+    """Run `function` on all ranks at once; values that are no tensors must be equal on all ranks."""
     sizes = tuple(shape.values())
     n = len(args)
     flat: list[Any] = [optree.tree_flatten(a) for a in args]  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def chain(*transforms: Transform) -> Transform:
     for i, part in enumerate(parts):
         if part.pauses and any(later.sums for later in parts[i + 1 :]):
             raise ValueError(
-                "chain: a reduction behind accumulate would not know the weight of the window; put it inside: "
+                "chain: a reduction after accumulate would not know the weight of the window; put it inside: "
                 "accumulate(steps, chain(...))"
             )
 

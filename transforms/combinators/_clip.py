@@ -44,11 +44,9 @@ def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "e
     messages. A NaN or infinity in any leaf makes all leaves NaN.
 
     With mode="previous" |g| is the norm of the last call's gradients before they were clipped. Then no bucket waits for
-    the
-    others: with `fjoin.train_step(..., overlap_step=True)` each bucket is stepped when its message arrives. The norm of
-        the
-    result may exceed `max_norm` by the factor by which the norm has grown since the last call. The first call, and a
-    call after a norm that was not finite, is exact.
+    the other buckets: with `fjoin.train_step(..., overlap_step=True)` each bucket is stepped when its message arrives.
+    The norm of the result may exceed `max_norm` by the factor by which the norm has grown since the last call. The
+    first call, and a call after a norm that was not finite, is exact.
 
     Args:
         max_norm: The largest norm; above 0.

@@ -32,12 +32,13 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         u <- w g + e,  u' = u as the others decode it,  e <- u - u'
 
     On three and more ranks the mean is encoded again for its way back; the rank that summed it keeps that error. So
-    nothing is lost forever: over all steps, the sum of the hook's results, plus the ranks' residuals divided by the
-    last divisor, equals the sum of all means, rounded to float32 where something is encoded.
+    nothing is lost forever: over all steps, the sum of the hook's results, plus the sum of the ranks' residuals divided
+    by the last divisor, equals the sum of all means, rounded to float32 where something is encoded.
 
     Residuals are in units of weight * gradient and are scaled when the divisor of these sums changes. The residual sent
-    in one step is scaled by min(1, w / residual_weight), so a small batch does not amplify the residual of large ones.
-    A part that was not sent, or sent twice because other ranks have ended, stays in the residual with its sign.
+    in one step is scaled by min(1, w / residual_weight), with residual_weight from `last`, so a small batch does not
+    amplify the residual of large ones. If too little of it was sent, or too much because other ranks have ended, the
+    difference stays in the residual.
 
     A step in which no rank has input, or whose result is not finite, uses up no residual (`power_sgd` decides this for
     each matrix, `hierarchical_mean` for each rank's part). Residuals stay bounded only if the error of a codec is
@@ -125,8 +126,8 @@ def loco(
         TypeError: nothing is encoded in `hook`; `memory` is no codec.
         ValueError: `beta` or `reset` out of range, `without_input` none of the two, or `memory` is stochastic.
 
-    Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training, arXiv:2407.04480, algorithm
-        1.
+    Source: Xie et al., LoCo: Low-Bit Communication Adaptor for Large-scale Model Training, arXiv:2407.04480,
+        algorithm 1.
 
     >>> from fjoin import transforms as tx
     >>> hook = loco(tx.quantized_mean("data", tx.int4()))

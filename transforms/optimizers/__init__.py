@@ -1,1 +1,1 @@
-"""Optimizers in step_param style, and what they share."""
+"""Optimizers in step_param style, and their common functions."""

@@ -31,7 +31,7 @@ def adafactor(
     weight_decay: float = 0.0,
     maximize: bool = False,
 ) -> Optimizer:
-    """Adafactor: a second moment kept as one number for each row and each column of a matrix.
+    """Adafactor: the second moment is stored as one number for each row and each column of a matrix.
 
         w = t^beta2_decay,   a = max(eps2, rms(p)) min(lr, 1 / sqrt(t))
         R <- R + w (row means of g^2 - R),   C <- C + w (column means of g^2 - C)

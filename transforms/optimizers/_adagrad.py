@@ -19,7 +19,7 @@ from ._schedules import ScalarOrSchedule
 
 class AdagradState(NamedTuple):
     step: Tensor  # steps taken, 0-d float32
-    sum: Tensor  # like the parameter: of the squares of all gradients
+    sum: Tensor  # like the parameter: the sum of all squared gradients
 
 
 @factory
@@ -41,7 +41,7 @@ def adagrad(
         lr: Learning rate, or a schedule of it.
         lr_decay: How fast the learning rate goes down.
         weight_decay: L2 penalty.
-        initial_accumulator_value: Where s starts.
+        initial_accumulator_value: The initial value of s.
         eps: Added to the root.
         maximize: Go up instead of down.
 

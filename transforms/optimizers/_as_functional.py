@@ -1,4 +1,4 @@
-"""torch.optim's classes, and whoever else's, as functions."""
+"""The functional counterparts of torch.optim's classes, and of other optimizer classes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KNOWN: dict[Any, Callable[..., Optimizer]] = {
     optim.ASGD: asgd,
     optim.Muon: muon,
 }
-# How torch runs a step, which is no part of what it computes.
+# Arguments that select torch's implementation of a step and do not change its result.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 
@@ -45,9 +45,9 @@ def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Optimizer:
     """The functional counterpart of an optimizer class.
 
     Args:
-        optim_cls: A class of torch.optim, or what `register_functional_optim` was given.
-        args, kwargs: What the class takes behind its parameters. foreach, fused, capturable and differentiable are
-            left out.
+        optim_cls: A class of torch.optim, or a key given to `register_functional_optim`.
+        args, kwargs: The arguments of the class after its parameters. foreach, fused, capturable and differentiable are
+            ignored.
 
     Returns:
         An `Optimizer`.
@@ -78,10 +78,10 @@ def as_functional_optim(optim_cls: Any, *args: Any, **kwargs: Any) -> Optimizer:
 
 
 def register_functional_optim(key: Any, factory: Callable[..., Optimizer]) -> None:
-    """Let `as_functional_optim` know the counterpart of a class, or of any other key.
+    """Registers the counterpart of a class, or of any other key, for `as_functional_optim`.
 
     Args:
-        key: The class, whose arguments behind its parameters `factory` takes by name; or a name.
+        key: The class, or a name. `factory` takes the arguments of the class after its parameters by name.
         factory: Makes the `Optimizer`.
 
     Raises:

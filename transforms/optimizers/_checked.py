@@ -1,4 +1,4 @@
-"""Checks of gradients and states: a kernel trusts their shapes, and would write past the end of a smaller one."""
+"""Checks of gradients and states: a kernel trusts their shapes and would write past the end of a smaller tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Form(NamedTuple):
 
     structure: Any
     names: list[str]
-    fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it lies beside the parameter
+    fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
 
     def filled(self) -> list[str]:
         """The names of the fields that are tensors."""
@@ -118,14 +118,14 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
 
 
 def check_count(state: State, where: Callable[[], str]) -> None:
-    """Raise ValueError where a state's `step` counts no steps; without a wait for a device."""
+    """Raise ValueError if a state's `step` is no count of steps; it does not wait for a device."""
     step = getattr(state, "step", None)
     if isinstance(step, Tensor) and readable_without_sync(step) and step.numel() == 1:
         refuse_count(float(step), lambda: f"{where()}.step")
 
 
 def refuse_count(count: float, where: Callable[[], str]) -> None:
-    """Raise ValueError where a number is no count of steps, for which Adam would divide by zero, or by NaN."""
+    """Raise ValueError if a number is no count of steps; with it Adam would divide by zero, or by NaN."""
     if not (count >= 0 and is_finite(count)):
         raise ValueError(
             f"{where()} is {count}, expected the number of steps taken, finite and at least 0; start from init(params), or go on with "
@@ -149,7 +149,7 @@ def check_written(tensor: Tensor, where: Callable[[], str]) -> None:
 
 
 def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[..., None]:
-    """A kernel that looks at its arguments before it changes anything; `unchecked` gives the kernel back.
+    """A kernel that checks its arguments before it changes anything; `unchecked` returns the original kernel.
 
     Args:
         lists: Whether it takes lists of parameters, gradients and states.
@@ -186,7 +186,7 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
 
 
 def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula that looks at the state's count of steps first; `unchecked` gives the formula back."""
+    """A formula that first checks the state's count of steps; `unchecked` returns the original formula."""
     if hasattr(step_param, "unchecked"):  # by dataclasses.replace
         return step_param
 
@@ -205,7 +205,7 @@ def unchecked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_inference(tensor: Tensor, where: Callable[[], str]) -> None:
-    """Raise ValueError where torch lets nobody write a tensor in place, since it was made in inference mode."""
+    """Raise ValueError for a tensor made in inference mode, which torch does not allow to be written in place."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{where()} was made under torch.inference_mode() and cannot be changed outside of it; pass a .clone() of it"
@@ -217,7 +217,7 @@ def _surely_changeable(tensor: Tensor) -> bool:
 
 
 def _check_changed(tensor: Tensor, name: str) -> None:
-    """Raise ValueError where a tensor cannot be changed in place, or autograd would have to record that."""
+    """Raise ValueError if a tensor cannot be changed in place, or autograd would record the change."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name} requires grad, but a step in place is not recorded by autograd; call it under torch.no_grad(), pass "

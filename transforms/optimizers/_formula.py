@@ -1,4 +1,4 @@
-"""What the pure formulas share."""
+"""Common functions of the pure formulas."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ._schedules import ScalarOrSchedule, value_at
 
 def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:
     """The learning rate of a step, 0-d float64."""
-    if step.is_meta:  # where only the form of a state is asked for
+    if step.is_meta:  # where only the form of a state is computed
         return torch.zeros((), dtype=torch.float64)
     return torch.as_tensor(value_at(lr, step), dtype=torch.float64)
 
 
 def used(value: Any) -> bool:
-    """Whether a hyperparameter has an effect; of a tensor, which may be traced, nobody knows."""
+    """Whether a hyperparameter may have an effect; True for tensors, since they may be traced."""
     return isinstance(value, Tensor) or bool(value)
 
 
 def penalized(param: Tensor, grad: Tensor, weight_decay: Any, maximize: bool) -> Tensor:
-    """The gradient of what is to be made small, with an L2 penalty."""
+    """The gradient of the objective to minimize, with an L2 penalty."""
     if maximize:
         grad = -grad
     return grad + weight_decay * param if used(weight_decay) else grad
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root, with derivative 1 at 0, where it has none: so that one can differentiate through training."""
+    """The square root with derivative 1 at 0, where it has none, to allow differentiation through training."""
     zero = x == 0
     return torch.where(zero, x, torch.where(zero, torch.ones_like(x), x).sqrt())
 
 
 def lerp(start: Tensor, end: Tensor, share: Any) -> Tensor:
-    """start + share (end - start), without losing what is small beside the other."""
+    """start + share (end - start), without cancellation if one of them is much smaller than the other."""
     return torch.lerp(start, end, share.to(start.dtype) if isinstance(share, Tensor) else share)
 
 
@@ -49,13 +49,13 @@ def wide_root(x: Tensor, reduced: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def like(param: Tensor, state: Any, new: Tensor, fields_of: Any) -> tuple[Tensor, Any]:
-    """A step's result in the dtypes from before it: 0-d tensors take those of 0-d hyperparameters."""
+    """The result of a step in the dtypes before it; type promotion with 0-d hyperparameters changes 0-d tensors."""
     pairs = zip(fields(state), fields(fields_of), strict=True)
     return new.to(param.dtype), with_fields(fields_of, [b if a is None else b.to(a.dtype) for a, b in pairs])
 
 
 def copy_like(param: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` that lies in memory as the parameter does: kernels go through memory, not through indices."""
+    """A copy of `value` with the parameter's memory layout: kernels iterate over memory, not over indices."""
     value = value.detach()
     like = value.shape == param.shape and value.stride() != param.stride()
     return torch.empty_like(param, dtype=value.dtype).copy_(value) if like else value.clone()

@@ -1,4 +1,4 @@
-"""The optimizer that does nothing."""
+"""The optimizer that keeps parameters unchanged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FrozenState(NamedTuple):
 
 @factory
 def frozen() -> Optimizer:
-    """Leave parameters as they are; for a part of `partition`.
+    """Keeps parameters unchanged; for a part of `partition`.
 
     Returns:
         An `Optimizer`. State: `FrozenState(step)`.

@@ -14,7 +14,7 @@ from .._tree import readable_without_sync
 def not_negative(**values: Any) -> None:
     """Raise unless each is a finite number, at least 0, a tensor of one element, or a schedule.
 
-    Tensors are looked into where that waits for nothing, schedules when they are called.
+    The values of tensors are checked where that does not wait for a device, schedules when they are called.
 
     Raises:
         ValueError: a number below 0, infinite or NaN; a tensor of several elements.

@@ -22,8 +22,8 @@ from ._wrap import each_part, step_in_place
 
 class InjectState(NamedTuple):
     inner: Any  # the other optimizer's state
-    hyperparameters: dict[str, Tensor]  # name -> value, 0-d float64, until another is given
-    scheduled: dict[str, Tensor]  # name -> value in the next step, 0-d float64, of those that follow a schedule
+    hyperparameters: dict[str, Tensor]  # name -> value, 0-d float64; `with_hyperparameters` changes it
+    scheduled: dict[str, Tensor]  # name -> value in the next step, 0-d float64, for hyperparameters with a schedule
 
     @property
     def step(self) -> Tensor:
@@ -32,14 +32,15 @@ class InjectState(NamedTuple):
 
 @factory
 def inject_hyperparameters(optimizer: Optimizer) -> Optimizer:
-    """Keep an optimizer's hyperparameters in its state, where `with_hyperparameters` changes them at run time.
+    """Keeps an optimizer's hyperparameters in its state, where `with_hyperparameters` can change them at run time.
 
-    They are those of its arguments that are floats, such as lr, momentum, eps and weight_decay, and those that are
-    schedules, whose present value is in the state to be looked at. Pairs such as betas, and switches, stay as they are,
-    and so does what is 0 and would need another state if it were not, such as momentum.
+    - Included are arguments that are floats, such as lr, momentum, eps and weight_decay, and arguments that are
+      schedules, whose present value can be read from the state.
+    - Not included are pairs such as betas, switches, and an argument of 0 that would need another state if it were not
+      0, such as momentum.
 
     Args:
-        optimizer: What one of this package's factories has made, also a `partition` of such.
+        optimizer: An optimizer from one of this package's factories, or a `partition` of such optimizers.
 
     Returns:
         An `Optimizer`. State: `InjectState(inner, hyperparameters, scheduled)`.
@@ -65,11 +66,11 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
 
     Args:
         state: A tree of states, or of pipelines' states, with `InjectState`s in it.
-        values: Name -> value, in all of them that have this name: numbers, or tensors of one element.
+        values: Name -> value, a number or a tensor of one element, for all states with this name.
 
     Raises:
-        ValueError: a name that none of them has, or that follows a schedule; the message lists what there is. A value that is
-            not finite, or a tensor of several elements.
+        ValueError: a name that none of them has, or that follows a schedule; the message lists what there is. A value
+            that is not finite, or a tensor of several elements.
         TypeError: a value that is neither a number nor a tensor.
 
     >>> from fjoin import transforms as tx
@@ -87,7 +88,7 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
             return node
         known.update(node.hyperparameters)
         changed = dict(node.hyperparameters)
-        for name in values.keys() & changed.keys():  # what many states share, they share again
+        for name in values.keys() & changed.keys():  # states that shared a tensor share the new one
             changed[name] = new.setdefault(id(changed[name]), _as_like(changed[name], values[name]))
         return node._replace(hyperparameters=changed)
 
@@ -99,7 +100,7 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
 
 
 def _as_like(old: Tensor, value: float | Tensor) -> Tensor:
-    """A value in the dtype of another one, and where that lies."""
+    """A value in the dtype and on the device of another one."""
     if isinstance(value, Tensor):
         return value.reshape(()).to(old, copy=True)
     return torch.full_like(old, value)
@@ -133,7 +134,7 @@ def number_arguments(part: Optimizer) -> dict[str, float | Tensor]:
 
 
 def _may_change(part: Optimizer, name: str) -> bool:
-    """Whether what is 0 would need no other state if it were not."""
+    """Whether an argument of 0 could change without changing the form of the state."""
     probe = torch.empty(0, device="meta")
     try:
         with_it, without = remade(part, {name: 1.0}).init_param(probe), part.init_param(probe)

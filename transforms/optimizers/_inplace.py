@@ -1,4 +1,4 @@
-"""What the in-place kernels share."""
+"""Common functions of the in-place kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._schedules import ScalarOrSchedule, value_at
 
 
 def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
-    """The learning rate as a fused kernel wants it: a number, or a tensor where reading it would wait for the device."""
+    """The learning rate for a fused kernel: a number, or a tensor where reading it would wait for the device."""
     value = value_at(lr, step)
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" else value.to(torch.float32)
@@ -24,9 +24,9 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
 def through_memory(
     kernel: Callable[..., None], params: list[Tensor], grads: list[Tensor], *slots: list[Tensor]
 ) -> None:
-    """Call `kernel(params, grads, *slots)` with tensors that lie in memory as their parameters do, without gaps.
+    """Call `kernel(params, grads, *slots)` with tensors of their parameters' memory layout, without gaps.
 
-    The others are replaced by copies, and the results are written back from these.
+    Other tensors are replaced by copies, and the results are written back from the copies.
 
     Args:
         slots: Lists of state tensors, each as long as `params` or empty.
@@ -51,7 +51,7 @@ def _dense(x: Tensor) -> bool:
 
 
 def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
-    """The scale to hand to a fused kernel; float64 is divided here, since kernels take a float32 scale."""
+    """The scale for a fused kernel; float64 gradients are divided here, since kernels take a float32 scale."""
     if grad_scale is None:
         return None
     if grads[0].dtype is torch.float64:
@@ -63,7 +63,7 @@ def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
 def in_place(
     kernel: Callable[[list[Tensor], list[Tensor], list[Any]], None], common: tuple[str, ...] = ("step",)
 ) -> Callable[..., None]:
-    """`step_params_` from a kernel that knows no guards.
+    """`step_params_` from a kernel without `grad_scale` and `found_inf`.
 
     Args:
         kernel: `(params, grads, states) -> None`, in place, where no two states share a tensor.
@@ -90,7 +90,7 @@ def in_place(
 
 
 def by_formula(step_param: Callable[..., Any]) -> Callable[[list[Tensor], list[Tensor], list[Any]], None]:
-    """A kernel that computes the pure step and writes it back, for what torch has no kernel of."""
+    """A kernel that computes the pure step and writes it back, for optimizers without a kernel in torch."""
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
         for param, grad, state in zip(params, grads, states, strict=True):
@@ -108,7 +108,7 @@ def any_tensor(*values: Any) -> bool:
 
 
 def slots(states: list[Any], name: str) -> list[Tensor]:
-    """One field of all states, as torch's functions take them; none where the states have none."""
+    """One field of all states, as torch's functions take it; an empty list where it is None."""
     return [getattr(state, name) for state in states if getattr(state, name) is not None]
 
 

@@ -22,7 +22,7 @@ def lamb(
     weight_decay: float = 0.0,
     maximize: bool = False,
 ) -> Optimizer:
-    """LAMB: Adam's step, in each parameter as long as the parameter itself is; for large batches.
+    """LAMB: Adam's step, scaled to the norm of each parameter; for large batches.
 
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
         u <- m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay p

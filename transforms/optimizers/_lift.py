@@ -1,4 +1,4 @@
-"""From one parameter to a tree of them.
+"""Lifts steps on one parameter to trees of parameters.
 
 `step` is pure. Where nothing differentiates through it, it copies parameters and state and runs the
 in-place kernel on the copies: one fused kernel for the whole tree. Under torch.func transforms and
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sharing(part: Optimizer, state: State, like: State) -> State:
-    """A state whose 0-d fields are those of another, so that one kernel can serve both."""
+    """A state with the 0-d fields of another one, so one kernel can step both."""
     pairs = zip(fields(state), fields(like), part.common, strict=True)
     return with_fields(state, [other if common else own for own, other, common in pairs])
 
@@ -39,7 +39,7 @@ def init(optimizer: Optimizer, params: Tree) -> State:
         name = path_string(path)
         check_dense(f"params[{name!r}]", param)
         part = optimizer.at(name)
-        watched(part.spec)  # which raises where a schedule stands that nothing reads
+        watched(part.spec)  # raises for a schedule that is never read
         state = part.init_param(param.detach())
         return sharing(part, state, shared.setdefault((id(part), param.dtype, param.device), state))
 
@@ -94,9 +94,8 @@ def _leafwise(
 def _on_copies(
     part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
 ) -> list[tuple[Tensor, Any]]:
-    # Leaf by leaf: one large buffer for all would be given back to the system after every step, and
-    # fetching its pages anew takes longer than the step itself.
-    # A clone closes gaps in memory, and keeps the strides where there are none.
+    # Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again
+    # takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
     new_params = [p.detach().clone() for p in params]
     with torch.no_grad():
         if part.step_params_ is None:

@@ -1,4 +1,4 @@
-"""Parameters of few bits, stepped in many."""
+"""Mixed precision: low-precision parameters with a high-precision master copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._wrap import each_part, step_in_place
 
 class MixedState(NamedTuple):
     inner: Any  # the other optimizer's state, in the master's dtype
-    master: Tensor | None  # like the parameter, in more bits; None where the parameter has as many
+    master: Tensor | None  # like the parameter, in higher precision; None where the parameter has that precision
 
     @property
     def step(self) -> Tensor:
@@ -26,23 +26,23 @@ class MixedState(NamedTuple):
 
 @factory
 def mixed_precision(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
-    """Keep a master copy of parameters of fewer bits, and let another optimizer step that.
+    """Keeps a master copy of low-precision parameters, which another optimizer steps.
 
         master, state <- step(master, g in dtype, state)
         p <- master in the parameter's own dtype
 
-    Steps that are too small for bfloat16 add up in the master copy. What changes the parameter otherwise is undone by
-    the next step, which comes from the master. Parameters of `dtype`, and wider ones, are stepped as they are.
+    Steps that are too small for bfloat16 add up in the master copy. Other changes of the parameter are undone by the
+    next step, which starts from the master. Parameters of `dtype`, and wider ones, are stepped directly.
 
     Args:
-        optimizer: What steps the master, also a `partition`.
-        dtype: The master's.
+        optimizer: The optimizer of the master, or a `partition`.
+        dtype: The dtype of the master.
 
     Returns:
         An `Optimizer`. State: `MixedState(inner, master)`.
 
     Raises:
-        TypeError: what is no optimizer; a dtype that is not floating-point.
+        TypeError: `optimizer` is no optimizer; a dtype that is not floating-point.
 
     Same as: the float32 master weights of apex and DeepSpeed; torch has none.
     Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.1.
@@ -97,19 +97,19 @@ def master_of(state: Any) -> Tensor | None:
 
 
 def with_master(state: Any, master: Tensor) -> Any:
-    """A state that has one, with another master copy."""
+    """A state with a master copy, with another one in its place."""
     if isinstance(state, MixedState):
         return state._replace(master=master)
     return state._replace(inner=with_master(state.inner, master))
 
 
 def masters_of(params: Tree, state: State) -> Tree:
-    """The parameters, in their master copies where their optimizers keep some."""
+    """The parameters, or their master copies where their optimizers keep one."""
     return optree.tree_map(lambda param, s: param if (master := master_of(s)) is None else master, params, state)
 
 
 def with_masters(masters: Tree, params: Tree, state: State) -> tuple[Tree, State]:
-    """Parameters and state with other values of what `masters_of` gave."""
+    """Parameters and state with new values for the result of `masters_of`."""
 
     leaves, structure = optree.tree_flatten(params)
     new: list[tuple[Tensor, Any]] = []

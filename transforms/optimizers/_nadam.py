@@ -18,7 +18,7 @@ from ._schedules import ScalarOrSchedule
 
 class NAdamState(NamedTuple):
     step: Tensor  # steps taken, 0-d float32
-    mu_product: Tensor  # of the momenta so far, 0-d float32
+    mu_product: Tensor  # the product of the momenta so far, 0-d float32
     exp_avg: Tensor  # like the parameter
     exp_avg_sq: Tensor  # like the parameter
 
@@ -45,7 +45,7 @@ def nadam(
         betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the root.
         weight_decay: L2 penalty, or decoupled decay.
-        momentum_decay: How fast the momentum comes to b1.
+        momentum_decay: How fast the momentum approaches b1.
         decoupled_weight_decay: Decay parameters themselves, as `adamw`.
         maximize: Go up instead of down.
 

@@ -19,7 +19,7 @@ from ._rates import watched
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Optimizer(Specified):
-    """An optimizer in step_param style: what it does to one parameter, pure and in place.
+    """An optimizer in step_param style: its step on one parameter, pure and in place.
 
     Args:
         init_param: `param -> state`, a NamedTuple of tensors, of None and of such NamedTuples: each tensor has
@@ -27,15 +27,15 @@ class Optimizer(Specified):
         step_param: `(param, grad, state) -> (param, state)`, pure, in differentiable and vmappable
             operations.
         step_param_: `(param, grad, state, *, grad_scale=None, found_inf=None) -> None`, the same in
-            place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it
-            first; `grad` is then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are
-            checked before it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for what
-            cannot be written, such as a parameter that requires grad outside `torch.no_grad`.
-        step_params_: The same for lists of parameters, gradients and states, in one kernel; states
-            that share 0-d fields are of one age. None: `step_param_` is called for each.
-        elementwise: Whether a flat buffer of many parameters may stand for one parameter.
-        select: `path -> Optimizer`, for one that is not the same everywhere (see `partition`).
-        check: `params -> None`, raises where these parameters cannot be served.
+            place on `param` and on the state's tensors. `grad_scale`, 0-d: divide the gradient by it first; `grad` is
+            then scratch. `found_inf`, 0-d float32: change nothing where it is 1. Gradient and state are checked before
+            it runs: ValueError or TypeError for another shape, dtype or device than the parameter's, and for tensors
+            that cannot be written, such as a parameter that requires grad outside `torch.no_grad`.
+        step_params_: The same for lists of parameters, gradients and states, in one kernel; states that share 0-d
+            fields have equal step counts. None: `step_param_` is called for each parameter.
+        elementwise: Whether it may be called on a flat buffer of many parameters.
+        select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
+        check: `params -> None`, raises for parameters that it does not support.
         spec: The optimizer as data; `factory` fills it in.
     """
 
@@ -78,7 +78,7 @@ class Optimizer(Specified):
 
     @functools.cached_property
     def watched(self) -> tuple[tuple[str, Any], ...]:
-        """Its hyperparameters that may turn out not to be finite while training."""
+        """Its hyperparameters that may become non-finite while training."""
         return watched(self.spec)
 
     def init(self, params: Tree) -> State:
@@ -89,7 +89,7 @@ class Optimizer(Specified):
         """One step of every parameter: `(params, state)`, new tensors; the arguments stay as they are.
 
         Raises:
-            ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to `params`;
-                a state's `step` is negative or not finite, where looking at it waits for no device.
+            ValueError, TypeError: `grads` or `state` has not the structure, shapes, dtypes and devices that belong to
+                `params`; a state's `step` is negative or not finite, where looking at it waits for no device.
         """
         return step(self, params, grads, state)

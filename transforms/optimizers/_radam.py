@@ -82,7 +82,7 @@ def radam(
         factor = torch.ones_like(exp_avg_sq)
         if longest > 5:
             enough = length > 5
-            known = torch.where(enough, length, 6.0)  # so that neither branch has a NaN for a derivative
+            known = torch.where(enough, length, 6.0)  # neither branch then has a NaN as its derivative
             rectified = ((known - 4) * (known - 2) * longest / ((longest - 4) * (longest - 2) * known)).sqrt()
             scale = (rectified * correction2.sqrt()).to(dtype) / (root(exp_avg_sq) + eps)
             factor = torch.where(enough, scale, factor)

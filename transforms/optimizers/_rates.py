@@ -19,7 +19,8 @@ def value_at(hyper: ScalarOrSchedule, step: Tensor) -> float | Tensor:
     """The hyperparameter for a step, a number or a 0-d tensor; `step` counts the steps taken before.
 
     Raises:
-        ValueError: a schedule returned several elements, or a value that is not finite, where looking waits for nothing.
+        ValueError: a schedule returned several elements, or a value that is not finite, where looking waits for
+            nothing.
         TypeError: a schedule returned neither a number nor a tensor.
     """
     if not callable(hyper):
@@ -59,7 +60,7 @@ def _shown(step: Any) -> Any:
 
 
 def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
-    """The hyperparameters of an optimizer that may turn out not to be finite while training: (name, schedule or tensor).
+    """The hyperparameters of an optimizer that may become non-finite while training: (name, schedule or tensor).
 
     Those of an optimizer inside it are included.
 
@@ -89,7 +90,7 @@ def _is_ours(spec: Spec) -> bool:
 
 
 def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> None:
-    """Raise where a hyperparameter of `watched` is not finite in this step; without a wait for a device.
+    """Raise if a hyperparameter of `watched` is not finite in this step; it does not wait for a device.
 
     Raises:
         ValueError, TypeError: as `value_at`; a tensor that holds no finite number.

@@ -19,7 +19,7 @@ from ._schedules import ScalarOrSchedule
 
 class RpropState(NamedTuple):
     step: Tensor  # steps taken, 0-d float32
-    prev: Tensor  # like the parameter: the gradient before
+    prev: Tensor  # like the parameter: the previous gradient
     step_size: Tensor  # like the parameter
 
 
@@ -30,14 +30,14 @@ def rprop(
     step_sizes: tuple[float, float] = (1e-6, 50.0),
     maximize: bool = False,
 ) -> Optimizer:
-    """Resilient backpropagation: a step of its own for each element, of which the gradient gives the sign only.
+    """Resilient backpropagation: each element has its own step size, and the gradient gives only the sign.
 
         a <- clip(a e, step_sizes),   e = eta+ where g g' > 0,  eta- where g g' < 0,  else 1
         g <- 0 where g g' < 0
         p <- p - sign(g) a,   g' <- g
 
     Args:
-        lr: The first step size a, or a schedule of which the first value counts.
+        lr: The first step size a, or a schedule; only its first value is used.
         etas: (eta-, eta+), below and above 1.
         step_sizes: The smallest and the largest step size.
         maximize: Go up instead of down.

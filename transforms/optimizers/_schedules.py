@@ -1,7 +1,7 @@
 """Schedules: hyperparameters as functions of the step.
 
 A schedule takes the number of steps taken before this one (0 in the first step; a number or a 0-d
-tensor) and returns a 0-d float64 tensor. Anything callable like that is one.
+tensor) and returns a 0-d float64 tensor. Any callable of this form is a schedule.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def cosine(start: float, total_steps: int, end: float = 0.0) -> Schedule:
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
     """Linear warm-up to `peak`, then half a cosine down to `end`.
 
-    Step s has peak (s + 1) / warmup_steps while s < warmup_steps, so that the first step is not
-    lost; step `warmup_steps - 1` is the first at `peak`, step `total_steps` has `end`.
+    Step s has peak (s + 1) / warmup_steps while s < warmup_steps, so the first step is not 0. Step `warmup_steps - 1`
+    is the first one at `peak`; step `total_steps` has `end`.
 
     Args:
         peak, end: Values.
@@ -148,7 +148,8 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
-        ValueError, TypeError: `warmup_steps` is negative, or `total_steps` not above it; a value that is no finite number.
+        ValueError, TypeError: `warmup_steps` is negative, or `total_steps` not above it; a value that is no finite
+            number.
 
     Same as: LinearLR and CosineAnnealingLR in torch's SequentialLR.
 

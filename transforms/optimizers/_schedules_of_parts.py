@@ -18,10 +18,10 @@ from ._schedules import Schedule, steps_at_least
 
 @factory
 def warmup(warmup_steps: int, then: Callable[[Any], Any]) -> Schedule:
-    """In a straight line up to where another schedule starts, then that schedule.
+    """A linear warm-up to the first value of another schedule, then that schedule.
 
-    Step s has then(0) (s + 1) / warmup_steps while s < warmup_steps, so that the first step is not lost, and
-    then(s - warmup_steps) from there on.
+    Step s has then(0) (s + 1) / warmup_steps while s < warmup_steps, so the first step is not 0, and then(s -
+    warmup_steps) afterwards.
 
     Args:
         warmup_steps: Steps; 0 for none.
@@ -57,7 +57,7 @@ def piecewise(start: float, factors: Mapping[int, float]) -> Schedule:
 
     Args:
         start: The first value.
-        factors: Step -> what the value is multiplied by from this step on.
+        factors: Step -> the factor by which the value is multiplied from this step on.
 
     Returns:
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
@@ -109,8 +109,8 @@ def one_cycle(
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.
 
     Raises:
-        ValueError, TypeError: `total_steps` is below 1, pct_start outside [0, 1], another `anneal`; a factor that is not above
-            0; a value that is no finite number.
+        ValueError, TypeError: `total_steps` is below 1, pct_start outside [0, 1], another `anneal`; a factor that is
+            not above 0; a value that is no finite number.
 
     Same as: torch.optim.lr_scheduler.OneCycleLR with cycle_momentum=False.
     Source: Smith and Topin, Super-Convergence, arXiv:1708.07120.
@@ -177,9 +177,9 @@ def from_torch_scheduler(make: Callable[[Optimizer], Any], lr: float, total_step
     """The learning rates of a torch scheduler, tabulated.
 
     Args:
-        make: `optimizer -> scheduler`, of any kind that `step()` moves on without arguments.
-        lr: The learning rate that the optimizer has to begin with.
-        total_steps: How many steps; the last value stays from there on.
+        make: `optimizer -> scheduler`, of any kind whose `step()` takes no arguments.
+        lr: The initial learning rate of the optimizer.
+        total_steps: The number of steps; later steps have the last value.
 
     Returns:
         A `Schedule`: `step -> value`, 0-d float64, of the steps taken before.

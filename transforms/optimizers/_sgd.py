@@ -38,7 +38,7 @@ def sgd(
     Args:
         lr: Learning rate, or a schedule of it.
         momentum: Factor of the velocity; 0 keeps none.
-        dampening: What is taken off each new gradient in the velocity.
+        dampening: The share of each new gradient that is not added to the velocity.
         weight_decay: L2 penalty.
         nesterov: Look ahead; needs momentum and no dampening.
         maximize: Go up instead of down.
@@ -93,7 +93,7 @@ def sgd(
         )  # which the kernel takes, and whether it is the first step
         if not numbers or (momentum and dampening and step.device.type != "cpu"):
             return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
-        # The velocity starts at 0, so that only dampening tells the first step from the others.
+        # The velocity starts at 0, so only dampening makes the first step different.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
         kernel = _step_halves if params[0].device.type == "cpu" and params[0].element_size() == 2 else torch._fused_sgd_
         rate = kernel_lr(lr, step)

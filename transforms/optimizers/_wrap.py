@@ -1,4 +1,4 @@
-"""What optimizers share that run another one."""
+"""Common functions of optimizers that run another one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name
     """An optimizer wrapped, or each part of one that differs by path.
 
     Args:
-        name, args: Of the factory that wraps, which the parts then seem to be made by.
+        name, args: The name and the arguments of the wrapping factory, for the specs of the parts.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"expected an Optimizer, got {optimizer!r}")
     if optimizer.select is None:
         return wrap(optimizer)
     select = optimizer.select
-    wrapped: dict[int, tuple[Optimizer, Optimizer]] = {}  # one part stays one, whatever the path; they are kept alive
+    wrapped: dict[int, tuple[Optimizer, Optimizer]] = {}  # each part is wrapped once; the originals are kept alive
 
     def at(path: str) -> Optimizer:
         part = select(path)
@@ -46,9 +46,9 @@ def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name
 def step_in_place(
     part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
 ) -> None:
-    """Step lists, which have been checked, by whatever the optimizer has.
+    """Step checked lists with the in-place function that the optimizer has.
 
-    States that share 0-d fields are of one age, and counted once.
+    States that share 0-d fields have equal step counts, which are incremented once.
     """
     if part.step_params_ is not None:
         unchecked(part.step_params_)(params, grads, states, **guards)

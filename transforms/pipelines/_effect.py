@@ -19,7 +19,7 @@ Flag: TypeAlias = "bool | Tensor"
 class Effect(NamedTuple):
     """The effect of a step on this rank.
 
-    live: some of the ranks that share the gradients has weight.
+    live: at least one of the ranks that share the gradients has weight.
     fine: the gradients may be used.
     raises: an error will be raised for this step, so nothing may change; the host does not know it yet.
     """

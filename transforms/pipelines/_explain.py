@@ -211,7 +211,7 @@ class _Run:
         return rows
 
     def _lane_messages(self, step: int, skips: bool) -> tuple[tuple[str, ...], ...]:
-        """The axes of these messages, without those that a module's step does not need: it has no end of a loop."""
+        """The axes of these messages. A module's step needs fewer of them, since no loop ends in it."""
         found = self.plan.lane_messages(step)
         if self._in_module and self.plan.reduced(step).axes != self.plan.agree and skips:
             found = found[1:]

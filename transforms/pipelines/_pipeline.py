@@ -17,9 +17,7 @@ from ..optimizers._optimizer import Optimizer
 class Skips(NamedTuple):
     """The state of a pipeline that runs another one and skips its non-finite steps."""
 
-    begin: Callable[
-        [State], Any
-    ]  # state of the inner pipeline -> the outer state, with the inner one in the field `inner`
+    begin: Callable[[State], Any]  # inner state -> outer state, which has the inner one in the field `inner`
     update_counters: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
     scaled: bool = False  # whether the gradients are those of the loss times `state.scale`
 

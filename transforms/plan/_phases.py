@@ -21,7 +21,7 @@ class Phase(NamedTuple):
 
 
 def running(part: Transform, step: int | None) -> list[tuple[Transform, int | None]]:
-    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all of them."""
+    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all."""
     if step is not None and part.spec.name == "switch_after":
         start = part.spec["step"]
         return [(part.spec["before"], step)] if step < start else [(part.spec["after"], step - start)]

@@ -101,7 +101,7 @@ def _over_ranks(own: Tree, axis: str) -> Tree:
 
 
 def _both(own: Tree, other: Tree, here: Tensor) -> Tree:
-    """The adaptive sum where `here`, else `own`. It is symmetric, so both ranks of a pair compute the same bits."""
+    """The adaptive sum where `here`, else `own`. It is symmetric: both ranks of a pair compute the same bits."""
 
     def add(a: Tensor, b: Tensor) -> Tensor:
         # Scaled to values near 1, whose squares neither overflow nor underflow.

@@ -46,7 +46,7 @@ def encoded_mean(
     share = share_of(weight, over or "weight")
     check_lane(lane)
     of = named_leaves(grads)
-    real(of, "what is encoded")
+    real(of, "an encoded mean")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
     device = device_of(of.values())
     share = share.to(device)

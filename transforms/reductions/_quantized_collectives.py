@@ -194,7 +194,7 @@ def _on_floats(
         return plain(x)
     leaves, structure = optree.tree_flatten(x)
     floating = [leaf for leaf in leaves if leaf.is_floating_point()]
-    refuse_derivative(floating, "differentiate through the collective itself, or detach what is sent")
+    refuse_derivative(floating, "differentiate through the collective itself, or detach its input")
     # None is no leaf: omitted leaves take no space in a message, and the paths do not change.
     others = plain(optree.tree_map(lambda leaf: None if leaf.is_floating_point() else leaf, x))
     if floating:
