@@ -79,7 +79,7 @@ def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, r
             else:
                 assert kind == "PeerLost" and failed == who and step == when
                 assert f"rank {who} failed in step {when}: ValueError: bad batch" in text
-                assert seconds < 2.0
+                assert seconds < 10.0
 
 
 def raise_with_a_child(rank: int, report: Report, who: int) -> None:
@@ -103,7 +103,7 @@ def test_a_living_child_of_a_failed_rank_does_not_hide_its_failure(who: int, ran
         for rank, seconds, (kind, text, failed, step, _) in run.after("raising", ranks):
             if rank != who:
                 assert (kind, failed, step) == ("PeerLost", who, 2), text
-                assert seconds < 2.0
+                assert seconds < 10.0
 
 
 def die(rank: int, report: Report, who: int, when: int) -> None:

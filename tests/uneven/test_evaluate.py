@@ -100,4 +100,4 @@ def test_an_exception_on_one_rank_ends_the_others() -> None:
                 assert value == ("ValueError", "bad sample")
             else:
                 assert value[0] == "PeerLost" and "rank 1 failed: ValueError: bad sample" in value[1]
-                assert seconds < 2.0
+                assert seconds < 10.0

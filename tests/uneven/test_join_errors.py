@@ -73,7 +73,7 @@ def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
                 assert (kind, text) == ("ValueError", "bad batch")
             else:
                 assert kind == "PeerLost" and failed == 1 and step == 3 and "ValueError: bad batch" in text
-                assert seconds < 2.0
+                assert seconds < 10.0
 
 
 def failed_join() -> tuple[int, bool]:

@@ -162,7 +162,7 @@ def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
                 assert (kind, text) == ("ValueError", "bad hook")
             else:
                 assert kind == "PeerLost" and failed == 1 and "ValueError: bad hook" in text
-                assert seconds < 20.0
+                assert seconds < 10.0
 
 
 def never_notify(rank: int, report: Any) -> None:
@@ -182,4 +182,4 @@ def test_a_joinable_that_never_notifies() -> None:
     with Ranks(3, never_notify) as run:
         for rank, seconds, (kind, text) in run.after("leaving", 3):
             assert kind == ("JoinError" if rank == 0 else "PeerLost"), (kind, text)
-            assert "rank 0 has communicated" in text and "notify_join_context" in text and seconds < 20.0
+            assert "rank 0 has communicated" in text and "notify_join_context" in text and seconds < 10.0

@@ -118,7 +118,7 @@ def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
                 assert kind == "PeerLost" and "left the loop" not in text, text
             else:
                 assert kind == "PeerLost" and told in text, (kind, text)
-                assert seconds < 2.0
+                assert seconds < 10.0
 
 
 def fail_around_a_module(rank: int, report: Any) -> None:
@@ -140,7 +140,7 @@ def test_a_module_does_not_hold_the_others_up() -> None:
     with Ranks(3, fail_around_a_module) as run:
         for rank, seconds, (kind, text) in run.after("leaving", 3):
             assert kind == "ValueError" if rank == 1 else kind in ("PeerLost", "RuntimeError"), (kind, text)
-            assert seconds < 2.0
+            assert seconds < 10.0
 
 
 def test_a_batch_to_stand_in_for_one_without_weight() -> None:
