@@ -78,7 +78,7 @@ def terngrad(block: int | None = None, clip: float | None = None) -> Codec:
 
     def limit(cut: Tensor) -> Tensor:
         assert clip is not None
-        largest = largest_of(cut).unsqueeze(2)  # whose squares neither overflow nor vanish
+        largest = largest_of(cut).unsqueeze(2)  # the squares of cut / largest neither overflow nor underflow
         most = clip * (cut / nonzero_or_one(largest)).square().mean(dim=2, keepdim=True).sqrt() * largest
         return torch.maximum(torch.minimum(cut, most), -most)
 
@@ -117,7 +117,7 @@ def natural() -> Codec:
 
     def decode(data: Tensor, n: int) -> Tensor:
         scale, codes = read(data[:, :4], torch.float32), data[:, 4:].to(torch.int32)
-        # 127 gives a float of which all bits are 0.
+        # 127 gives a float whose bits are all 0, except the sign.
         power = (127 - (codes & 0x7F)) * 2**23 + (codes & 0x80) * -(2**24)
         return power.view(torch.float32) * scale
 

@@ -27,7 +27,7 @@ def chain(*transforms: Transform) -> Transform:
         A `Transform`; its state is the tuple of the stages' states.
 
     Raises:
-        TypeError: an argument is no transform; an optimizer comes last, in `fuse`.
+        TypeError: an argument is no transform; an optimizer is an argument of `fuse`.
         ValueError: a reduction comes after `accumulate`.
 
     Same as: optax.chain.

@@ -61,7 +61,7 @@ def dgc(
         k: The share of each message's elements that is sent, in (0, 1]. Sums are reduced to their largest k too; see
             `top_k`.
         momentum: m, in [0, 1).
-        nesterov: Send g + m u in the place of u.
+        nesterov: Send g + m u in place of u.
         clip: The norm to which a rank first clips its gradients of each bucket; None: no clipping. The paper uses the
             norm for the whole gradient divided by the square root of the number of ranks.
         warmup: Calls in which the share falls from a quarter to k, in five stages.

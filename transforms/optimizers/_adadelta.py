@@ -40,10 +40,10 @@ def adadelta(
 
     Args:
         lr: Factor of each step, or a schedule of it.
-        rho: How slowly the averages forget, from 0 to 1.
+        rho: Decay of the averages, from 0 to 1.
         eps: Added under the roots.
         weight_decay: L2 penalty.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `AdadeltaState(step, square_avg, acc_delta)`.

@@ -46,7 +46,7 @@ def adafactor(
             parameter.
         d: Largest root mean square of a step, before it is made relative; at least 1.
         weight_decay: Decoupled decay.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `AdafactorState(step, row_var, col_var, variance)`.

@@ -39,11 +39,11 @@ def adagrad(
 
     Args:
         lr: Learning rate, or a schedule of it.
-        lr_decay: How fast the learning rate goes down.
+        lr_decay: Decay of the learning rate; see above.
         weight_decay: L2 penalty.
         initial_accumulator_value: The initial value of s.
         eps: Added to the root.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `AdagradState(step, sum)`.

@@ -43,7 +43,7 @@ def adam(
         eps: Added to the root.
         weight_decay: L2 penalty.
         amsgrad: Divide by the largest second moment so far.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `AdamState(step, exp_avg, exp_avg_sq, max_exp_avg_sq)`.

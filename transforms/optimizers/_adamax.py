@@ -30,7 +30,7 @@ def adamax(
     weight_decay: float = 0.0,
     maximize: bool = False,
 ) -> Optimizer:
-    """AdaMax: Adam with a decaying maximum in the place of the second moment.
+    """AdaMax: Adam with a decaying maximum in place of the second moment.
 
         g <- g + weight_decay p
         m <- b1 m + (1 - b1) g,   u <- max(b2 u, |g| + eps)
@@ -41,7 +41,7 @@ def adamax(
         betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the size of the gradient.
         weight_decay: L2 penalty.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `AdamaxState(step, exp_avg, exp_inf)`.

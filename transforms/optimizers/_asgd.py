@@ -44,7 +44,7 @@ def asgd(
         alpha: Power of the learning rate's decay.
         t0: Steps before the averaging begins.
         weight_decay: L2 penalty.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `ASGDState(step, eta, mu, ax)`.

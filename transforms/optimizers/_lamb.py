@@ -33,7 +33,7 @@ def lamb(
         betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         eps: Added to the root.
         weight_decay: Decay, as part of the step.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `AdamState(step, exp_avg, exp_avg_sq, None)`.

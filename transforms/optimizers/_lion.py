@@ -36,7 +36,7 @@ def lion(
         lr: Learning rate, or a schedule of it; three to ten times smaller than for `adamw`.
         betas: (b1, b2), at least 0 and below 1: two numbers, or two tensors of one element.
         weight_decay: Decoupled decay; three to ten times larger than for `adamw`.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `LionState(step, exp_avg)`.

@@ -48,7 +48,7 @@ def muon(
     Args:
         lr: Learning rate, or a schedule of it.
         weight_decay: Decoupled decay.
-        momentum: How slowly the velocity forgets.
+        momentum: Decay of the velocity.
         nesterov: Look ahead.
         ns_coefficients: (a, b, c).
         eps: The least norm to divide by.

@@ -47,7 +47,7 @@ def nadam(
         weight_decay: L2 penalty, or decoupled decay.
         momentum_decay: How fast the momentum approaches b1.
         decoupled_weight_decay: Decay parameters themselves, as `adamw`.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `NAdamState(step, mu_product, exp_avg, exp_avg_sq)`.

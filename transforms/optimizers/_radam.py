@@ -45,7 +45,7 @@ def radam(
         eps: Added to the root.
         weight_decay: L2 penalty, or decoupled decay.
         decoupled_weight_decay: Decay parameters themselves, as `adamw`.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `RAdamState(step, exp_avg, exp_avg_sq)`.

@@ -42,13 +42,13 @@ def rmsprop(
 
     Args:
         lr: Learning rate, or a schedule of it.
-        alpha: How slowly the averages forget.
+        alpha: Decay of the averages.
         eps: Added to the root.
         weight_decay: L2 penalty.
         momentum: Factor of the velocity; 0 keeps none.
-        centered: Take the variance in the place of the mean square. As in torch, rounding can make it negative, and
+        centered: Use the variance in place of the mean square. As in torch, rounding can make it negative, and
             its root a NaN, where gradients hardly change.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `RMSpropState(step, square_avg, momentum, grad_avg)`.

@@ -40,7 +40,7 @@ def rprop(
         lr: The first step size a, or a schedule; only its first value is used.
         etas: (eta-, eta+), below and above 1.
         step_sizes: The smallest and the largest step size.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `RpropState(step, prev, step_size)`.

@@ -41,7 +41,7 @@ def sgd(
         dampening: The share of each new gradient that is not added to the velocity.
         weight_decay: L2 penalty.
         nesterov: Look ahead; needs momentum and no dampening.
-        maximize: Go up instead of down.
+        maximize: Maximize the objective instead of minimizing it.
 
     Returns:
         An `Optimizer`. State: `SGDState(step, momentum)`.
