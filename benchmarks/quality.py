@@ -171,8 +171,8 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
         "warm-up, after it.",
         "",
         "Feedback makes up for dropped elements (top_k, signs), not for stochastic rounding of large variance: the error of a code",
-        "must be smaller than its input. That of terngrad, qsgd of few levels and `random_k(scaled=True)` is not, and grows. They are right on",
-        "average, and used alone.",
+        "must be smaller than its input. That of terngrad, qsgd of few levels and `random_k(scaled=True)` is not, and grows. They are",
+        "right on average, and used alone.",
         "",
         "![loss against bytes](quality.png)",
     ]

@@ -20,4 +20,4 @@ def test_a_plan_of_faults(seed: int) -> None:
         noticed += times_of_notice(fault, outcome)
     assert not wrong, "\n".join(wrong)
     assert hits >= 7
-    assert statistics.median(noticed) < 1.0 and max(noticed) < 10.0, f"noticed after {sorted(noticed)} s"
+    assert statistics.median(noticed) < 3.0 and max(noticed) < 10.0, f"noticed after {sorted(noticed)} s"

@@ -41,11 +41,11 @@ X = torch.ones(2)
         (lambda: tx.chain(tx.sgd(0.1), tx.mean("data")), TypeError, ["argument 0", "an optimizer comes last"]),
         (
             lambda: tx.chain(tx.accumulate(2, tx.identity()), tx.mean("data")),
-            ValueError, ["behind accumulate", "accumulate(steps, chain(...))"],
+            ValueError, ["after accumulate", "accumulate(steps, chain(...))"],
         ),
         (
             lambda: tx.chain(tx.logged(tx.accumulate(2, tx.identity())), tx.mean("data")),
-            ValueError, ["behind accumulate", "accumulate(steps, chain(...))"],
+            ValueError, ["after accumulate", "accumulate(steps, chain(...))"],
         ),
         (lambda: tx.chain(tx.mean), TypeError, ["forget to call the factory"]),
         (lambda: tx.chain(MEAN_SGD), TypeError, ["pipeline is complete already"]),
@@ -152,12 +152,12 @@ def test_weights_that_cannot_be_used(weight: float) -> None:
 
 def test_a_state_of_something_else() -> None:
     step, state = step_of()
-    raises_text(TypeError, lambda: step({"w": X}, X), "what step.init", "dict")
+    raises_text(TypeError, lambda: step({"w": X}, X), "from step.init", "dict")
     pipeline, params = MEAN_SGD, {"w": X}
     with fjoin.bind(fjoin.mesh({"data": -1})):
         raises_text(ValueError, lambda: pipeline.step(params, {"w": X}, ()), "PipelineState")
         raises_text(
-            ValueError, lambda: pipeline.step(params, {"v": X}, pipeline.init(params)), "lacks ['w']", "['v'] besides"
+            ValueError, lambda: pipeline.step(params, {"v": X}, pipeline.init(params)), "lacks ['w']", "additional ['v']"
         )
         raises_text(
             ValueError,
