@@ -157,7 +157,10 @@ def test_a_state_of_something_else() -> None:
     with fjoin.bind(fjoin.mesh({"data": -1})):
         raises_text(ValueError, lambda: pipeline.step(params, {"w": X}, ()), "PipelineState")
         raises_text(
-            ValueError, lambda: pipeline.step(params, {"v": X}, pipeline.init(params)), "lacks ['w']", "additional ['v']"
+            ValueError,
+            lambda: pipeline.step(params, {"v": X}, pipeline.init(params)),
+            "lacks ['w']",
+            "additional ['v']",
         )
         raises_text(
             ValueError,
