@@ -167,15 +167,8 @@ class DDPRun:
         """Discard a pass that has ended or failed."""
         if self._interleaver is not None:
             self._interleaver.clear()
-        self._outs, self._futures, self._calls, self._interleaver, self._sum, self._missing = (
-            [],
-            [],
-            [],
-            None,
-            None,
-            set(),
-        )
-        self._late = None
+        self._outs, self._futures, self._calls, self._missing = [], [], [], set()
+        self._interleaver = self._sum = self._late = None
 
     def _launch(self, out: DDPBucket) -> None:
         if self.scaling is not None:

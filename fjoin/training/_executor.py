@@ -1,27 +1,27 @@
-"""One step on flat buckets: forward, backward with messages under way, decision, optimizer."""
+"""One step on flat buckets: forward, and backward with messages under way; `EndOfStep` does the rest."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..groups._axis import Work
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._bucket_hooks import BucketHook, StepHook
-from ..reducer._buckets import BucketQueue, GradBuffer
+from ..reducer._buckets import BucketQueue
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..reducer._grad_hooks import GradHooks
 from ..reducer._lane import StepLane
-from ..reducer._step_check import Decision, StepCheck, raise_left_out
+from ..reducer._step_check import StepCheck, raise_left_out
 from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
-from ._apply import changing, run_after, step_bucket
+from ._end_of_step import EndOfStep
 from ._float16 import Units
 from ._join_steps import Iteration
 from ._loss import Loss, user_sums
@@ -64,6 +64,7 @@ class Run:
             self._early = plain if steps_early else None
         else:
             self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
+        self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers)
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
@@ -160,16 +161,15 @@ class Run:
         if self._queue is None:
             settled = self._counts.agree(own)
             queue = BucketQueue(self.hook.prepare(storage), (self._unscaler or self.hook).launch)
-            self._grad_hooks.queue = self._queue = (
-                queue if settled else None
-            )  # where no rank has a batch yet, agree again in the next step
+            # Where no rank has a batch yet, the ranks agree again in the next step.
+            self._grad_hooks.queue = self._queue = queue if settled else None
         else:
             queue = self._queue
         self._counts.check(own)
         counts, lane = self._counts.complete(own, iteration is not None and iteration.has_next), self._lane(body.step)
-        values, under_way = counts, None
+        values, counts_of_all = counts, None
         if lane is not self._counts:
-            values, under_way = lane.complete(own), self._send_counts(counts, storage)
+            values, counts_of_all = lane.complete(own), self._send_counts(counts, storage)
         queue.start(storage.by_bucket)
         self.hook.start(body.hook, storage, lane, values, body.step)
         if self._unscaler is not None:
@@ -180,11 +180,13 @@ class Run:
             with queue.muted(storage):
                 NOTHING.backward(replayed)
         queue.finish()
-        early = self._early
-        if early is not None and self.step_check.readable_without_sync(queue.outgoing) and early.knows_scale():
-            sums = self._step_early(early, body, buffers, queue.outgoing, values, iteration)
+        early, outgoing = self._early, queue.outgoing
+        if early is not None and self.step_check.readable_without_sync(outgoing) and early.knows_scale():
+            sums = self._end.bucket_by_bucket(early, body, buffers, outgoing, values)
         else:
-            sums = self._step_together(body, buffers, queue.outgoing, values, iteration, under_way)
+            sums = self._end.together(body, buffers, outgoing, values, counts_of_all)
+        if iteration is not None:
+            iteration.others = partial(self._has_next, sums)
         step = body.step
         body.window = {}
         body.batches += live
@@ -222,127 +224,25 @@ class Run:
             aux, buffers = copy_if_aliased((aux, buffers), body.storage.written(bool(body.window)))
         return loss, aux, buffers
 
-    def _send_counts(self, values: dict[str, Any], storage: Storage) -> Work:
-        """Start summing the lane in a message of its own, where the hook's messages do not carry it to all ranks."""
+    def _send_counts(self, values: dict[str, Any], storage: Storage) -> Callable[[], dict[str, Any]]:
+        """Start summing the lane in a message of its own, where the hook's messages do not carry it to all ranks.
+
+        Returns:
+            A function that waits for the sums.
+        """
         counts = self._counts
         if counts.buffer is None:
             counts.travel_alone(counts.fit(storage.layout))
         counts.write(counts.left_out(values, self.step_check.left_out))
-        return counts.send()
+        work = counts.send()
 
-    def _step_together(
-        self,
-        body: StateData,
-        buffers: Any,
-        outgoing: list[GradBuffer],
-        lane: dict[str, Any],
-        iteration: Iteration | None,
-        under_way: Work | None,
-    ) -> dict[str, Any]:
-        """Wait for all messages, decide whether this step may change anything, and step; returns the summed lane.
+        def sums() -> dict[str, Any]:
+            work.wait()
+            return self.step_check.read_lane(counts)
 
-        Args:
-            under_way: The message with the lane of all ranks that loop together, where the hook's messages do not carry
-                it.
-        """
-        hook, sums, divisor = self.hook.finish(body.hook, body.storage, outgoing, lane)
-        counts = None
-        if under_way is not None:
-            under_way.wait()
-            counts = self.step_check.read_lane(self._counts)
-        self._tell(iteration, counts or sums)
-        decision = self.step_check.decide(body.step, sums, outgoing, divisor, self.hook.clip, counts)
-        self._raise_or_count(body, decision)
-        with changing(body):
-            if decision.changes:
-                for i, out in enumerate(outgoing):
-                    step_bucket(body, i, out, decision)
-            self._run_after(body, buffers, lane["weight"], sums, decision)
-        body.hook = decision.effect.keep(hook, body.hook)
-        return counts or sums
-
-    def _step_early(
-        self,
-        hook: AllReduceHook,
-        body: StateData,
-        buffers: Any,
-        outgoing: list[GradBuffer],
-        lane: dict[str, Any],
-        iteration: Iteration | None,
-    ) -> dict[str, Any]:
-        """Wait for the lane, then step each bucket as soon as its message has arrived; returns the summed lane."""
-        sums = hook.sums()
-        self._tell(iteration, sums)
-        decision = self.step_check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
-        if not decision.changes:
-            for out in outgoing:
-                out.wait()
-            self._raise_or_count(body, decision)
-            with changing(body):
-                self._run_after(body, buffers, lane["weight"], sums, decision)
-            return sums
-        with changing(body):
-            for i, out in enumerate(outgoing):
-                out.wait()
-                self.step_check.observe(out)
-                error = self.step_check.decide(body.step, sums, [out], 1.0, None).error
-                if error is not None:
-                    for rest in outgoing:
-                        rest.wait()
-                    if i == 0:  # nothing has been changed yet
-                        body.torn = ""
-                    raise error
-                step_bucket(body, i, out, decision)
-            self._run_after(body, buffers, lane["weight"], sums, decision)
-        body.hook = hook.state(sums, outgoing)
         return sums
-
-    def _run_after(
-        self, body: StateData, buffers: Any, weight: float, sums: dict[str, Any], decision: Decision
-    ) -> None:
-        """Transform the new parameters and the new buffers.
-
-        Args:
-            weight: This rank's weight, for the transform of its buffers. The transform of the parameters gets the sum
-                of the weights of all ranks that share the gradients.
-        """
-        effect = decision.effect
-        if self.pipeline.after is not None:
-            storage = body.storage
-            params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-            states = storage.optimizer_states() if storage.has_masters else None
-            body.after = run_after(
-                self.pipeline.after,
-                self.mesh,
-                params,
-                states,
-                body.after,
-                storage.flats,
-                sums["weight"],
-                effect,
-                body.step,
-            )
-        if buffers is not None:
-            held = effect.keep(buffers, body.buffers_before)
-            with bind_axes(self.mesh.axes):
-                body.buffers, body.buffers_state = effect.after(
-                    self.on_buffers, held, body.buffers_state, weight, body.step
-                )
-
-    def _tell(self, iteration: Iteration | None, sums: dict[str, Any]) -> None:
-        if iteration is not None:
-            iteration.others = partial(self._has_next, sums)
 
     def _has_next(self, sums: dict[str, Any]) -> float:
         """The number of ranks that have another batch."""
         self.step_check.synchronize()
         return StepCheck.host(sums)["has_next"]
-
-    def _raise_or_count(self, body: StateData, decision: Decision) -> None:
-        if not decision.changes:
-            body.buffers = body.buffers_before
-        if decision.error is not None and self.pipeline.skips is None:
-            body.lose_window(body.calls + 1)  # a window that ends in this error is lost as a whole
-            raise decision.error
-        if self.pipeline.skips is not None:
-            body.outer = decision.effect.update_counters(self.pipeline.skips, body.outer)

@@ -1,0 +1,128 @@
+"""The end of a step: decision, optimizer, and the transforms of parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..groups._mesh import Mesh
+from ..reducer._all_reduce import AllReduceHook
+from ..reducer._bucket_hooks import StepHook
+from ..reducer._buckets import GradBuffer
+from ..reducer._step_check import Decision, StepCheck
+from ..transforms._axis_env import bind_axes
+from ..transforms._transform import Transform
+from ..transforms.pipelines._pipeline import Pipeline
+from ._apply import changing, run_after, step_bucket
+from ._state import StateData
+
+
+class EndOfStep:
+    """Ends the steps of one pipeline on this rank, once its messages have been sent."""
+
+    def __init__(
+        self, pipeline: Pipeline, mesh: Mesh, hook: StepHook, step_check: StepCheck, on_buffers: Transform
+    ) -> None:
+        self._pipeline, self._mesh, self._hook, self._step_check = pipeline, mesh, hook, step_check
+        self._on_buffers = on_buffers
+
+    def together(
+        self,
+        body: StateData,
+        buffers: Any,
+        outgoing: list[GradBuffer],
+        lane: dict[str, Any],
+        counts_of_all: Callable[[], dict[str, Any]] | None,
+    ) -> dict[str, Any]:
+        """Wait for all messages, decide whether this step may change anything, and step; returns the summed lane.
+
+        Args:
+            lane: The values of this rank.
+            counts_of_all: Waits for the lane of all ranks that loop together, where the hook's messages do not carry it.
+        """
+        hook, sums, divisor = self._hook.finish(body.hook, body.storage, outgoing, lane)
+        counts = counts_of_all() if counts_of_all is not None else None
+        decision = self._step_check.decide(body.step, sums, outgoing, divisor, self._hook.clip, counts)
+        self._raise_or_count(body, decision)
+        with changing(body):
+            if decision.changes:
+                for i, out in enumerate(outgoing):
+                    step_bucket(body, i, out, decision)
+            self._run_after(body, buffers, lane["weight"], sums, decision)
+        body.hook = decision.effect.keep(hook, body.hook)
+        return counts or sums
+
+    def bucket_by_bucket(
+        self,
+        hook: AllReduceHook,
+        body: StateData,
+        buffers: Any,
+        outgoing: list[GradBuffer],
+        lane: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Wait for the lane, then step each bucket as soon as its message has arrived; returns the summed lane."""
+        sums = hook.sums()
+        decision = self._step_check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
+        if not decision.changes:
+            for out in outgoing:
+                out.wait()
+            self._raise_or_count(body, decision)
+            with changing(body):
+                self._run_after(body, buffers, lane["weight"], sums, decision)
+            return sums
+        with changing(body):
+            for i, out in enumerate(outgoing):
+                out.wait()
+                self._step_check.observe(out)
+                error = self._step_check.decide(body.step, sums, [out], 1.0, None).error
+                if error is not None:
+                    for rest in outgoing:
+                        rest.wait()
+                    if i == 0:  # nothing has been changed yet
+                        body.torn = ""
+                    raise error
+                step_bucket(body, i, out, decision)
+            self._run_after(body, buffers, lane["weight"], sums, decision)
+        body.hook = hook.state(sums, outgoing)
+        return sums
+
+    def _run_after(
+        self, body: StateData, buffers: Any, weight: float, sums: dict[str, Any], decision: Decision
+    ) -> None:
+        """Transform the new parameters and the new buffers.
+
+        Args:
+            weight: This rank's weight, for the transform of its buffers. The transform of the parameters gets the sum
+                of the weights of all ranks that share the gradients.
+        """
+        effect = decision.effect
+        if self._pipeline.after is not None:
+            storage = body.storage
+            params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+            states = storage.optimizer_states() if storage.has_masters else None
+            body.after = run_after(
+                self._pipeline.after,
+                self._mesh,
+                params,
+                states,
+                body.after,
+                storage.flats,
+                sums["weight"],
+                effect,
+                body.step,
+            )
+        if buffers is not None:
+            held = effect.keep(buffers, body.buffers_before)
+            with bind_axes(self._mesh.axes):
+                body.buffers, body.buffers_state = effect.after(
+                    self._on_buffers, held, body.buffers_state, weight, body.step
+                )
+
+    def _raise_or_count(self, body: StateData, decision: Decision) -> None:
+        if not decision.changes:
+            body.buffers = body.buffers_before
+        if decision.error is not None and self._pipeline.skips is None:
+            body.lose_window(body.calls + 1)  # a window that ends in this error is lost as a whole
+            raise decision.error
+        if self._pipeline.skips is not None:
+            body.outer = decision.effect.update_counters(self._pipeline.skips, body.outer)

@@ -1,0 +1,91 @@
+"""A pipeline registered with a DistributedDataParallel is the pure one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, raises_text
+from plan_problem import (
+    NAN,
+    PIPELINES,
+    UNEVEN,
+    product,
+    purely,
+    start,
+    weight_of,
+)
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+REGISTERED = (
+    "mean, then an average",
+    "local steps",
+    "world",
+    "first means, then local steps",
+    "two stages",
+    "one leaf",
+    "by hand",
+)
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w, self.v = (torch.nn.Parameter(p) for p in start(dtype).values())
+
+    def forward(self, batch: float) -> Tensor:
+        return product({"w": self.w, "v": self.v}, batch)
+
+
+def in_module(name: str, batches: list[list[Any]], skips: bool, dtype: torch.dtype = torch.float64) -> Any:
+    """The parameters after each backward pass; a batch of None counts nothing."""
+    pipeline = tx.skip_if_nonfinite(PIPELINES[name]) if skips else PIPELINES[name]
+    model = torch.nn.parallel.DistributedDataParallel(Holder(dtype))
+    handle, seen = fjoin.ddp.register(model, pipeline), []
+    for batch in batches[torch.distributed.get_rank()]:
+        handle.weight(weight_of(batch))
+        model.zero_grad()
+        try:
+            model(0.0 if batch is None else batch).backward()
+        except fjoin.NonFinite as error:
+            return seen, (error.step, error.ranks)
+        seen.append({path: p.detach().clone() for path, p in model.module.named_parameters()})
+    return seen, handle.step
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_registered_pipeline_is_the_pure_one(pool: Any, name: str) -> None:
+    for skips in (False, True):
+        pipeline, batches = PIPELINES[name], [list(each) for each in UNEVEN["uneven"][:3]]
+        if skips:
+            pipeline, batches[0][1] = tx.skip_if_nonfinite(pipeline), NAN
+        batches = [own + [None] * (4 - len(own)) for own in batches]
+        if name == "by hand":  # which sums over four
+            batches.append([None] * 4)
+        want = tx.simulate(lambda own: purely(pipeline, own)[0], {"data": len(batches)}, batches)  # noqa: B023
+        for (seen, steps), wanted in zip(pool.run(len(batches), in_module, name, batches, skips), want, strict=True):
+            assert steps == 4 and max_diff(seen, wanted) < 1e-12
+
+
+def test_modules_that_take_their_own_steps_raise_together(pool: Any) -> None:
+    for rank, (seen, error) in enumerate(
+        pool.run(2, in_module, "local steps", [[1.0] * 4, [1.0, NAN, 1.0, 1.0]], False)
+    ):
+        assert len(seen) == 2 and error == (1, (1,)), rank
+
+
+def load_another_step() -> Any:
+    model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
+    handle, rank = fjoin.ddp.register(model, PIPELINES["mean"]), torch.distributed.get_rank()
+    saved = handle.state_dict()
+    handle.load_state_dict({**saved, "step": 4 if rank == 1 else 3})
+    text = raises_text(fjoin.DesyncError, lambda: model(1.0).backward(), "rank 1 goes on from step 4", "step 3")
+    return bool(text)
+
+
+def test_ranks_that_load_different_steps_are_told_apart(pool: Any) -> None:
+    assert pool.run(3, load_another_step) == [True] * 3

@@ -1,0 +1,86 @@
+"""Ranks that share gradients leave out a step together, and the others of their loop raise in the next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from plan_problem import (
+    NAN,
+    SGD,
+    by_step,
+    product,
+    purely,
+    start,
+)
+
+import fjoin
+from fjoin import transforms as tx
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_rank_whose_gradients_stay_its_own_leaves_out_its_own_steps(on_device: bool) -> None:
+    """The others take them; the average that is due is taken without the work of that step."""
+    pipeline = tx.skip_if_nonfinite(tx.fuse(tx.noop(), SGD, after=tx.mean("data")))
+    batches = [[NAN], [1.0], [3.0]]
+    want = tx.simulate(lambda own: purely(pipeline, own)[0][0]["w"][0].item(), {"data": 3}, batches)
+    average = (1 * 0.5 + 3 * -0.5) / 4
+    assert want == [average] * 3
+    assert tx.simulate(
+        lambda own: by_step(pipeline, {"data": 3}, own, on_device)[0][0]["w"][0].item(), {"data": 3}, batches
+    ) == want  # fmt: skip
+    skipped = tx.simulate(
+        lambda own: by_step(pipeline, {"data": 3}, own, on_device)[1].skipped.item(), {"data": 3}, batches
+    )
+    assert skipped == [1, 0, 0]
+
+
+def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loop: bool) -> Any:
+    """The step of the NonFinite, its text, and the state after it."""
+    pipeline = tx.fuse(hook, SGD, after=tx.every(4, tx.mean("data" if "node" not in repr(hook) else "node")))
+    step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh({"data": -1}))
+    step._run.step_check.on_device = on_device
+    state, calls = step.init(start()), 0
+    try:
+        for batch in step.join(batches) if as_loop else batches:
+            calls += 1
+            state, _ = step(state, batch)
+    except fjoin.NonFinite as error:
+        ended = state.step, state.params["w"][0].item()
+        state, _ = step(state, 1.0)  # the step can be used again
+        return calls, error.step, error.ranks, ended, state.params["w"][0].item(), str(error)
+    return calls, None, (), (), 0.0, ""
+
+
+def test_ranks_that_take_their_own_steps_raise_together() -> None:
+    """In the call after the step that one of them has left out; the others took it, and the text says so."""
+    out = tx.simulate(
+        lambda b: not_finite(tx.noop(), False, b, True), {"data": 3}, [[1.0, 1.0, 1.0], [1.0, NAN, 1.0], [1.0] * 3]
+    )
+    for rank, (calls, step, ranks, ended, after, text) in enumerate(out):
+        assert (calls, step, ranks) == (3, 1, (1,)) and "Rank 1 left step 1 out, which the others took" in text
+        assert ended == (2, 0.5 if rank == 1 else 0.0) and after == ended[1] - 0.5
+
+
+def test_a_last_step_that_some_ranks_left_out_is_raised_at_the_end_of_the_loop() -> None:
+    for on_device in (False, True):
+        out = tx.simulate(lambda b: not_finite(tx.noop(), on_device, b, True), {"data": 2}, [[1.0, 1.0], [1.0, NAN]])  # noqa: B023
+        assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [(2, 1, (1,))] * 2
+
+
+def test_by_the_devices_verdict_they_raise_together_too() -> None:
+    out = tx.simulate(
+        lambda b: not_finite(tx.noop(), True, b, False), {"data": 2}, [[1.0, NAN, 1.0, 1.0, 1.0], [1.0] * 5]
+    )
+    assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [out[0][:3]] * 2 == [(5, 1, (0,))] * 2
+
+
+def test_a_loss_scale_is_a_ranks_own_where_nothing_is_reduced() -> None:
+    pipeline = tx.dynamic_loss_scale(tx.fuse(tx.noop(), SGD), init_scale=4.0)
+    for on_device in (False, True):
+        out = tx.simulate(
+            lambda own: float(by_step(pipeline, {"data": 2}, own, on_device, torch.float32)[1].scale),  # noqa: B023
+            {"data": 2}, [[NAN], [1.0]],
+        )  # fmt: skip
+        assert out == [2.0, 4.0]
