@@ -14,31 +14,25 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CollectiveTimeout, PeerLost
 from ..groups._consistency import same_step
 from ..groups._mesh import Mesh
-from ..optim._foreach import ForeachStepper, divides
 from ..reducer._bucket_hooks import Call
 from ..reducer._flat_params import copy_if_aliased
 from ..reducer._interleave import Interleaver, travel
 from ..reducer._side_stream import SideStream
-from ..reducer._step_check import StepCheck
 from ..reducer._tree_stages import last_sums, run_stages
-from ..training._apply import run_after
-from ..training._loss_weight import unscale
 from ..transforms._axis_env import bind_axes, bound
 from ..transforms._bucketwise import merge, restrict
 from ..transforms._transform import Transform, donate_kwargs
-from ..transforms._tree import check_dense
 from ..transforms.combinators._chain import stages
-from ..transforms.pipelines._explain import explain_cut
+from ..transforms.pipelines._dry_run import DryRun
+from ..transforms.pipelines._explain import explain_run
 from ..transforms.pipelines._explanation import Explanation
-from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
 from ..transforms.reductions._mean import MeanState
 from ._buckets import DDPBucket, divide, first_buckets
-from ._late_errors import raise_after_backward
-from ._loss_scale import ScaledLoss
+from ._module_step import ModuleStep
 from ._unused_params import UsedParameters, keep_unused_state
-from ._weighted_sum import Counts, WeightedSum
+from ._weighted_sum import WeightedSum
 
 
 class DDPRun:
@@ -53,9 +47,7 @@ class DDPRun:
     flat, fresh = False, False
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
-        self._mesh, self.pipeline, self._hook, self._stages = mesh, pipeline, hook, stages(hook)
-        self.skips = None if pipeline is None else pipeline.skips
-        self.outer: Any = self.skips.begin(()) if self.skips else None
+        self._mesh, self._hook, self._stages = mesh, hook, stages(hook)
         self._plan = plan = make_plan(hook, mesh.shape, pipeline.after if pipeline else None)
         # Whether the pipeline transforms parameters, for which the ranks that share gradients sum their weights.
         self._transforms = pipeline is not None and pipeline.after is not None
@@ -63,30 +55,12 @@ class DDPRun:
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
-        self._step_check = StepCheck(mesh.size, skips=self.skips is not None)
-        self._late: Counts | None = None  # this pass's message about the ranks that left out the step before
-        self._lane: dict[str, float] | None = None
+        self.pipeline_step = None if pipeline is None else ModuleStep(pipeline, plan, mesh, params, self._transforms)
         held = {path: p.detach() for path, p in params.items()}
-        if pipeline is not None:
-            for path, p in held.items():
-                check_dense(f"parameter {path!r}", p)
-        if self.skips and self.skips.scaled:
-            refuse_float16(held)
         self.hook_state: tuple[Any, ...] = copy_if_aliased(tuple(part.init(held) for part in self._stages), self.flats)
-        self.after_state = copy_if_aliased(pipeline.after.init(held), self.flats) if pipeline and pipeline.after else ()
-        self.stepper = ForeachStepper()
-        if pipeline is not None:
-            if pipeline.optimizer.check:
-                pipeline.optimizer.check(held)
-            items = [(path, pipeline.optimizer.at(path), p, None) for path, p in held.items()]
-            self.stepper.begin(items)
-            self._watched = [item for item in items if item[1].watched]
-        # Whether the optimizer directly follows a plain sum, and whether its kernels can divide.
+        self._lane: dict[str, float] | None = None
+        # Whether the optimizer directly follows a plain sum; its kernels may then divide.
         self._bare = pipeline is not None and plan.reduce is not None and len(self._stages) == 1
-        self._kernels_divide = pipeline is not None and all(
-            divides(part, dtype)
-            for part, dtype in {(pipeline.optimizer.at(path), p.dtype) for path, p in params.items()}
-        )
         self.step, self.total = 0, math.nan
         self.loaded = False  # whether a state has been loaded since the last pass
         self.pending: float | None = None  # the weight for the next synchronised pass
@@ -99,7 +73,6 @@ class DDPRun:
         self._side: SideStream | None = None  # on CUDA
         self._sum: WeightedSum | None = None
         self._buckets = first_buckets(ddp, params)
-        self.scaling = ScaledLoss(params.values()) if self.skips and self.skips.scaled else None
         # A parameter that no rank uses is not stepped, and the hook's state for it must stay unchanged.
         asks = (pipeline is not None or hook.compression is not None) and (
             ddp.find_unused_parameters or ddp.static_graph
@@ -109,7 +82,8 @@ class DDPRun:
     def explain(self) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
         words = 0 if self._used is None else len(self.leaves)
-        return explain_cut(self.pipeline or self._hook, self.leaves, self._mesh.shape, lambda _: self._buckets, words)
+        what = self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
+        return explain_run(DryRun(what, self.leaves, self._mesh.shape, lambda _: self._buckets, module_words=words))
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
@@ -152,29 +126,25 @@ class DDPRun:
     def _begin(self) -> None:
         self._forget()
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
-        if self.scaling is not None and not shadows:
-            self.scaling.check()
         if self.loaded:
             same_step(self._mesh, self.step)
             self.loaded = False
         self._missing = set(self.leaves)
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
         self._lane = {"weight": self._weight} if self._transforms else None
-        if self.pipeline is not None and self.skips is None and self._plan.reduced(self.step).axes != self._plan.agree:
-            self._late = Counts(self._mesh, self._plan.agree, 0.0, self._step_check.left_out)
+        if self.pipeline_step is not None:
+            self.pipeline_step.begin(self.step, scaled=not shadows)
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
         if self._interleaver is not None:
             self._interleaver.clear()
         self._outs, self._futures, self._calls, self._missing = [], [], [], set()
-        self._interleaver = self._sum = self._late = None
+        self._interleaver = self._sum = None
 
     def _launch(self, out: DDPBucket) -> None:
-        if self.scaling is not None:
-            unscale(out.grads, 1 / self.outer.scale.double())
-            if self.scaling.missed:
-                out.grads.fill_(math.nan)  # makes all ranks leave the step out
+        if self.pipeline_step is not None:
+            self.pipeline_step.unscale(out)
         if self._plan.reduce is not None:
             if self._sum is None:
                 self._sum = WeightedSum(self._mesh, self._plan, self._weight, self._transforms, out.grads.device)
@@ -211,10 +181,11 @@ class DDPRun:
     # -- after the last bucket ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
+        pipeline_step = self.pipeline_step
         for out in self._outs:
             out.wait()
-            if self._bare:
-                self._step_check.observe(out)  # while later messages are still under way
+            if self._bare and pipeline_step is not None:
+                pipeline_step.observe(out)  # while later messages are still under way
         new: tuple[Any, ...] = ()
         found: MeanState | None = None  # the sums of the last reduction
         divisor = 1.0
@@ -239,10 +210,14 @@ class DDPRun:
             found = last_sums(rest, states) or found
         if found is not None:
             self.total = float(found.total)
-        if self.pipeline is None:
-            self.hook_state = keep_unused_state(self._used_anywhere(), (*new, *states), self.hook_state, self.leaves)
-        else:
-            self._step(self.pipeline, (*new, *states), divisor, found)
+        used = None if self._used is None else self._used.anywhere()
+        new = keep_unused_state(used, (*new, *states), self.hook_state, self.leaves)
+        if pipeline_step is not None:
+            for out in () if self._bare else self._outs:
+                pipeline_step.observe(out)
+            effect, self.total = pipeline_step(self.step, self._outs, used, self._weight, divisor, found)
+            new = effect.keep(new, self.hook_state)
+        self.hook_state = new
         self.step += 1
         self._buckets = tuple(out.bucket for out in self._outs)
         for future, out in zip(self._futures, self._outs, strict=True):
@@ -265,74 +240,6 @@ class DDPRun:
         merged = merge(states, self.leaves)
         new = merged if len(stages(early)) > 1 else (merged,)
         return new, early.sums(states[0]) if early.sums is not None else None
-
-    def _step(self, pipeline: Pipeline, state: tuple[Any, ...], divisor: float, found: MeanState | None) -> None:
-        """Decide on the step, and step the module's parameters in place; the gradients are not yet divided.
-
-        Args:
-            divisor: The remaining divisor of the gradients.
-            found: The sums of the hook's last reduction.
-        """
-        outs, used = self._outs, self._used_anywhere()
-        if not self._bare:
-            for out in outs:
-                self._step_check.observe(out)
-        axes, equal = self._plan.reduced(self.step)
-        if equal:
-            assert found is not None
-            sums: dict[str, Any] = {"weight": float(found.lane["weight"] if self._transforms else found.total)}
-        else:  # the ranks' gradients differ, and so may their decisions
-            sums = Counts(self._mesh, axes, self._weight, float(self._step_check.bad(outs))).wait()
-            self.total = sums["weight"] if axes else math.nan
-        sums.update(total=sums["weight"], loss=0.0)
-        counts = None if axes == self._plan.agree else {} if self._late is None else self._late.wait()
-        try:
-            self.stepper.check_rates(self._watched)
-        except (TypeError, ValueError) as error:
-            return raise_after_backward(error)
-        decision = self._step_check.decide(self.step, sums, outs, 1.0, None, counts)
-        if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
-            raise_after_backward(missed)
-        if self.skips is not None:
-            self.outer = decision.effect.update_counters(self.skips, self.outer)
-        elif decision.error is not None:
-            raise_after_backward(decision.error)
-        by_kernels = (
-            self._kernels_divide and decision.changes and used is None and self._step_check.readable_without_sync(outs)
-        )
-        scale = None
-        if by_kernels and divisor != 1.0:
-            scale = torch.tensor(divisor, dtype=torch.float64)
-        else:
-            divide(self._outs, divisor)
-        self.hook_state = decision.effect.keep(
-            keep_unused_state(used, state, self.hook_state, self.leaves), self.hook_state
-        )
-        if decision.changes:
-            items = [
-                (path, pipeline.optimizer.at(path), self.leaves[path].detach(), grad)
-                for out in outs for path, grad in out.by_path().items() if used is None or path in used
-            ]  # fmt: skip
-            self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
-        elif decision.error is not None and self.skips is None:
-            return
-        if pipeline.after is not None:
-            held, weight = {path: p.detach() for path, p in self.leaves.items()}, sums["weight"]
-            self.after_state = run_after(
-                pipeline.after,
-                self._mesh,
-                held,
-                self.stepper.states,
-                self.after_state,
-                self.flats,
-                weight,
-                decision.effect,
-                self.step,
-            )
-
-    def _used_anywhere(self) -> set[str] | None:
-        """The parameters that some rank has used; None for all parameters."""
-        return None if self._used is None else self._used.anywhere()
 
 
 # The modules that have a hook of ours, which divides by itself.

@@ -56,7 +56,8 @@ class Handle:
 
     @property
     def skipped(self) -> int:
-        return 0 if self._run.outer is None else int(self._run.outer.skipped)
+        own = self._run.pipeline_step
+        return 0 if own is None or own.outer is None else int(own.outer.skipped)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times its scale, to call backward on; for a pipeline in `dynamic_loss_scale`.
@@ -64,9 +65,10 @@ class Handle:
         Raises:
             TypeError: the pipeline scales no losses.
         """
-        if self._run.scaling is None:
+        own = self._run.pipeline_step
+        if own is None or own.scaling is None:
             raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
-        return self._run.scaling(loss, self._run.outer.scale)
+        return own.scaling(loss, own.outer.scale)
 
     @property
     def total(self) -> float:
@@ -83,14 +85,8 @@ class Handle:
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
         run = self._run
-        return {
-            "step": run.step,
-            "outer": to_state_dict(run.outer),
-            "total": run.total,
-            "hook": to_state_dict(run.hook_state),
-            "after": to_state_dict(run.after_state),
-            "optimizer": {path: to_state_dict(state) for path, state in run.stepper.states.items()},
-        }
+        own = {"step": run.step, "total": run.total, "hook": to_state_dict(run.hook_state)}
+        return own if run.pipeline_step is None else own | run.pipeline_step.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
@@ -100,23 +96,15 @@ class Handle:
             DesyncError: in the next backward pass, on all ranks: they have loaded different steps.
         """
         run = self._run
-        missing = sorted(self.state_dict().keys() - state_dict.keys())
-        if missing:
-            raise ValueError(f"the state has no {missing}; it was not made by state_dict()")
-        new = [
-            restored(f"the state of the {name}", held, state_dict[name])
-            for name, held in (("hook", run.hook_state), ("after", run.after_state), ("outer", run.outer))
-        ]
-        saved = state_dict["optimizer"]
-        if run.stepper.states.keys() != saved.keys():
+        if (expected := self.state_dict().keys()) != state_dict.keys():
             raise ValueError(
-                f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(run.stepper.states)}"
+                f"a state_dict() of this hook has {sorted(expected)}, got {sorted(state_dict)}; a pipeline and a hook alone have "
+                f"different states"
             )
-        if run.pipeline is not None:
-            at = run.pipeline.optimizer.at
-            run.stepper.adopt(run.stepper.prepared((path, at(path), run.leaves[path], s) for path, s in saved.items()))
-        run.hook_state, run.after_state, run.outer = new
-        run.step, run.total, run.loaded = state_dict["step"], state_dict["total"], True
+        hook_state = restored("the state of the hook", run.hook_state, state_dict["hook"])
+        if run.pipeline_step is not None:
+            run.pipeline_step.load_state_dict(state_dict)
+        run.hook_state, run.step, run.total, run.loaded = hook_state, state_dict["step"], state_dict["total"], True
 
 
 class _Live(list[Any]):

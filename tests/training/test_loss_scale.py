@@ -216,7 +216,13 @@ def registered(bad: float) -> Any:
         with ddp.no_sync():
             handle.scale(ddp(torch.zeros(1, 2)).sum()).backward()
         handle.scale(ddp(batch).sum()).backward()
-        seen.append((handle.skipped, handle._run.outer.scale.item(), ddp.module.weight.detach().flatten().tolist()))
+        seen.append(
+            (
+                handle.skipped,
+                handle._run.pipeline_step.outer.scale.item(),
+                ddp.module.weight.detach().flatten().tolist(),
+            )
+        )
         ddp.zero_grad()
 
     ddp.module.weight.data.fill_(1.0)
@@ -226,7 +232,7 @@ def registered(bad: float) -> Any:
             saved = handle.state_dict()
     saved["outer"]["scale"] += 1.0
     handle.load_state_dict(saved)
-    loaded = handle._run.outer.scale.item()
+    loaded = handle._run.pipeline_step.outer.scale.item()
     before = ddp.module.weight.detach().clone()
 
     def window(first: Any, second: Any) -> None:

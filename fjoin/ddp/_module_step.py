@@ -1,0 +1,175 @@
+"""The step of a module's parameters, once the hook has reduced their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._mesh import Mesh
+from ..optim._foreach import ForeachStepper, divides
+from ..reducer._flat_params import copy_if_aliased
+from ..reducer._step_check import StepCheck
+from ..training._apply import run_after
+from ..training._loss_weight import unscale
+from ..transforms._state_dict import restored, to_state_dict
+from ..transforms._tree import check_dense
+from ..transforms.pipelines._effect import Effect
+from ..transforms.pipelines._loss_scale import refuse_float16
+from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.plan._plan import Plan
+from ..transforms.reductions._mean import MeanState
+from ._buckets import DDPBucket, divide
+from ._late_errors import raise_after_backward
+from ._loss_scale import ScaledLoss
+from ._weighted_sum import Counts
+
+
+class ModuleStep:
+    """Decides on the steps of one pipeline and takes them, in place on the module's own parameters.
+
+    Args:
+        leaves: Path -> parameter.
+        weighs: Whether the hook sums the ranks' weights into the lane, beside the divisor of its mean.
+
+    Attributes:
+        stepper: Steps parameters; holds the optimizer's states.
+        after_state, outer: The states of the parameter transform, and of `skip_if_nonfinite` or `dynamic_loss_scale`.
+        scaling: For a pipeline in `dynamic_loss_scale`.
+    """
+
+    def __init__(self, pipeline: Pipeline, plan: Plan, mesh: Mesh, leaves: Mapping[str, Tensor], weighs: bool) -> None:
+        self.pipeline, self._plan, self._mesh, self._leaves, self._weighs = pipeline, plan, mesh, leaves, weighs
+        self._skips = skips = pipeline.skips
+        held = {path: p.detach() for path, p in leaves.items()}
+        for path, p in held.items():
+            check_dense(f"parameter {path!r}", p)
+        if skips and skips.scaled:
+            refuse_float16(held)
+        if pipeline.optimizer.check:
+            pipeline.optimizer.check(held)
+        self._flats = list(held.values())  # which the states of pure functions must not share
+        self.outer: Any = skips.begin(()) if skips else None
+        self.after_state = copy_if_aliased(pipeline.after.init(held), self._flats) if pipeline.after else ()
+        at = pipeline.optimizer.at
+        items = [(path, at(path), p, None) for path, p in held.items()]
+        self.stepper = ForeachStepper()
+        self.stepper.begin(items)
+        self._watched = [item for item in items if item[1].watched]
+        self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
+        self._check = StepCheck(mesh.size, skips=skips is not None)
+        self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
+        self._late: Counts | None = None  # this pass's message about the ranks that left out the step before
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states as tensors and numbers."""
+        return {
+            "outer": to_state_dict(self.outer),
+            "after": to_state_dict(self.after_state),
+            "optimizer": {path: to_state_dict(state) for path, state in self.stepper.states.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state made by `state_dict`, for the same pipeline and parameters.
+
+        Raises:
+            ValueError: the state of another pipeline, or of other parameters; nothing is loaded.
+        """
+        outer = restored("the state of the outer", self.outer, state_dict["outer"])
+        after = restored("the state of the after", self.after_state, state_dict["after"])
+        saved, at = state_dict["optimizer"], self.pipeline.optimizer.at
+        if self.stepper.states.keys() != saved.keys():
+            raise ValueError(
+                f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
+            )
+        self.stepper.adopt(self.stepper.prepared((path, at(path), self._leaves[path], s) for path, s in saved.items()))
+        self.outer, self.after_state = outer, after
+
+    def begin(self, step: int, scaled: bool) -> None:
+        """Begin a pass.
+
+        Args:
+            scaled: Whether its gradients must come from a scaled loss; if not, the rank has no input.
+        """
+        if self.scaling is not None and scaled:
+            self.scaling.check()
+        axes = self._plan.agree
+        late = self._skips is None and self._plan.reduced(step).axes != axes
+        self._late = Counts(self._mesh, axes, 0.0, self._check.left_out) if late else None
+
+    def unscale(self, out: DDPBucket) -> None:
+        """Divide the gradients of a bucket, not yet sent, by the scale of the loss."""
+        if self.scaling is None:
+            return
+        unscale(out.grads, 1 / self.outer.scale.double())
+        if self.scaling.missed:
+            out.grads.fill_(math.nan)  # makes all ranks leave the step out
+
+    def observe(self, out: DDPBucket) -> None:
+        """Record a statistic of a bucket's gradients after the hook."""
+        self._check.observe(out)
+
+    def __call__(
+        self, step: int, outs: list[DDPBucket], used: set[str] | None, weight: float, divisor: float,
+        found: MeanState | None,
+    ) -> tuple[Effect, float]:  # fmt: skip
+        """Decide on a step, and take it.
+
+        Args:
+            step: The number of steps before this one.
+            outs: The buckets, each observed, not yet divided.
+            used: The parameters that some rank has used; None for all.
+            weight: The weight of this rank.
+            divisor: The remaining divisor of the gradients.
+            found: The sums of the hook's last reduction.
+
+        Returns:
+            The effect of the step, and the total of the hook's mean. Where the hook does not make gradients equal, the
+            total is the weight of the ranks that decide together, NaN where each decides alone.
+        """
+        pipeline, (axes, equal) = self.pipeline, self._plan.reduced(step)
+        if equal:
+            assert found is not None
+            total = float(found.total)
+            sums: dict[str, Any] = {"weight": float(found.lane["weight"]) if self._weighs else total}
+        else:  # the ranks' gradients differ, and so may their decisions
+            sums = Counts(self._mesh, axes, weight, float(self._check.bad(outs))).wait()
+            total = sums["weight"] if axes else math.nan
+        sums.update(total=sums["weight"], loss=0.0)
+        counts = None if axes == self._plan.agree else {} if self._late is None else self._late.wait()
+        try:
+            self.stepper.check_rates(self._watched)
+        except (TypeError, ValueError) as error:
+            raise_after_backward(error)
+            return Effect(True, False), total
+        decision = self._check.decide(step, sums, outs, 1.0, None, counts)
+        if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
+            raise_after_backward(missed)
+        if self._skips is not None:
+            self.outer = decision.effect.update_counters(self._skips, self.outer)
+        elif decision.error is not None:
+            raise_after_backward(decision.error)
+        by_kernels = self._divides and decision.changes and used is None and self._check.readable_without_sync(outs)
+        scale = None
+        if by_kernels and divisor != 1.0:
+            scale = torch.tensor(divisor, dtype=torch.float64)
+        else:
+            divide(outs, divisor)
+        if decision.changes:
+            items = [
+                (path, pipeline.optimizer.at(path), self._leaves[path].detach(), grad)
+                for out in outs for path, grad in out.by_path().items() if used is None or path in used
+            ]  # fmt: skip
+            self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
+        elif decision.error is not None and self._skips is None:
+            return decision.effect, total
+        if pipeline.after is not None:
+            held = {path: p.detach() for path, p in self._leaves.items()}
+            states, old, flats = self.stepper.states, self.after_state, self._flats
+            self.after_state = run_after(
+                pipeline.after, self._mesh, held, states, old, flats, sums["weight"], decision.effect, step
+            )
+        return decision.effect, total

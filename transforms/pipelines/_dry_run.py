@@ -1,0 +1,179 @@
+"""A step on tensors without data, over axes that record the messages."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from .._axis_env import bind_axes
+from .._bucketwise import FirstBucket, restrict
+from .._check import axis_sizes
+from .._lane import encode_lane, lane_dtype, mask_words, step_lane
+from .._transform import Transform
+from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
+from ..axes._collectives import axis_size, psum
+from ..optimizers._optimizer import Optimizer
+from ..plan._buckets import Bucket, lane_bucket
+from ..plan._plan import make_plan, takes_flat
+from ..reductions._mean import MeanState
+from ._explanation import Message
+from ._pipeline import Pipeline, Skips
+from ._recorder import Recorder
+
+MOST_RANKS = 2**20
+
+
+class DryRun:
+    """The stages of a pipeline, run one by one as the shell runs them, on parameters without data.
+
+    Args:
+        pipeline: A pipeline, or a hook alone.
+        params: The parameters; only paths, shapes and dtypes are used.
+        axes: Axis name -> number of ranks.
+        layout: A function from a dict path -> leaf to buckets.
+        on_buffers: The transform of the buffers, if any.
+        module_words: For the buckets of a DistributedDataParallel, whose messages carry gradients only: the number of
+            words in its message about used parameters, 0 if it sends none. None for other buckets.
+
+    Raises:
+        TypeError: neither pipeline nor transform; a leaf that is no dense tensor.
+        ValueError: axes that no mesh can have.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline | Transform, params: Tree, axes: Mapping[str, int],
+        layout: Callable[[dict[str, Tensor]], tuple[Bucket, ...]], on_buffers: Transform | None = None,
+        module_words: int | None = None,
+    ) -> None:  # fmt: skip
+        self.pipeline = pipeline
+        self.hook, self.optimizer, self.after, self.skips = _parts(pipeline)
+        self.on_buffers, self.module_words, self._in_module = on_buffers, module_words, module_words is not None
+        self.sizes = sizes = axis_sizes(axes, MOST_RANKS)
+        for path, leaf in named_leaves(params).items():
+            check_dense(f"params[{path!r}]", leaf)
+        self._notes: list[Message] = []
+        self._recorders = {name: Recorder(name, n, self._notes, sizes) for name, n in sizes.items()}
+        paths, leaves, _ = flatten_in_insertion_order(params)
+        with self.running():
+            self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
+            self.layout, self.plan = layout(self.params), make_plan(self.hook, sizes, self.after, on_buffers)
+        ranks, in_module = self._ranks(self.plan.reduced(0).axes), self._in_module
+        own = ("weight",) * (self.after is not None) if in_module else step_lane(ranks)[1:]
+        self._lane = dict.fromkeys(own, 0.0) or None
+        self._dtype = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in self.layout)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context without data, with the axes bound."""
+        with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(self._recorders), torch.no_grad():  # type: ignore[arg-type]
+            yield
+
+    def _ranks(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.sizes.get(name, 1) for name in axes)
+
+    def messages(
+        self, part: Transform, step: int, in_hook: bool = False, per_bucket: bool = False
+    ) -> tuple[Message, ...]:
+        """The messages of a stage in a step.
+
+        Args:
+            in_hook: Whether the stage is in the hook, whose messages may carry the lane.
+            per_bucket: Whether the stage runs on each bucket.
+        """
+        del self._notes[:]
+        lane = self._lane if in_hook and self.plan.reduced(step).equal else None
+        if in_hook and part is self.plan.reduce:
+            self._reduce(part)
+        elif per_bucket:
+            self._update_buckets(part, step, lane)
+        else:
+            _update(part, self.params, part.init(self.params), step, lane=lane, lane_dtype=self._dtype)
+        return tuple(self._notes)
+
+    def lane_messages(self, step: int) -> tuple[tuple[Message, ...], ...]:
+        """The messages of a step that carry only the lane. A module sends fewer of them, since no loop ends in it."""
+        found = self.plan.lane_messages(step)
+        if self._in_module and self.plan.reduced(step).axes != self.plan.agree and self.skips is not None:
+            found = found[1:]
+        return tuple(self.sum_of(self._counts(axes), axes) for axes in found if self._ranks(axes) > 1)
+
+    def sum_of(self, words: Tensor, axes: tuple[str, ...]) -> tuple[Message, ...]:
+        """The messages of a sum of these words."""
+        del self._notes[:]
+        psum(words, axes)
+        return tuple(self._notes)
+
+    def _counts(self, axes: tuple[str, ...]) -> Tensor:
+        """The lane in a message of its own; in a module the weight, and a bit for each rank."""
+        ranks = self._ranks(axes)
+        if self._in_module:
+            return torch.zeros(1 + mask_words(ranks), dtype=torch.float64)
+        return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self._dtype, ranks)
+
+    def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
+        """Run a stage bucket by bucket; the first bucket carries the lane."""
+        assert self.plan.early is not None
+        flat, full, first_bucket = takes_flat(self.plan.early), part.init(self.params), None
+        for bucket in self.layout:
+            if flat:
+                some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+                state = part.init(some)
+            else:
+                some = {path: self.params[path] for path in bucket.paths}
+                state = restrict(full, self.params, some)
+            own_lane = None if first_bucket else lane
+            _, new = _update(part, some, state, step, lane=own_lane, first_bucket=first_bucket, lane_dtype=self._dtype)
+            first_bucket = first_bucket or FirstBucket(functools.partial(lambda first: first, new))
+
+    def _reduce(self, part: Transform) -> None:
+        """Run a plain reduction; one of its messages carries the lane, if there is a lane and a bucket for it."""
+        assert part.reduces is not None and part.reduces.axis is not None
+        axis, total = part.reduces.axis, torch.ones((), dtype=torch.float64)
+        carrier = None if self._in_module else lane_bucket(self.layout)
+        if self._in_module:
+            psum(total.new_ones(1 if self._lane is None else 2), axis)
+        elif carrier is None:
+            psum(encode_lane({"total": total, **(self._lane or {})}, self._dtype, axis_size(axis)), axis)
+        for i, bucket in enumerate(self.layout):
+            flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+            extra = (
+                {"lane": self._lane} if i == carrier else {"first_bucket": FirstBucket(lambda: MeanState(total, {}))}
+            )
+            part.update(flat, part.init(flat), flat, weight=None, **extra)
+
+
+def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None, Skips | None]:
+    if isinstance(pipeline, Pipeline):
+        return pipeline.hook, pipeline.optimizer, pipeline.after, pipeline.skips
+    if isinstance(pipeline, Transform):
+        return pipeline, None, None, None
+    raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
+
+
+def _update(part: Transform, params: dict[str, Tensor], state: Any, step: int, **extra: Any) -> Any:
+    try:
+        return part.update(dict(params), _at(state, step), params, weight=None, step=step, **extra)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TypeError(
+            f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "
+            f"host integers in the state, or with torch.where"
+        ) from None
+
+
+def _at(state: Any, step: int) -> Any:
+    """The state with its host counters `step` set to this step."""
+    if hasattr(state, "_fields"):
+        parts = zip(state._fields, state, strict=True)
+        return type(state)(*(step if name == "step" and type(v) is int else _at(v, step) for name, v in parts))
+    return type(state)(_at(part, step) for part in state) if type(state) in (tuple, list) else state
