@@ -18,11 +18,11 @@ from ..groups._mesh import Mesh
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._transform import Transform
 from ..transforms._weights import Over
-from ..transforms.optimizers._optimizer import Optimizer
 from ..transforms.pipelines._explanation import Explanation
 from ..transforms.pipelines._fuse import fuse
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import axes_of, warn_if_silent
+from ..transforms.step_param._optimizer import Optimizer
 from ._comm_hooks import comm_hook
 from ._hook import REGISTERED, DDPRun
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..transforms._state_dict import to_state_dict
-from ..transforms.optimizers import _optimizer
 from ..transforms.optimizers._inject import remade
+from ..transforms.step_param import _optimizer
 from ._foreach import ForeachStepper, Item
 from ._param_groups import check_group, own_by_group, resizing, values_of
 

@@ -13,7 +13,7 @@ from ..transforms._check import is_number
 from ..transforms._spec import _FACTORIES
 from ..transforms._tree import fields
 from ..transforms.optimizers._inject import remade
-from ..transforms.optimizers._optimizer import Optimizer
+from ..transforms.step_param._optimizer import Optimizer
 
 
 def own_by_group(part: Optimizer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..transforms._spec import Spec
-from ..transforms.optimizers._optimizer import Optimizer
+from ..transforms.step_param._optimizer import Optimizer
 
 
 class TorchState(NamedTuple):

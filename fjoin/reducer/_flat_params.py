@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transforms._tree import fields, with_fields
 from ..transforms.optimizers._mixed_precision import master_of
-from ..transforms.optimizers._optimizer import Optimizer
-from ..transforms.optimizers._rates import check_rates
 from ..transforms.plan._buckets import Bucket, Span
+from ..transforms.schedules._rates import check_rates
+from ..transforms.step_param._optimizer import Optimizer
 
 
 class Storage:

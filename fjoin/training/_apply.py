@@ -15,9 +15,9 @@ from ..reducer._flat_params import assign_, copy_if_aliased
 from ..reducer._step_check import Decision
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
-from ..transforms.optimizers._checked import unchecked
 from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._effect import Effect
+from ..transforms.step_param._checked import unchecked
 from ._state import StateData
 
 

@@ -13,7 +13,7 @@ from .._bucketwise import FirstBucket, substate
 from .._spec import factory
 from .._transform import Compression, Needs, Reduction, Transform, check_transform, donate_kwargs
 from .._tree import State, Tree, default_device_of, named_leaves, path_string
-from ..optimizers._optimizer import Optimizer
+from ..step_param._optimizer import Optimizer
 
 Patterns: TypeAlias = str | tuple[str, ...]
 Which: TypeAlias = str | Sequence[str] | Callable[[str], bool]

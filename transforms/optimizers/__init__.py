@@ -1,1 +1,1 @@
-"""Optimizers in step_param style, and their common functions."""
+"""Optimizers in step_param style."""

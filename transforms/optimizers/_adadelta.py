@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.adadelta import adadelta as torch_adadelta
 
 from .._spec import factory
-from ._formula import penalized, rate_at
-from ._hyper import not_negative, within
-from ._inplace import from_kernel, kernel_lr, new_step, slots
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import penalized, rate_at
+from ..step_param._hyper import not_negative, within
+from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._optimizer import Optimizer
 
 
 class AdadeltaState(NamedTuple):

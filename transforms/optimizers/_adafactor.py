@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .._spec import factory
-from ._formula import rate_at, wide_root
-from ._hyper import a_number, not_negative
-from ._inplace import by_formula, from_kernel, new_step
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import rate_at, wide_root
+from ..step_param._hyper import a_number, not_negative
+from ..step_param._inplace import by_formula, from_kernel, new_step
+from ..step_param._optimizer import Optimizer
 
 
 class AdafactorState(NamedTuple):

@@ -10,11 +10,11 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 
 from .._spec import factory
 from .._tree import to_device
-from ._formula import penalized, rate_at, root
-from ._hyper import not_negative
-from ._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import penalized, rate_at, root
+from ..step_param._hyper import not_negative
+from ..step_param._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
+from ..step_param._optimizer import Optimizer
 
 
 class AdagradState(NamedTuple):

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.adamax import adamax as torch_adamax
 
 from .._spec import factory
-from ._formula import lerp, penalized, rate_at
-from ._hyper import check_betas, not_negative
-from ._inplace import from_kernel, kernel_lr, new_step, slots
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import lerp, penalized, rate_at
+from ..step_param._hyper import check_betas, not_negative
+from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._optimizer import Optimizer
 
 
 class AdamaxState(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import optim
 
+from ..step_param._optimizer import Optimizer
 from ._adadelta import adadelta
 from ._adafactor import adafactor
 from ._adagrad import adagrad
@@ -16,7 +17,6 @@ from ._adamax import adamax
 from ._asgd import asgd
 from ._muon import muon
 from ._nadam import nadam
-from ._optimizer import Optimizer
 from ._radam import radam
 from ._rmsprop import rmsprop
 from ._rprop import rprop

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.asgd import asgd as torch_asgd
 
 from .._spec import factory
-from ._formula import penalized, rate_at
-from ._hyper import a_number, not_negative
-from ._inplace import from_kernel, kernel_lr, new_step, slots
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import penalized, rate_at
+from ..step_param._hyper import a_number, not_negative
+from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._optimizer import Optimizer
 
 
 class ASGDState(NamedTuple):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._spec import factory
-from ._inplace import new_step
-from ._optimizer import Optimizer
+from ..step_param._inplace import new_step
+from ..step_param._optimizer import Optimizer
 
 
 class FrozenState(NamedTuple):

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from .._spec import _FACTORIES, factory
 from .._tree import State, fields
-from ._formula import like, rate_at
-from ._hyper import no_schedule
-from ._inplace import one_param
-from ._optimizer import Optimizer
-from ._wrap import each_part, step_in_place
+from ..step_param._formula import like, rate_at
+from ..step_param._hyper import no_schedule
+from ..step_param._inplace import one_param
+from ..step_param._optimizer import Optimizer
+from ..step_param._wrap import each_part, step_in_place
 
 
 class InjectState(NamedTuple):

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from .._spec import factory
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import lerp, rate_at, root, wide_root
+from ..step_param._hyper import check_betas, not_negative
+from ..step_param._inplace import by_formula, from_kernel, new_step
+from ..step_param._optimizer import Optimizer
 from ._adam import AdamState
-from ._formula import lerp, rate_at, root, wide_root
-from ._hyper import check_betas, not_negative
-from ._inplace import by_formula, from_kernel, new_step
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
 
 
 @factory

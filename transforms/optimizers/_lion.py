@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .._spec import factory
-from ._formula import lerp, rate_at
-from ._hyper import check_betas, not_negative
-from ._inplace import from_kernel, kernel_lr, new_step, slots
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import lerp, rate_at
+from ..step_param._hyper import check_betas, not_negative
+from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._optimizer import Optimizer
 
 
 class LionState(NamedTuple):

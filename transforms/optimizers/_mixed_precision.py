@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .._spec import factory
 from .._tree import State, Tree
-from ._inplace import one_param
-from ._optimizer import Optimizer
-from ._wrap import each_part, step_in_place
+from ..step_param._inplace import one_param
+from ..step_param._optimizer import Optimizer
+from ..step_param._wrap import each_part, step_in_place
 
 
 class MixedState(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor
 from .._check import whole_number
 from .._spec import factory
 from .._tree import Tree, named_leaves
-from ._formula import rate_at
-from ._hyper import not_negative
-from ._inplace import by_formula, from_kernel, new_step
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import rate_at
+from ..step_param._hyper import not_negative
+from ..step_param._inplace import by_formula, from_kernel, new_step
+from ..step_param._optimizer import Optimizer
 
 
 class MuonState(NamedTuple):

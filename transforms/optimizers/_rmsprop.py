@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from .._spec import factory
-from ._formula import lerp, penalized, rate_at, root, used
-from ._hyper import not_negative
-from ._inplace import from_kernel, kernel_lr, new_step, slots
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import lerp, penalized, rate_at, root, used
+from ..step_param._hyper import not_negative
+from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._optimizer import Optimizer
 
 
 class RMSpropState(NamedTuple):

@@ -10,11 +10,11 @@ from torch.optim.rprop import rprop as torch_rprop
 
 from .._check import is_number
 from .._spec import factory
-from ._formula import rate_at
-from ._hyper import not_negative
-from ._inplace import from_kernel, new_step, slots
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule
+from ..schedules._schedules import ScalarOrSchedule
+from ..step_param._formula import rate_at
+from ..step_param._hyper import not_negative
+from ..step_param._inplace import from_kernel, new_step, slots
+from ..step_param._optimizer import Optimizer
 
 
 class RpropState(NamedTuple):

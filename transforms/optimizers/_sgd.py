@@ -8,11 +8,21 @@ import torch
 from torch import Tensor
 
 from .._spec import factory
-from ._formula import penalized, used
-from ._hyper import a_number, not_negative
-from ._inplace import any_tensor, by_formula, in_place, kernel_lr, new_step, one_param, slots, through_memory, unscale
-from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule, value_at
+from ..schedules._schedules import ScalarOrSchedule, value_at
+from ..step_param._formula import penalized, used
+from ..step_param._hyper import a_number, not_negative
+from ..step_param._inplace import (
+    any_tensor,
+    by_formula,
+    in_place,
+    kernel_lr,
+    new_step,
+    one_param,
+    slots,
+    through_memory,
+    unscale,
+)
+from ..step_param._optimizer import Optimizer
 
 
 class SGDState(NamedTuple):

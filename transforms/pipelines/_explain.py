@@ -14,9 +14,9 @@ from .._transform import Needs, Transform, check_transform
 from .._tree import Tree
 from ..combinators._chain import stages
 from ..combinators._partition import parts_alone
-from ..optimizers._optimizer import Optimizer
 from ..plan._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..plan._phases import Phase, changes_with_steps, phases, shown
+from ..step_param._optimizer import Optimizer
 from ._dry_run import DryRun
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row

@@ -16,8 +16,8 @@ from .._tree import State, Tree, all_finite, check_same, to_device
 from .._weights import check_weight
 from ..axes._collectives import axis_size, psum
 from ..optimizers._mixed_precision import masters_of, with_masters
-from ..optimizers._optimizer import Optimizer
 from ..plan._plan import Plan, make_plan
+from ..step_param._optimizer import Optimizer
 from ._effect import Effect, flag
 from ._pipeline import Pipeline, Skips
 

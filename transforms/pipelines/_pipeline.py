@@ -11,7 +11,7 @@ from torch import Tensor
 from .._spec import Spec, Specified
 from .._transform import Transform
 from .._tree import State, Tree
-from ..optimizers._optimizer import Optimizer
+from ..step_param._optimizer import Optimizer
 
 
 class Skips(NamedTuple):

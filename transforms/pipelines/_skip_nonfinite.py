@@ -11,7 +11,7 @@ from torch import Tensor
 from .._spec import factory
 from .._transform import Inner, Reduction, Transform, check_transform
 from .._tree import State, Tree, all_finite, choose_state, where, zeros_like
-from ..optimizers._optimizer import Optimizer
+from ..step_param._optimizer import Optimizer
 from ._fuse import pipeline_of
 from ._pipeline import Pipeline, Skips
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from .._spec import Spec
 from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
+from ..schedules._rates import watched
 from ._checked import check_count, unchecked
 from ._formula import copy_like, like
-from ._rates import watched
 
 if TYPE_CHECKING:
     from ._optimizer import Optimizer

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .._spec import Spec, Specified, spec_of_function
 from .._tree import State, Tree, fields
+from ..schedules._rates import watched
 from ._checked import Forms, checked, counted, unchecked
 from ._lift import init, step
-from ._rates import watched
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..schedules._schedules import ScalarOrSchedule, value_at
 from ._formula import copy_like
 from ._optimizer import Optimizer
-from ._schedules import ScalarOrSchedule, value_at
 
 
 def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:

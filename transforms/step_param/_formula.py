@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._tree import fields, with_fields
-from ._schedules import ScalarOrSchedule, value_at
+from ..schedules._schedules import ScalarOrSchedule, value_at
 
 
 def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:

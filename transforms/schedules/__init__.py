@@ -1,0 +1,1 @@
+"""Schedules: hyperparameters as functions of the step."""
