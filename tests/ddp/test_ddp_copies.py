@@ -63,7 +63,7 @@ def test_a_registered_module_is_saved_and_copied(pool: Any, what: str, how: str)
     pool.run(2, copies, what, how)
 
 
-def told_in_a_join() -> Any:
+def noticed_in_a_join() -> Any:
     """The attributes that torch's own Join leaves on a module, for code that reads them."""
     seen = []
     for divides in (True, False):
@@ -90,4 +90,4 @@ def told_in_a_join() -> Any:
 
 
 def test_a_join_says_so_on_its_modules(pool: Any) -> None:
-    assert pool.run(2, told_in_a_join) == [[True, False]] * 2
+    assert pool.run(2, noticed_in_a_join) == [[True, False]] * 2

@@ -87,5 +87,5 @@ def load_another_step() -> Any:
     return bool(text)
 
 
-def test_ranks_that_load_different_steps_are_told_apart(pool: Any) -> None:
+def test_ranks_that_load_different_steps_raise(pool: Any) -> None:
     assert pool.run(3, load_another_step) == [True] * 3

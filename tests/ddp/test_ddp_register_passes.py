@@ -98,15 +98,15 @@ def fed_back_now_and_then(fused: bool) -> float:
         ddp(x, step % 2 == 0).backward()
         if not fused:
             optimizer.step()
-    (owed,) = (v.clone() for name, v in handle.state_dict()["hook"].items() if name.endswith("error.other"))
-    for x in (true, owed):
+    (residual,) = (v.clone() for name, v in handle.state_dict()["hook"].items() if name.endswith("error.other"))
+    for x in (true, residual):
         dist.all_reduce(x)
-    assert owed.abs().max() > 0.1
-    return (-ddp.module.other.detach() * dist.get_world_size() + owed - true).abs().max().item()
+    assert residual.abs().max() > 0.1
+    return (-ddp.module.other.detach() * dist.get_world_size() + residual - true).abs().max().item()
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_what_is_owed_of_a_parameter_waits_until_it_is_used(pool: Any, fused: bool) -> None:
+def test_the_residual_of_a_parameter_waits_until_it_is_used(pool: Any, fused: bool) -> None:
     assert max(pool.run(2, fed_back_now_and_then, fused)) < 1e-5
 
 

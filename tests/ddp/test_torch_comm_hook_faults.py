@@ -46,7 +46,7 @@ def test_a_large_gradient_is_still_infinite_in_float16(pool: Any) -> None:
 
 def named() -> Any:
     ddp = DistributedDataParallel(make_model())
-    told = raises_text(TypeError, lambda: register_ddp_comm_hook(DDPCommHookType.BF16_COMPRESS, ddp))
+    reported = raises_text(TypeError, lambda: register_ddp_comm_hook(DDPCommHookType.BF16_COMPRESS, ddp))
 
     def any_other_name(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         return TORCHS["BF16_COMPRESS"](state, bucket)
@@ -59,27 +59,27 @@ def named() -> Any:
     fjoin.ddp.register_comm_hook_type(DDPCommHookType.BF16_COMPRESS, ddp)
     ddp(torch.ones(1, 5).double()).sum().backward()
     ours = [p.grad for p in ddp.parameters() if p.grad is not None]
-    return told, all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    return reported, all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
 
 
 def test_bfloat16_is_still_refused_by_the_name_of_a_function(pool: Any) -> None:
     """Under another name it runs on gloo."""
-    for told, equal in pool.run(2, named):
-        assert "BF16 all reduce communication hook required" in told and equal
+    for reported, equal in pool.run(2, named):
+        assert "BF16 all reduce communication hook required" in reported and equal
 
 
 def quantized_in_gloo(name: str) -> Any:
     ddp, params = holder()
     grads = [torch.ones(n) for n in SIZES]
-    told = raises_text(RuntimeError, lambda: oracle.run(TORCHS[name], None, params, grads))
+    reported = raises_text(RuntimeError, lambda: oracle.run(TORCHS[name], None, params, grads))
     ours = called(ddp, fjoin.ddp.register_comm_hook_type(name, ddp), params, grads)
-    return told, ours[0].eq(1.0).all().item()
+    return reported, ours[0].eq(1.0).all().item()
 
 
 @pytest.mark.parametrize("name", ["QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"])
 def test_quantization_still_expects_futures_of_nccl(pool: Any, name: str) -> None:
-    for told, fine in pool.run(2, quantized_in_gloo, name):
-        assert "IndexError" in told, "torch takes gloo's futures now"
+    for reported, fine in pool.run(2, quantized_in_gloo, name):
+        assert "IndexError" in reported, "torch takes gloo's futures now"
         assert fine
 
 
@@ -121,8 +121,8 @@ def no_subgroup() -> str:
 
 def test_a_subgroup_is_still_not_found_without_a_gpu(pool: Any) -> None:
     """Not when the state is made, but in the first backward pass that needs it; ours is an axis of a mesh from the beginning."""
-    for told in pool.run(2, no_subgroup):
-        assert "only takes effect when CUDA is available" in told, "torch finds one now"
+    for reported in pool.run(2, no_subgroup):
+        assert "only takes effect when CUDA is available" in reported, "torch finds one now"
 
 
 def forgets() -> Any:

@@ -90,7 +90,7 @@ def test_what_a_hook_returns_still_does_not_reach_the_optimizer(pool: Any) -> No
 def test_an_error_in_a_hook_is_still_lost(pool: Any) -> None:
     """H2: training continues with local gradients."""
     assert [weight for weight, _ in pool.run(2, with_torch, "raises")] == [-1.0, -2.0], "torch raises now"
-    assert all("lost" in told for told in pool.run(2, with_ours, "raises"))
+    assert all("lost" in reported for reported in pool.run(2, with_ours, "raises"))
 
 
 def test_a_compressed_gradient_is_still_stepped_with_as_it_is(pool: Any) -> None:

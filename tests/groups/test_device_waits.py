@@ -43,7 +43,7 @@ def wait_for_a_device(rank: int, report: Report) -> None:
             report((str(error), error.rank, error.step))
 
 
-def test_who_waits_for_a_device_hears_of_a_failure() -> None:
+def test_a_wait_for_a_device_ends_with_a_failure() -> None:
     """A kernel of NCCL's that waits for a rank that has failed does not end."""
     with Ranks(2, wait_for_a_device) as run:
         for _ in range(2):
@@ -51,7 +51,7 @@ def test_who_waits_for_a_device_hears_of_a_failure() -> None:
             assert (rank, who, step) == (0, 1, 3) and "bad batch" in text
 
 
-def test_nobody_waits_for_a_device_for_ever(pool: Any) -> None:
+def test_no_wait_for_a_device_is_endless(pool: Any) -> None:
     (texts,) = pool.run(1, wait_in_vain)
     assert "has not ended a step within 0.05 s" in texts[0] and texts[1:] == [True, False]
 

@@ -174,7 +174,7 @@ def leave(rank: int, report: Report, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "own", "told"),
+    ("how", "own", "reported"),
     [
         ("break", "fine", "rank 1 left the loop over step.join in iteration 2"),
         ("raise", "KeyError", "rank 1 left the loop over step.join in iteration 2"),
@@ -182,7 +182,7 @@ def leave(rank: int, report: Report, how: str) -> None:
         ("twice", "JoinError", "called the step twice in iteration 2"),
     ],
 )
-def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
+def test_leaving_the_loop_is_an_error_on_all_ranks(how: str, own: str, reported: str) -> None:
     with Ranks(2, leave, how) as run:
         for _ in range(2):
             rank, _, (first, second) = run.next(30)
@@ -190,7 +190,7 @@ def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
                 assert first[0] == own
                 assert second[0] == "JoinError" and "cannot go on" in second[1]
             else:
-                assert first[0] == "PeerLost" and told in first[1], first
+                assert first[0] == "PeerLost" and reported in first[1], first
                 assert second[0] == "PeerLost" and "cannot go on" in second[1]
 
 
@@ -237,7 +237,7 @@ def fail_in_init(rank: int, report: Report) -> None:
         report((type(error).__name__, str(error)))
 
 
-def test_a_rank_that_fails_while_setting_up_is_told() -> None:
+def test_a_rank_that_fails_while_setting_up_is_reported() -> None:
     with Ranks(2, fail_in_init) as run:
         for _ in range(2):
             rank, _, (kind, text) = run.next(30)

@@ -52,7 +52,7 @@ def run_other_code(rank: int, report: Report, what: str) -> None:
         ("replay", ["rank 1 runs", "when_exhausted='replay'"]),
     ],
 )
-def test_a_rank_that_runs_other_code_is_told_apart_before_the_first_message(what: str, parts: list[str] | None) -> None:
+def test_a_rank_that_runs_other_code_raises_before_the_first_message(what: str, parts: list[str] | None) -> None:
     with Ranks(3, run_other_code, what) as run:
         for rank, _, (kind, text, odd) in sorted(run.next(30) for _ in range(3)):
             if parts is None:

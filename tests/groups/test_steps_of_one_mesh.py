@@ -111,7 +111,7 @@ def in_two_threads(rank: int, report: Any, late: str) -> None:
 
     first, state = make(waits)
     second, other = make(lambda params, batch: (params["w"] * batch).sum())
-    told = []
+    reported = []
 
     def run() -> None:
         assert inside.wait(60)
@@ -120,7 +120,7 @@ def in_two_threads(rank: int, report: Any, late: str) -> None:
             "init": lambda: second.init({"w": torch.zeros(3)}),
             "join": lambda: next(iter(second.join([1.0]))),
         }
-        told.append(raises_text(fjoin.JoinError, calls[late], "two threads", "fjoin.mesh(...)"))
+        reported.append(raises_text(fjoin.JoinError, calls[late], "two threads", "fjoin.mesh(...)"))
         refused.set()
 
     thread = threading.Thread(target=run)
@@ -130,7 +130,7 @@ def in_two_threads(rank: int, report: Any, late: str) -> None:
     thread.join()
     for step, last in ((first, state), (second, other)):
         raises_text(fjoin.FjoinError, lambda step=step, last=last: step(last, 1.0), "cannot go on", "two threads")
-    report((len(told), state.step, state.params["w"].tolist()))
+    report((len(reported), state.step, state.params["w"].tolist()))
 
 
 @pytest.mark.parametrize("late", ["step", "init", "join"])

@@ -40,9 +40,9 @@ def one_bit(
             g = torch.stack(step).mean(0)
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         else:
-            owed = [b1 * m + (1 - b1) * step[r] + errors[r] for r in range(ranks)]
-            sent = [code(x) for x in owed]
-            errors = [x - s for x, s in zip(owed, sent, strict=True)]
+            residual = [b1 * m + (1 - b1) * step[r] + errors[r] for r in range(ranks)]
+            sent = [code(x) for x in residual]
+            errors = [x - s for x, s in zip(residual, sent, strict=True)]
             m = torch.stack(sent).mean(0)
         u = m / (1 - b1**t) / ((v / (1 - b2 ** min(t, warmup))).sqrt() + eps)
         outs.append((u, m, v))

@@ -117,7 +117,7 @@ def test_pieces_of_any_size(pool: Any, codec: str, ranks: int) -> None:
 def in_a_part() -> Any:
     group, me = dist.new_group([0, 2]), dist.get_rank()
     results = []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         for name, (f, args, outs) in calls(tx.int8(), 2, min(me, 1)).items():
             before = [o.clone() for o in outs]
@@ -126,7 +126,7 @@ def in_a_part() -> Any:
             results.append([o.clone() for o in outs])
             assert same_bits(results[-1], before) == (me == 1)
             assert f(*args, group=group, async_op=True) is None or me != 1
-    texts = [str(w.message) for w in told if "does not belong" in str(w.message)]
+    texts = [str(w.message) for w in reported if "does not belong" in str(w.message)]
     assert len(texts) == (2 * len(results) if me == 1 else 0)
     assert all("global rank 1" in text for text in texts)
     return results
@@ -192,7 +192,7 @@ def test_results_are_divided_by_quant_loss(pool: Any, codec: str) -> None:
         pool.run(ranks, divided, codec)
 
 
-def with_dice() -> Any:
+def with_random_bits() -> Any:
     reduce, x = fjoin.auto_quantize(dist.all_reduce, tx.random_k(3, tx.int8(stochastic=True))), torch.ones(30)
     out = []
     for _ in range(2):
@@ -201,9 +201,9 @@ def with_dice() -> Any:
     return out
 
 
-def test_dice_are_the_same_on_all_ranks_and_others_in_the_next_call(pool: Any) -> None:
+def test_random_bits_are_equal_on_all_ranks_and_new_in_each_call(pool: Any) -> None:
     for ranks in (2, 3):
-        results = pool.run(ranks, with_dice)
+        results = pool.run(ranks, with_random_bits)
         for first, second in results:
             assert (first != 0).sum() == (second != 0).sum() == 3 * (1 if ranks == 2 else ranks)
             assert torch.equal(first, results[0][0]) and not torch.equal(first, second)
@@ -295,7 +295,7 @@ def mistakes() -> None:
     assert not sent
 
 
-def test_mistakes_are_told_before_anything_is_sent(pool: Any) -> None:
+def test_mistakes_raise_before_the_first_message(pool: Any) -> None:
     pool.run(2, mistakes)
 
 

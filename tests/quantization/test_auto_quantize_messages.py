@@ -133,5 +133,5 @@ def peer_that_does_not_come() -> Any:
     assert work.is_completed() and not work.is_success() and all(o.eq(9.0).all() for o in out)
 
 
-def test_a_failed_message_is_told_in_every_wait(pool: Any) -> None:
+def test_a_failed_message_raises_in_every_wait(pool: Any) -> None:
     pool.run(2, peer_that_does_not_come)

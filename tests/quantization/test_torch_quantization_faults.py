@@ -52,16 +52,16 @@ def test_tensors_in_a_list_still_stay_as_they_were(pool: Any) -> None:
 
 def started() -> Any:
     out, x = [torch.zeros(2, 2) for _ in range(2)], torch.ones(2, 2)
-    told = raises_text(RuntimeError, lambda: THEIRS(dist.all_gather, FP16)(out, x, async_op=True))
+    reported = raises_text(RuntimeError, lambda: THEIRS(dist.all_gather, FP16)(out, x, async_op=True))
     ignored = THEIRS(dist.all_gather, FP16)(list(out), x, None, True)  # by position
     work = OURS(dist.all_gather, FP16)(out, x, None, True)
     before = out[1].sum().item()
-    return told, ignored, isinstance(work, dist.Work), work.wait(), before, out[1].sum().item()
+    return reported, ignored, isinstance(work, dist.Work), work.wait(), before, out[1].sum().item()
 
 
 def test_it_still_cannot_be_asynchronous(pool: Any) -> None:
-    for told, ignored, *ours in pool.run(2, started):
-        assert "async_op=True mode is not supported" in told and ignored is None, "torch returns a handle now"
+    for reported, ignored, *ours in pool.run(2, started):
+        assert "async_op=True mode is not supported" in reported and ignored is None, "torch returns a handle now"
         assert ours == [True, True, 0.0, 4.0]
 
 
@@ -71,15 +71,15 @@ def alone() -> Any:
     two, one = [torch.zeros(1, 1) for _ in range(2)], [torch.zeros(1, 1)]
     THEIRS(dist.all_gather, FP16)(two, x, group)
     OURS(dist.all_gather, FP16)(one, x, group)
-    told = raises_text(ValueError, lambda: OURS(dist.all_gather, FP16)(two, x, group))
-    return [t.item() for t in two], [t.item() for t in one], told
+    reported = raises_text(ValueError, lambda: OURS(dist.all_gather, FP16)(two, x, group))
+    return [t.item() for t in two], [t.item() for t in one], reported
 
 
 def test_a_group_by_position_is_still_ignored(pool: Any) -> None:
     """Each rank asks its own group of one, and gets the values of all."""
-    for rank, (theirs, ours, told) in enumerate(pool.run(2, alone)):
+    for rank, (theirs, ours, reported) in enumerate(pool.run(2, alone)):
         assert theirs == [1.0, 2.0], "torch heeds the group now"
-        assert ours == [rank + 1.0] and "2 tensors" in told and "1 ranks" in told
+        assert ours == [rank + 1.0] and "2 tensors" in reported and "1 ranks" in reported
 
 
 def split() -> Any:
@@ -124,14 +124,16 @@ def shaped() -> Any:
     out = []
     for shape in ((), (3,), (2, 2, 2)):
         x = torch.full(shape, 0.5)
-        told = raises_text(RuntimeError, lambda: gathered(THEIRS, BFP16, x))  # noqa: B023
-        out.append((told, gathered(OURS, BFP16, x)[1] == [0.5 * x.numel()] * 2))
+        reported = raises_text(RuntimeError, lambda: gathered(THEIRS, BFP16, x))  # noqa: B023
+        out.append((reported, gathered(OURS, BFP16, x)[1] == [0.5 * x.numel()] * 2))
     return out
 
 
 def test_bfloat16_still_has_two_dimensions(pool: Any) -> None:
     for rank in pool.run(2, shaped):
-        assert all("must have 2 dimension(s)" in told and ours for told, ours in rank), "torch takes any shape now"
+        assert all("must have 2 dimension(s)" in reported and ours for reported, ours in rank), (
+            "torch takes any shape now"
+        )
 
 
 def large() -> Any:
@@ -155,18 +157,18 @@ def counts() -> Any:
 
 
 def test_whole_numbers_are_still_rounded(pool: Any) -> None:
-    for theirs, told in pool.run(2, counts):
+    for theirs, reported in pool.run(2, counts):
         assert theirs == [2048.0, 2048.0], "torch refuses whole numbers now"
-        assert "torch.int64" in told
+        assert "torch.int64" in reported
 
 
 def sums() -> Any:
     x = torch.full((4,), dist.get_rank() + 1.0)
-    told = raises_text(RuntimeError, lambda: THEIRS(dist.all_reduce, FP16)(x))
+    reported = raises_text(RuntimeError, lambda: THEIRS(dist.all_reduce, FP16)(x))
     OURS(dist.all_reduce, FP16)(x)
-    return told, x.tolist()
+    return reported, x.tolist()
 
 
 def test_sums_are_still_not_served(pool: Any) -> None:
-    for told, ours in pool.run(2, sums):
-        assert "not supported" in told and ours == [3.0] * 4
+    for reported, ours in pool.run(2, sums):
+        assert "not supported" in reported and ours == [3.0] * 4

@@ -81,12 +81,12 @@ def test_steps(ranks: tuple[str, Pool], hook: str, bucket_bytes: int) -> None:
     device, pool = ranks
     start = {path: p.float() for path, p in net_params().items()}
     for n in (2, 3):
-        (want, told), *_ = tx.simulate(lambda: trained("cpu", "", bucket_bytes), {"data": n})
+        (want, reported), *_ = tx.simulate(lambda: trained("cpu", "", bucket_bytes), {"data": n})
         results = pool.run(n, trained, device, hook, bucket_bytes)
         for got, seen in results:
             assert same_bits(got, results[0][0])
-            assert [weight for _, weight in seen] == [weight for _, weight in told]
-            assert abs(seen[0][0] - told[0][0]) < 1e-5
+            assert [weight for _, weight in seen] == [weight for _, weight in reported]
+            assert abs(seen[0][0] - reported[0][0]) < 1e-5
             near(got, want, start, HOOKS[hook][1])
 
 
@@ -142,7 +142,7 @@ def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[s
     assert set(sent) == {"meta"}
 
 
-def test_a_choice_of_states_is_made_where_nobody_waits() -> None:
+def test_a_choice_of_states_waits_for_no_device() -> None:
     here, there = torch.zeros(()), torch.zeros((), device="meta")
     fine, rows = there > 0, torch.zeros(2)
     for new, old in ((here, here.clone()), (here, there), (there, here)):

@@ -154,9 +154,9 @@ def fail_on_one_rank(wave: int) -> tuple[str, str, int]:
 @pytest.mark.parametrize("wave", [1, 2])
 def test_a_hook_that_fails_on_one_rank_ends_all(pool: Any, wave: int) -> None:
     """The error comes out on that rank, PeerLost on the other, and no thread is left behind."""
-    (kind, text, left), (other, told, left_there) = pool.run(2, fail_on_one_rank, wave)
+    (kind, text, left), (other, reported, left_there) = pool.run(2, fail_on_one_rank, wave)
     assert (kind, text) == ("ValueError", "this hook is broken")
-    assert other == "PeerLost" and "this hook is broken" in told and "rank 0" in told
+    assert other == "PeerLost" and "this hook is broken" in reported and "rank 0" in reported
     assert left == left_there == 0
 
 

@@ -103,7 +103,7 @@ def test_ranks_are_named_within_the_axes_that_are_reduced() -> None:
     assert out == [None] * 24 + [(1,)] * 2
 
 
-def test_a_failure_within_a_window_is_told() -> None:
+def test_a_failure_within_a_window_is_reported() -> None:
     def loss(params: Any, batch: Tensor) -> Tensor:
         if batch.sum() > 5:
             raise ValueError("bad batch")
@@ -136,7 +136,7 @@ def test_skip_if_nonfinite_leaves_the_step_out() -> None:
     assert not torch.equal(state.params["w"], torch.ones(2)) and metrics.loss == 2.0
 
 
-def test_a_verdict_on_the_device_changes_nothing_and_is_told_later() -> None:
+def test_a_verdict_on_the_device_changes_nothing_and_raises_later() -> None:
     """The way of accelerators, where the host does not wait, on tensors of the CPU."""
     for hook in (
         tx.mean("data"),

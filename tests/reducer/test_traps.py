@@ -26,7 +26,7 @@ def _w(n: int = 2) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("size", [1000, 2])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_gradients_that_share_memory_are_told_apart(ranks: int, size: int) -> None:
+def test_gradients_that_share_memory_are_distinct(ranks: int, size: int) -> None:
     """autograd hands two leaves views of one gradient: summed in place they would be summed twice."""
 
     def one_rank(_: int) -> Any:

@@ -244,5 +244,5 @@ def other_codec() -> str:
     return raises_text(fjoin.DesyncError, lambda: step.init(net_params()), "block=16", "rank 1")
 
 
-def test_ranks_with_other_codecs_are_told_before_anything_is_sent(pool: Any) -> None:
+def test_ranks_with_other_codecs_raise_before_the_first_message(pool: Any) -> None:
     pool.run(2, other_codec)

@@ -179,7 +179,7 @@ OWING = {
 
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("hook", OWING)
-def test_what_is_owed_is_by_path(hook: str, bucket_bytes: int) -> None:
+def test_residuals_are_by_path(hook: str, bucket_bytes: int) -> None:
     """For any buckets, also where one has as many elements as a field of the state; so a custom loop can continue from it."""
     params = {"a": torch.ones(1), "b": torch.ones(1), "m": torch.ones(6, 6)}
     pipeline = tx.fuse(OWING[hook](), tx.sgd(0.1))

@@ -42,7 +42,7 @@ def _normalises_each(grads: Any, state: Any, params: Any = None, **extra: Any) -
     return {k: g / g.norm().clamp(min=1e-6) for k, g in grads.items()}, state
 
 
-def _hears_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+def _needs_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return tx.pmean(grads, "data"), state
 
 
@@ -53,7 +53,7 @@ def _norm_in_state() -> tx.Transform:
     return tx.Transform(lambda params: (torch.zeros(()),), update, needs=tx.Needs.LEAVES)
 
 
-def _not_told() -> tx.Transform:
+def _not_declared() -> tx.Transform:
     """Passes the first-bucket state of the whole on to its inner transform, as if it were the inner one's."""
     inner = tx.mean("data")
 
@@ -119,7 +119,7 @@ def _writes_where_others_are() -> tx.Transform:
     )
 
 
-def _hears_later() -> tx.Transform:
+def _sums_later() -> tx.Transform:
     """A momentum of this rank's gradients, including those of weight 0."""
     inner = tx.mean("data")
 
@@ -195,9 +195,9 @@ BROKEN_TRANSFORMS = {
         _plain(_normalises_each, needs=tx.Needs.LAYOUT),
         *(_plain(_normalises, needs=needs) for needs in (tx.Needs.NOTHING, tx.Needs.LEAVES)),
     ],
-    "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _norm_in_state, _not_told],
+    "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _norm_in_state, _not_declared],
     "chains": [_broken_chain],
-    "ignores_weight_zero": [_plain(_hears_all), _hears_later],
+    "ignores_weight_zero": [_plain(_needs_all), _sums_later],
     "is_itself_alone": [_wrong_total, _another_way],
     "forgets_the_order_of_ranks": [_rank_first],
     "forgets_what_is_not_finite": [_momentum],

@@ -79,7 +79,9 @@ def test_an_encoded_mean_is_near_the_mean(
 
 
 @given(LOSSY, SHAPES, st.integers(2, 5), st.integers(0, 99), st.sampled_from([math.nan, math.inf, -math.inf]))
-def test_what_is_not_finite_is_told_to_all(codec: tx.Codec, shapes: Any, ranks: int, seed: int, bad: float) -> None:
+def test_nonfinite_gradients_raise_on_all_ranks(
+    codec: tx.Codec, shapes: Any, ranks: int, seed: int, bad: float
+) -> None:
     """Wherever it stands, every rank gets something that is not finite."""
     hook, trees = tx.quantized_mean("data", codec, seed=seed), [leaves_of(shapes, seed + r) for r in range(ranks)]
     count = sum(t.numel() for t in trees[0].values())
@@ -123,8 +125,8 @@ def test_nothing_is_lost_for_ever(codec: tx.Codec, shapes: Any, steps: Any, flus
             w * leaves_of(shapes, 10 * i + r)[path].double() / totals[i]
             for i, step in enumerate(steps) for r, w in enumerate(step) if w
         )  # fmt: skip
-        owed = sum(error[path].double() for _, error in results) / last
-        gap = torch.as_tensor(came + owed - went)
+        residual = sum(error[path].double() for _, error in results) / last
+        gap = torch.as_tensor(came + residual - went)
         assert gap.numel() == 0 or gap.abs().max() <= 1e-4 * len(steps)
 
 

@@ -139,7 +139,7 @@ def raise_and_keep(rank: int, report: Any) -> None:
     globals()["_kept"] = kept
 
 
-def test_errors_that_are_kept_hold_nobody_up() -> None:
+def test_kept_errors_keep_nothing_alive() -> None:
     with Ranks(4, raise_and_keep) as run:
         for rank, seconds, (kind, text) in run.after("raising", 4):
             assert kind == ("ValueError" if rank == 1 else "PeerLost") and "bad batch" in text, (kind, text)

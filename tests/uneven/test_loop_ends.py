@@ -101,7 +101,7 @@ def leave(rank: int, report: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "own", "told"),
+    ("how", "own", "reported"),
     [
         ("break", "fine", "rank 1 left the loop over fjoin.join in iteration 1"),
         ("raise", "ValueError", "rank 1 left the loop over fjoin.join in iteration 1"),
@@ -109,7 +109,7 @@ def leave(rank: int, report: Any, how: str) -> None:
         ("kill", "", ""),
     ],
 )
-def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
+def test_leaving_the_loop_is_an_error_on_all_ranks(how: str, own: str, reported: str) -> None:
     with Ranks(3, leave, how) as run:
         for rank, seconds, (kind, text) in run.after("leaving", 2 if how == "kill" else 3):
             if rank == 1:
@@ -117,7 +117,7 @@ def test_leaving_the_loop_is_told_to_all(how: str, own: str, told: str) -> None:
             elif how == "kill":
                 assert kind == "PeerLost" and "left the loop" not in text, text
             else:
-                assert kind == "PeerLost" and told in text, (kind, text)
+                assert kind == "PeerLost" and reported in text, (kind, text)
                 assert seconds < 10.0
 
 

@@ -203,5 +203,5 @@ def test_an_exception_on_one_rank() -> None:
     """torch's other ranks get no report of the error; ours do, and at once (test_join_errors.py)."""
     theirs, own = check_torch("exception")
     assert own == "ValueError: bad batch" and "bad batch" not in theirs
-    told, own = outcomes("exception", "fjoin")
-    assert own == "ValueError: bad batch" and told.startswith("PeerLost: rank 1 failed") and "bad batch" in told
+    reported, own = outcomes("exception", "fjoin")
+    assert own == "ValueError: bad batch" and reported.startswith("PeerLost: rank 1 failed") and "bad batch" in reported

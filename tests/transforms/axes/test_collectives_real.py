@@ -95,8 +95,8 @@ def test_no_rank_loses_a_nan(pool: Any) -> None:
                 for mine, right in zip(got, want, strict=True):
                     assert mine.dtype is dtype and torch.equal(mine.isnan(), right.isnan())
                     assert torch.equal(mine[~right.isnan()], right[~right.isnan()])
-        told = tx.explain(tx.stateless(lambda g: tx.pmax(g, "data")), {"w": xs[0]}, {"data": 2})
-        assert real[0][i][1] == [told.payload_bytes] * 2
+        reported = tx.explain(tx.stateless(lambda g: tx.pmax(g, "data")), {"w": xs[0]}, {"data": 2})
+        assert real[0][i][1] == [reported.payload_bytes] * 2
 
 
 def gathers() -> Any:

@@ -90,7 +90,7 @@ def test_a_long_row_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch, block:
         assert torch.equal(codec.encode(x, noise), whole)
 
 
-def test_dice_depend_on_seed_step_and_path_and_on_nothing_else() -> None:
+def test_random_bits_depend_on_seed_step_and_path_only() -> None:
     codec, x = tx.bfloat16(stochastic=True), torch.full((1, 1000), 1.001)
     assert same_bits(thrown(codec, x), thrown(codec, x))
     for other in (thrown(codec, x, seed=1), thrown(codec, x, step=1), thrown(codec, x, seed=2**40)):
@@ -116,7 +116,7 @@ def test_dice_depend_on_seed_step_and_path_and_on_nothing_else() -> None:
     assert len(one[0]["a"].unique()) == 3
 
 
-def test_codes_that_throw_dice_need_a_hook_that_counts_steps() -> None:
+def test_stochastic_codecs_need_a_hook_that_counts_steps() -> None:
     from fjoin.transforms.reductions._coded_mean import coded_mean
 
     def bare() -> Any:

@@ -13,7 +13,7 @@ from fjoin import transforms as tx
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_gradients_that_settle_are_told_as_exactly_as_their_dtype_can(dtype: torch.dtype) -> None:
+def test_constant_gradients_arrive_as_exactly_as_their_dtype_allows(dtype: torch.dtype) -> None:
     hook = tx.ef21(tx.quantized_mean("data", tx.int4(block=4)))
     xs = [torch.randn(16, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
 

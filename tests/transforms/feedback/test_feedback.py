@@ -75,14 +75,14 @@ def _run(hook: tx.Transform, idle: bool) -> Any:
     [(c, o) for c in CODECS for o in ("mean", "live", "world", "sum") if o == "mean" or c in ("int8", "int4")]
     + [("top_k", "gathered")],
 )
-def test_what_came_out_and_what_is_owed_is_what_went_in(codec: str, over: str, without_input: Any, idle: bool) -> None:
+def test_sent_and_residual_add_up_to_the_input(codec: str, over: str, without_input: Any, idle: bool) -> None:
     for ranks in (2, 3, 5):
         hook = tx.error_feedback(tx.compress(CODECS[codec](), OVERS[over]()), without_input)
         results = tx.simulate(lambda: _run(hook, idle), {"data": ranks})  # noqa: B023
         for key in ("a", "b"):
-            owed = sum(error[key] for _, error, _ in results)
+            residual = sum(error[key] for _, error, _ in results)
             given = sum(all_[key] for _, _, all_ in results)
-            assert (results[0][0][key] + owed - given).abs().max() < 1e-4 * STEPS, (ranks, key)
+            assert (results[0][0][key] + residual - given).abs().max() < 1e-4 * STEPS, (ranks, key)
             assert all(same_bits(out, results[0][0]) for out, _, _ in results)
         if codec == "int4":
             plain = tx.simulate(lambda: _sums(hook.spec["hook"], idle), {"data": ranks})[0]  # noqa: B023
@@ -123,13 +123,13 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
         hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()), how)
         rank = int(tx.axis_index("data"))
         _, state = hook.update(first, hook.init(first), weight=1.0)
-        owed = state.error[""].clone()
+        residual = state.error[""].clone()
         out, state = hook.update(torch.zeros(2), state, weight=1.0 - rank)
-        return owed.tolist(), out.tolist(), state.error[""].tolist()
+        return residual.tolist(), out.tolist(), state.error[""].tolist()
 
     for how, arrived in (("freeze", 0.4), ("flush", 0.8)):
-        (owed, out, too_much), (_, _, left) = tx.simulate(one_rank, {"data": 2}, [how, how])
-        assert owed == pytest.approx([0.0, 0.4]) and out == pytest.approx([0.0, arrived], abs=0.01)
+        (residual, out, too_much), (_, _, left) = tx.simulate(one_rank, {"data": 2}, [how, how])
+        assert residual == pytest.approx([0.0, 0.4]) and out == pytest.approx([0.0, arrived], abs=0.01)
         assert too_much == pytest.approx([0.0, -0.2], abs=0.01)
         assert left == pytest.approx([0.0, 0.2 if how == "freeze" else -0.2], abs=0.01)
 
@@ -181,10 +181,10 @@ def test_a_small_batch_does_not_pay_what_large_ones_owe(how: str, weights: str) 
             gap += mean - out
         return ratios, gap, None if how == "loco" else state.error[""] / sum(both)
 
-    (ratios, gap, owed), (_, _, other) = tx.simulate(one_rank, {"data": 2}, [0, 1])
+    (ratios, gap, residual), (_, _, other) = tx.simulate(one_rank, {"data": 2}, [0, 1])
     assert max(ratios) < 2
-    if owed is not None:
-        assert max_diff(owed + other, gap) < 1e-4
+    if residual is not None:
+        assert max_diff(residual + other, gap) < 1e-4
 
 
 def _loss(params: Any, batch: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def test_lambs_ratio_stays_where_gradients_do() -> None:
 
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb], ids=["adam", "lamb"])
-def test_a_call_in_which_nobody_has_input_is_none(make: Any, over: Any) -> None:
+def test_a_call_without_input_on_any_rank_is_none(make: Any, over: Any) -> None:
     hook, x = make("data", 2, over=over), torch.tensor([1.0, -2.0, 3.0])
 
     def one_rank(pause: bool) -> Any:

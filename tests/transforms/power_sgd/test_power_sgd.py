@@ -85,7 +85,7 @@ def telescoped(hook: tx.Transform, idle: bool, dtype: torch.dtype = torch.float6
 @pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("kind", ["each", "batched", "cold", "late", "bfloat16", "int8"])
-def test_what_came_out_and_what_is_owed_is_what_went_in(kind: str, over: Any, without_input: Any, idle: bool) -> None:
+def test_sent_and_residual_add_up_to_the_input(kind: str, over: Any, without_input: Any, idle: bool) -> None:
     room = 1e-9
     if kind == "batched":
         hook: tx.Transform = tx.batched_power_sgd("data", 2, min_compression_rate=1.0, over=over)
@@ -99,15 +99,15 @@ def test_what_came_out_and_what_is_owed_is_what_went_in(kind: str, over: Any, wi
         lossy = results[0][1].keys()
         assert lossy == (SHAPES.keys() if kind in ("batched", "bfloat16", "int8") else COMPRESSED)
         for path in SHAPES:
-            owed = sum(error[path] for _, error, _ in results) if path in lossy else 0.0
+            residual = sum(error[path] for _, error, _ in results) if path in lossy else 0.0
             given = sum(all_[path] for _, _, all_ in results)
-            diff = results[0][0][path] + owed - given
+            diff = results[0][0][path] + residual - given
             assert not diff.numel() or diff.abs().max() < room, (ranks, path, diff)
             assert all(same_bits(out, results[0][0]) for out, _, _ in results)
         assert max(e.abs().max() for _, error, _ in results for p, e in error.items() if p in COMPRESSED) > 0.1
 
 
-def test_what_is_owed_does_not_grow() -> None:
+def test_residuals_stay_bounded() -> None:
     """The same gradients 200 times, different on each rank. The sum of the residuals stays, and where the mean spans all rows
     so does each residual; torch's `local - mean` grows by as much in every step."""
 

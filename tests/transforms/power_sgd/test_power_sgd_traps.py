@@ -52,7 +52,7 @@ def test_columns_that_have_become_zero_are_drawn_afresh() -> None:
 
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_told_and_forgotten(bad: float, coded: bool) -> None:
+def test_nonfinite_gradients_raise_once(bad: float, coded: bool) -> None:
     """Every rank sees it, in that matrix alone; the next step's gradients come as if it had not been."""
 
     def one_rank(poison: bool) -> Any:
@@ -165,10 +165,10 @@ AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
 @pytest.mark.parametrize("around", AROUND)
 def test_only_what_needs_gradients_no_more_hands_them_on(around: str) -> None:
     make, expected = AROUND[around]
-    inner, told = made(2), []
+    inner, reported = made(2), []
 
     def update(*args: Any, donated: bool = False, wire: Any = None, **extra: Any) -> Any:
-        told.append(donated)
+        reported.append(donated)
         return inner.update(*args, wire=wire, **extra)
 
     hook = make(dataclasses.replace(inner, update=update))
@@ -179,4 +179,4 @@ def test_only_what_needs_gradients_no_more_hands_them_on(around: str) -> None:
             _, state = hook.update(draws(0), state, **donate_kwargs(hook))
 
     tx.simulate(one_rank, {"data": 2})
-    assert set(told) == {expected}
+    assert set(reported) == {expected}

@@ -41,8 +41,8 @@ def _one_rank(hook: tx.Transform, as_tensor: bool) -> Any:
 def test_it_is_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tensor: bool) -> None:
     two, one = tx.hierarchical_mean("local", "node", over=over), tx.mean(("node", "local"), over)
     got, want = (tx.simulate(lambda: _one_rank(hook, as_tensor), axes) for hook in (two, one))  # noqa: B023
-    for (out, state), (expected, told) in zip(got, want, strict=True):
-        assert max_diff(out, expected) < 1e-15 and max_diff(state, told) == 0
+    for (out, state), (expected, reported) in zip(got, want, strict=True):
+        assert max_diff(out, expected) < 1e-15 and max_diff(state, reported) == 0
         assert same_bits(out, got[0][0])
 
 
@@ -73,8 +73,8 @@ def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any)
     ):
         results = tx.simulate(lambda: one_rank(hook), axes)  # noqa: B023
         for key in ("a", "b"):
-            owed, given = (sum(r[i][key] for r in results) for i in (2, 1))
-            assert (results[0][0][key] + owed - given).abs().max() < 1e-3, key
+            residual, given = (sum(r[i][key] for r in results) for i in (2, 1))
+            assert (results[0][0][key] + residual - given).abs().max() < 1e-3, key
         assert axes["node"] == 1 or any(r[2]["a"].abs().max() > 0 for r in results)
 
 
@@ -92,8 +92,8 @@ def test_encoded_across_nodes(axes: dict[str, int], over: Any) -> None:
     ):
         got = tx.simulate(lambda: _one_rank(hook, False), axes)  # noqa: B023
         want = tx.simulate(lambda: _one_rank(tx.mean(("node", "local"), over), False), axes)
-        for (out, state), (expected, told) in zip(got, want, strict=True):
-            assert max_diff(out, expected) < (0.03 if axes["node"] > 1 else 1e-15) and max_diff(state, told) == 0
+        for (out, state), (expected, reported) in zip(got, want, strict=True):
+            assert max_diff(out, expected) < (0.03 if axes["node"] > 1 else 1e-15) and max_diff(state, reported) == 0
             assert same_bits(out, got[0][0])
 
 

@@ -151,9 +151,9 @@ def test_a_code_has_no_derivative(name: str) -> None:
     def plain(x: Tensor) -> Any:
         return CALLS[name](f, {"x": x.clone().requires_grad_()}, 2)
 
-    xs, told = [torch.ones(2, 3)] * 2, ("no derivative", "the collective itself")
-    raises_text(RuntimeError, lambda: tx.simulate(inside, {"data": 2}, xs), *told)
-    raises_text(RuntimeError, lambda: tx.simulate(plain, {"data": 2}, xs), *told)
+    xs, reported = [torch.ones(2, 3)] * 2, ("no derivative", "the collective itself")
+    raises_text(RuntimeError, lambda: tx.simulate(inside, {"data": 2}, xs), *reported)
+    raises_text(RuntimeError, lambda: tx.simulate(plain, {"data": 2}, xs), *reported)
     tx.simulate(torch.no_grad()(plain), {"data": 2}, xs)
 
 
@@ -166,7 +166,7 @@ def test_its_arguments_are_the_collectives() -> None:
     assert tx.fingerprint(one) != tx.fingerprint(other) and one == tx.stateless(tx.quantized(tx.psum, tx.int8(8)))
 
 
-def test_dice_need_a_key() -> None:
+def test_random_bits_need_a_key() -> None:
     def coded(codec: tx.Codec, x: Tensor) -> Any:
         return tx.simulate(lambda: tx.quantized(tx.psum, codec)(x, "data"), {"data": 3})
 
@@ -180,7 +180,9 @@ def test_dice_need_a_key() -> None:
         lambda: tx.quantized(tx.all_to_all_single, tx.qsgd(1).keyed(0, 0))(x, "data", **sizes), {"data": 2}
     )
     parts = [part for out in received for part in out.split(150)]
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(parts, 2)), "each piece has dice of its own"
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(parts, 2)), (
+        "each piece has random_bits of its own"
+    )
     raises_text(ValueError, lambda: tx.qsgd().keyed(0.5, 0), "seed", "0.5")  # type: ignore[arg-type]
 
 

@@ -141,7 +141,7 @@ SPLITS = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])], [(1, 1), (1, 1)],
 
 
 @pytest.mark.parametrize("codec", [tx.int4(), tx.sign(), tx.bfloat16()], ids=repr)
-def test_ranks_that_disagree_are_told_though_their_bytes_are_as_many(codec: tx.Codec) -> None:
+def test_ranks_that_disagree_raise_at_equal_bytes(codec: tx.Codec) -> None:
     """In the simulator, as for the plain collective."""
     quantized = functools.partial(tx.quantized, codec=codec)
     for f in (tx.all_to_all_single, quantized(tx.all_to_all_single)):

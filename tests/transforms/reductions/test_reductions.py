@@ -37,8 +37,8 @@ def on_ranks(hook: tx.Transform, n: int, weights: Any = None, dtype: torch.dtype
 def test_the_mean_of_what_is_gathered_is_the_mean(over: Any, n: int) -> None:
     weights = [0.0 if r == 1 else 1.0 + r for r in range(n)]
     got, want = (on_ranks(hook, n, weights) for hook in (tx.all_gather_mean("data", over), tx.mean("data", over)))
-    for (out, state), (mean, told) in zip(got, want, strict=True):
-        assert max_diff(out, mean) < 1e-14 and max_diff(state, told) < 1e-12
+    for (out, state), (mean, reported) in zip(got, want, strict=True):
+        assert max_diff(out, mean) < 1e-14 and max_diff(state, reported) < 1e-12
         assert same_bits(out, got[0][0])
 
 
@@ -131,7 +131,7 @@ def test_differences_as_written_out() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
-def test_gradients_that_settle_are_told_exactly_in_time(over: Any, n: int) -> None:
+def test_constant_gradients_arrive_exactly_in_the_end(over: Any, n: int) -> None:
     """Also where ranks have different weights and some have none: their last gradient counts on, or is taken back."""
     hook = {how: tx.ef21(tx.quantized_mean("data", tx.top_k(0.3), over), how) for how in ("freeze", "flush")}
     weights = [1.0 + r for r in range(n)]
