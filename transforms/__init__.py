@@ -1,10 +1,12 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
 kinds        Transform  Optimizer  Pipeline  Schedule  Reduction  Phase
-combine      chain  identity  stateless  masked  partition  fuse
+combine      chain  identity  stateless  masked  partition  in_fragments  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  all_gather_mean  majority_vote  adasum  average_buffers  broadcast_buffers
+local SGD    local_sgd  post_local_sgd  slow_mo  diloco  gossip  ema  ema_params  outer_step
+             average_parameters  average_every  hierarchical_average  average_state  reset_state
 wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  loco  dgc
              one_bit_adam  one_bit_lamb  power_sgd  batched_power_sgd  hierarchical_mean
 codecs       Codec  Noise  bfloat16  bfp16  float16  float32  fp8  int8  uint8  int4  qsgd  natural  terngrad
@@ -88,6 +90,7 @@ from .combinators._conditional import SwitchState as SwitchState
 from .combinators._conditional import accumulate as accumulate
 from .combinators._conditional import every as every
 from .combinators._conditional import switch_after as switch_after
+from .combinators._fragments import in_fragments as in_fragments
 from .combinators._optax import OptaxState as OptaxState
 from .combinators._optax import from_optax as from_optax
 from .combinators._optax import to_optax as to_optax
@@ -108,6 +111,23 @@ from .feedback._one_bit_adam import OneBitAdamState as OneBitAdamState
 from .feedback._one_bit_adam import one_bit_adam as one_bit_adam
 from .feedback._one_bit_lamb import OneBitLambState as OneBitLambState
 from .feedback._one_bit_lamb import one_bit_lamb as one_bit_lamb
+from .local_sgd._average import AverageState as AverageState
+from .local_sgd._average import average_every as average_every
+from .local_sgd._average import average_parameters as average_parameters
+from .local_sgd._average import hierarchical_average as hierarchical_average
+from .local_sgd._diloco import diloco as diloco
+from .local_sgd._diloco import slow_mo as slow_mo
+from .local_sgd._ema import EmaState as EmaState
+from .local_sgd._ema import ema as ema
+from .local_sgd._ema import ema_params as ema_params
+from .local_sgd._gossip import GossipState as GossipState
+from .local_sgd._gossip import gossip as gossip
+from .local_sgd._local_sgd import local_sgd as local_sgd
+from .local_sgd._local_sgd import post_local_sgd as post_local_sgd
+from .local_sgd._outer import OuterState as OuterState
+from .local_sgd._outer import outer_step as outer_step
+from .local_sgd._state import average_state as average_state
+from .local_sgd._state import reset_state as reset_state
 from .optimizers._adadelta import AdadeltaState as AdadeltaState
 from .optimizers._adadelta import adadelta as adadelta
 from .optimizers._adafactor import AdafactorState as AdafactorState

@@ -48,9 +48,9 @@ class DDPRun:
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
         self._mesh, self._hook, self._stages = mesh, hook, stages(hook)
-        self._plan = plan = make_plan(hook, mesh.shape, pipeline.after if pipeline else None)
+        self._plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()))
         # Whether the pipeline transforms parameters, for which the ranks that share gradients sum their weights.
-        self._transforms = pipeline is not None and pipeline.after is not None
+        self._transforms = pipeline is not None and bool(pipeline.ends)
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}

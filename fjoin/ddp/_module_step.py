@@ -13,15 +13,16 @@ from ..groups._mesh import Mesh
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
 from ..reducer._step_check import StepCheck
-from ..training._apply import run_after
+from ..training._apply import run_ends
 from ..training._loss_weight import unscale
 from ..transforms._state_dict import restored, to_state_dict
-from ..transforms._tree import check_dense
+from ..transforms._tree import check_dense, named_leaves
 from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._mean import MeanState
+from ..transforms.step_param._state_fields import state_fields
 from ._buckets import DDPBucket, divide
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
@@ -37,7 +38,7 @@ class ModuleStep:
 
     Attributes:
         stepper: Steps parameters; holds the optimizer's states.
-        after_state, outer: The states of the parameter transform, and of `skip_if_nonfinite` or `dynamic_loss_scale`.
+        after_state, on_state, outer: The states of the transforms after the optimizer, and of `skip_if_nonfinite` or `dynamic_loss_scale`.
         scaling: For a pipeline in `dynamic_loss_scale`.
     """
 
@@ -58,6 +59,10 @@ class ModuleStep:
         items = [(path, at(path), p, None) for path, p in held.items()]
         self.stepper = ForeachStepper()
         self.stepper.begin(items)
+        fields = state_fields(self.stepper.states)
+        self.on_state = (
+            copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values()) if pipeline.on_state else ()
+        )
         self._watched = [item for item in items if item[1].watched]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         self._check = StepCheck(mesh.size, skips=skips is not None)
@@ -69,6 +74,7 @@ class ModuleStep:
         return {
             "outer": to_state_dict(self.outer),
             "after": to_state_dict(self.after_state),
+            "on_state": to_state_dict(self.on_state),
             "optimizer": {path: to_state_dict(state) for path, state in self.stepper.states.items()},
         }
 
@@ -80,13 +86,14 @@ class ModuleStep:
         """
         outer = restored("the state of the outer", self.outer, state_dict["outer"])
         after = restored("the state of the after", self.after_state, state_dict["after"])
+        on_state = restored("the state of on_state", self.on_state, state_dict["on_state"])
         saved, at = state_dict["optimizer"], self.pipeline.optimizer.at
         if self.stepper.states.keys() != saved.keys():
             raise ValueError(
                 f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
             )
         self.stepper.adopt(self.stepper.prepared((path, at(path), self._leaves[path], s) for path, s in saved.items()))
-        self.outer, self.after_state = outer, after
+        self.outer, self.after_state, self.on_state = outer, after, on_state
 
     def begin(self, step: int, scaled: bool) -> None:
         """Begin a pass.
@@ -166,10 +173,10 @@ class ModuleStep:
             self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
         elif decision.error is not None and self._skips is None:
             return decision.effect, total
-        if pipeline.after is not None:
+        if pipeline.ends:
             held = {path: p.detach() for path, p in self._leaves.items()}
-            states, old, flats = self.stepper.states, self.after_state, self._flats
-            self.after_state = run_after(
-                pipeline.after, self._mesh, held, states, old, flats, sums["weight"], decision.effect, step
+            states, old, flats = self.stepper.states, (self.after_state, self.on_state), self._flats
+            self.after_state, self.on_state = run_ends(
+                pipeline, self._mesh, held, states, old, flats, sums["weight"], decision.effect, step
             )
         return decision.effect, total

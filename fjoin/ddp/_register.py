@@ -176,13 +176,13 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         mesh = mesh_from_group(model.process_group, next(iter(named), "data"))
     if mesh.size != model.process_group.size():
         raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
-    if hook.pauses or (isinstance(what, Pipeline) and what.after is not None and what.after.pauses):
+    if hook.pauses or (isinstance(what, Pipeline) and any(part.pauses for part in what.ends)):
         raise ValueError(f"{what!r} holds accumulate(...): accumulate under model.no_sync() instead")
     if model._delay_all_reduce_params:
         raise ValueError("a module with delay_all_reduce_named_params keeps those parameters from its hook")
     same_hook(mesh, what)
     if mesh.size > 1 and mesh.rank == 0:
-        parts = (what.hook, what.after) if isinstance(what, Pipeline) else (what,)
+        parts = (what.hook, *what.ends) if isinstance(what, Pipeline) else (what,)
         warn_if_silent(what, parts, tuple(mesh.shape), mesh.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
 

@@ -14,10 +14,12 @@ from ..reducer._buckets import GradBuffer
 from ..reducer._flat_params import assign_, copy_if_aliased
 from ..reducer._step_check import Decision
 from ..transforms._axis_env import bind_axes
-from ..transforms._transform import Transform
+from ..transforms._tree import named_leaves
 from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._effect import Effect
+from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.step_param._checked import unchecked
+from ..transforms.step_param._state_fields import state_fields
 from ._state import StateData
 
 
@@ -43,32 +45,43 @@ def step_bucket(body: StateData, index: int, out: GradBuffer, decision: Decision
     torch.autograd.graph.increment_version(body.storage.flats[index])
 
 
-def run_after(
-    after: Transform,
+def run_ends(
+    pipeline: Pipeline,
     mesh: Mesh,
     params: dict[str, Tensor],
-    states: Mapping[str, Any] | None,
-    old: Any,
+    states: Mapping[str, Any],
+    old: tuple[Any, Any],
     lent: Iterable[Tensor],
     weight: Any,
     effect: Effect,
     step: int,
-) -> Any:
-    """Run the parameter transform in place on the new parameters, or on their master copies; returns its new state.
+) -> tuple[Any, Any]:
+    """Run the transforms of the parameters, or of their master copies, and of the optimizer's state, in place.
 
     Args:
-        states: The optimizer's states by path, where it keeps master copies of some parameters; otherwise None.
-        old: The state of the transform.
-        lent: The memory of the parameters, which the new state must not share.
+        states: The optimizer's states by path; may be empty where there are no master copies and no `on_state`.
+        old: The states of these two transforms.
+        lent: The memory of the parameters, which the new states must not share.
         weight: The sum of the weights of all ranks that share the gradients.
         step: The number of steps before this one.
+
+    Returns:
+        The new states of the two transforms.
     """
-    masters: dict[str, Tensor] = params if states is None else masters_of(params, dict(states))
-    with bind_axes(mesh.axes):
-        new, fresh = effect.after(after, masters, old, weight, step)
-    fresh = copy_if_aliased(fresh, [*lent, *masters.values()])
-    assign_(masters, new)
-    for path, param in params.items():
-        if masters[path] is not param:
-            param.copy_(masters[path])
-    return fresh
+    after, on_state = old
+    if pipeline.after is not None:
+        masters: dict[str, Tensor] = masters_of(params, dict(states)) if states else params
+        with bind_axes(mesh.axes):
+            new, fresh = effect.after(pipeline.after, masters, after, weight, step)
+        after = copy_if_aliased(fresh, [*lent, *masters.values()])
+        assign_(masters, new)
+        for path, param in params.items():
+            if masters[path] is not param:
+                param.copy_(masters[path])
+    if pipeline.on_state is not None:
+        held = state_fields(states)
+        with bind_axes(mesh.axes):
+            new, fresh = effect.after(pipeline.on_state, held, on_state, weight, step, params)
+        on_state = copy_if_aliased(fresh, named_leaves(held).values())
+        assign_(named_leaves(held), named_leaves(new))
+    return after, on_state

@@ -13,7 +13,7 @@ from ..reducer._step_check import Decision, StepCheck
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
-from ._apply import changing, run_after, step_bucket
+from ._apply import changing, run_ends, step_bucket
 from ._state import StateData
 
 
@@ -96,21 +96,14 @@ class EndOfStep:
                 of the weights of all ranks that share the gradients.
         """
         effect = decision.effect
-        if self._pipeline.after is not None:
-            storage = body.storage
+        pipeline, storage = self._pipeline, body.storage
+        if pipeline.ends:
             params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-            states = storage.optimizer_states() if storage.has_masters else None
-            body.after = run_after(
-                self._pipeline.after,
-                self._mesh,
-                params,
-                states,
-                body.after,
-                storage.flats,
-                sums["weight"],
-                effect,
+            states = storage.optimizer_states() if storage.has_masters or pipeline.on_state else {}
+            body.after, body.on_state = run_ends(
+                pipeline, self._mesh, params, states, (body.after, body.on_state), storage.flats, sums["weight"], effect,
                 body.step,
-            )
+            )  # fmt: skip
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)
             with bind_axes(self._mesh.axes):

@@ -46,7 +46,7 @@ class Run:
         on_buffers: Transform,
     ) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
-        self._plan = plan = make_plan(pipeline.hook, mesh.shape, pipeline.after, on_buffers)
+        self._plan = plan = make_plan(pipeline.hook, mesh.shape, *pipeline.ends, on_buffers)
         self.on_buffers = on_buffers
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.agree

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ..groups._consistency import check_program, same_values
 from ..reducer._flat_params import Storage, copy_if_aliased
+from ..transforms._tree import named_leaves
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.plan._buckets import make_layout
 from ..transforms.plan._plan import warn_if_silent
+from ..transforms.step_param._state_fields import state_fields
 from ._executor import Run
 from ._params import check_values, flatten
 from ._state import StateData
@@ -38,7 +40,7 @@ def make_state_data(
     check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, accumulate, run.weighs, buffers, sync)
     run.check_loss(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
-        warn_if_silent(pipeline, (pipeline.hook, pipeline.after), tuple(mesh.shape), run.ranks, stacklevel=4)
+        warn_if_silent(pipeline, (pipeline.hook, *pipeline.ends), tuple(mesh.shape), run.ranks, stacklevel=4)
     storage = Storage(layout, flat, pipeline.optimizer)
     own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
     if sync == "broadcast":
@@ -55,7 +57,11 @@ def make_state_data(
     run.close()
     run.token = object()  # states of an earlier init may have another layout
     outer = pipeline.skips.begin(()) if pipeline.skips else None
-    body = StateData(storage, own, hook, after, rebuild, owner=run.token, outer=outer)
+    fields = state_fields(storage.optimizer_states()) if pipeline.on_state else {}
+    on_state = (
+        copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values()) if pipeline.on_state else ()
+    )
+    body = StateData(storage, own, hook, after, on_state, rebuild, owner=run.token, outer=outer)
     body.buffers_before = own
     if own is not None:
         body.buffers_state = run.on_buffers.init(own)

@@ -26,6 +26,7 @@ class StateData:
     buffers: dict[str, Tensor] | None
     hook: Any
     after: Any
+    on_state: Any
     rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
     owner: object  # the token of the step that made it; only that step can run it
     buffers_state: Any = ()  # of the transform of the buffers
@@ -151,7 +152,7 @@ class TrainState:
         body = self._claim()
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
-        state = PipelineState(body.hook_state(), optimizer, body.after, body.step, window)
+        state = PipelineState(body.hook_state(), optimizer, body.after, body.on_state, body.step, window)
         return state if body.outer is None else body.outer._replace(inner=state)
 
     @property

@@ -97,8 +97,10 @@ def train_step(
             f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by their "
             f"contents, got over={plan.over!r}"
         )
-    if pipeline.after is not None and pipeline.after.pauses:
-        raise ValueError("after=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)")
+    if any(part.pauses for part in pipeline.ends):
+        raise ValueError(
+            "after=... or on_state=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)"
+        )
     if pipeline.hook.pauses:
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"

@@ -80,22 +80,25 @@ class EveryState(NamedTuple):
 
 
 @factory
-def every(steps: int, transform: Transform) -> Transform:
+def every(steps: int, transform: Transform, first: int | None = None, except_every: int | None = None) -> Transform:
     """Runs a transform in every `steps`-th call; in the other calls the gradients pass unchanged.
 
     For parameters, after an optimizer, the transform gets the sum of the weights of all calls since its last run: the
     weight of the batches on which a rank has trained its parameters since then.
 
     Args:
-        steps: The period; calls steps - 1, 2 steps - 1, ... (counted from 0) run it.
-        transform: The transform to run in these calls.
+        steps: The period.
+        transform: The transform, which runs in the calls first, first + steps, first + 2 steps, ... (counted from 0).
+        first: The first call that runs it; by default steps - 1.
+        except_every: Of these calls, those whose number is a multiple of this do not run it: another transform, with
+            this period, replaces it there.
 
     Returns:
         A `Transform` with state `EveryState(step, inner, weight)`. It does not carry the lane, which must be sent in
         every step.
 
     Raises:
-        ValueError: `steps` is no whole number, or below 1.
+        ValueError: `steps` or `except_every` is no whole number from 1, or `first` none from 0.
         TypeError: `transform` is not a Transform.
 
     >>> from fjoin import transforms as tx
@@ -106,6 +109,9 @@ def every(steps: int, transform: Transform) -> Transform:
     (tensor(1.), tensor(-1.))
     """
     whole_number("steps", steps, 1)
+    start = steps - 1 if first is None else whole_number("first", first, 0)
+    if except_every is not None:
+        whole_number("except_every", except_every, 1)
     inner = Inner(check_transform(transform, "every: transform"))
 
     def init(params: Tree) -> State:
@@ -121,15 +127,17 @@ def every(steps: int, transform: Transform) -> Transform:
         persistent: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
-        count = state.step + 1
+        call = state.step
         window = state.weight + check_weight(weight) if persistent else state.weight
-        if count % steps:
-            return grads, EveryState(count, state.inner, window)
+        if call < start or (call - start) % steps:
+            return grads, EveryState(call + 1, state.inner, window)
+        if except_every is not None and call % except_every == 0:
+            return grads, EveryState(call + 1, state.inner, torch.zeros_like(window))
         grads, new = inner.update(
             grads, state, params, weight=window if persistent else weight, persistent=persistent,
-            **{**extra, "step": count // steps - 1},
+            **{**extra, "step": (call - start) // steps},
         )  # fmt: skip
-        return grads, EveryState(count, new, torch.zeros_like(window))
+        return grads, EveryState(call + 1, new, torch.zeros_like(window))
 
     return Transform(init, update, Needs.NOTHING)
 

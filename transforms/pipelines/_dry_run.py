@@ -57,7 +57,7 @@ class DryRun:
         module_words: int | None = None,
     ) -> None:  # fmt: skip
         self.pipeline = pipeline
-        self.hook, self.optimizer, self.after, self.skips = _parts(pipeline)
+        self.hook, self.optimizer, self.skips, ends = _parts(pipeline)
         self.on_buffers, self.module_words, self._in_module = on_buffers, module_words, module_words is not None
         self.sizes = sizes = axis_sizes(axes, MOST_RANKS)
         for path, leaf in named_leaves(params).items():
@@ -67,9 +67,13 @@ class DryRun:
         paths, leaves, _ = flatten_in_insertion_order(params)
         with self.running():
             self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
-            self.layout, self.plan = layout(self.params), make_plan(self.hook, sizes, self.after, on_buffers)
+            self.values: Tree = self.params
+            self.layout, self.plan = (
+                layout(self.params),
+                make_plan(self.hook, sizes, *ends, *(() if on_buffers is None else (on_buffers,))),
+            )
         ranks, in_module = self._ranks(self.plan.reduced(0).axes), self._in_module
-        own = ("weight",) * (self.after is not None) if in_module else step_lane(ranks)[1:]
+        own = ("weight",) * bool(ends) if in_module else step_lane(ranks)[1:]
         self._lane = dict.fromkeys(own, 0.0) or None
         self._dtype = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in self.layout)
 
@@ -98,7 +102,8 @@ class DryRun:
         elif per_bucket:
             self._update_buckets(part, step, lane)
         else:
-            _update(part, self.params, part.init(self.params), step, lane=lane, lane_dtype=self._dtype)
+            state = part.init(self.values)
+            _update(part, self.values, self.params, state, step, lane=lane, lane_dtype=self._dtype)
         return tuple(self._notes)
 
     def lane_messages(self, step: int) -> tuple[tuple[Message, ...], ...]:
@@ -133,7 +138,9 @@ class DryRun:
                 some = {path: self.params[path] for path in bucket.paths}
                 state = restrict(full, self.params, some)
             own_lane = None if first_bucket else lane
-            _, new = _update(part, some, state, step, lane=own_lane, first_bucket=first_bucket, lane_dtype=self._dtype)
+            _, new = _update(
+                part, some, some, state, step, lane=own_lane, first_bucket=first_bucket, lane_dtype=self._dtype
+            )
             first_bucket = first_bucket or FirstBucket(functools.partial(lambda first: first, new))
 
     def _reduce(self, part: Transform) -> None:
@@ -153,17 +160,17 @@ class DryRun:
             part.update(flat, part.init(flat), flat, weight=None, **extra)
 
 
-def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Transform | None, Skips | None]:
+def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Skips | None, tuple[Transform, ...]]:
     if isinstance(pipeline, Pipeline):
-        return pipeline.hook, pipeline.optimizer, pipeline.after, pipeline.skips
+        return pipeline.hook, pipeline.optimizer, pipeline.skips, pipeline.ends
     if isinstance(pipeline, Transform):
-        return pipeline, None, None, None
+        return pipeline, None, None, ()
     raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
 
 
-def _update(part: Transform, params: dict[str, Tensor], state: Any, step: int, **extra: Any) -> Any:
+def _update(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, step: int, **extra: Any) -> Any:
     try:
-        return part.update(dict(params), _at(state, step), params, weight=None, step=step, **extra)
+        return part.update(dict(values), _at(state, step), params, weight=None, step=step, **extra)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TypeError(
             f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "

@@ -64,15 +64,25 @@ class Effect(NamedTuple):
         return weight if self.steps else 0.0
 
     def after(
-        self, transform: Transform, values: Tree, state: State, weight: Any, step: int, **extra: Any
+        self,
+        transform: Transform,
+        values: Tree,
+        state: State,
+        weight: Any,
+        step: int,
+        params: Tree = None,
+        **extra: Any,
     ) -> tuple[Tree, State]:
-        """Transform the parameters, or the buffers, at the end of each step, steps without effect included.
+        """Transform the parameters, the buffers, or the optimizer's state, at the end of each step, those without effect
+        included.
 
         Args:
             weight: The weight of this step.
             step: The number of steps before this one.
+            params: The parameters, where `values` are others.
         """
-        new = transform.update(values, state, values, weight=self.weight(weight), step=step, persistent=True, **extra)
+        params = values if params is None else params
+        new = transform.update(values, state, params, weight=self.weight(weight), step=step, persistent=True, **extra)
         if self.raises is False:
             return new
         return choose_state(~torch.as_tensor(self.raises), new, (values, state))

@@ -13,10 +13,12 @@ from .._check import whole_number
 from .._transform import Needs, Transform, check_transform
 from .._tree import Tree
 from ..combinators._chain import stages
+from ..combinators._fragments import fragments_alone
 from ..combinators._partition import parts_alone
 from ..plan._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..plan._phases import Phase, changes_with_steps, phases, shown
 from ..step_param._optimizer import Optimizer
+from ..step_param._state_fields import state_fields
 from ._dry_run import DryRun
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
@@ -89,11 +91,12 @@ def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, T
             rows.append(Row("(parameters that are used)", Needs.LAYOUT, "each step", used, 0))
         if run.optimizer is not None:
             rows += _optimizer_rows(run.optimizer, run.params)
-        for part in [] if run.after is None else stages(run.after):
-            rows += _rows(run, at_step, part)
-        if run.on_buffers is not None:
-            run.params = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
-            rows += [row for part in stages(run.on_buffers) for row in _rows(run, at_step, part)]
+        if isinstance(run.pipeline, Pipeline):
+            rows += _end_rows(run, at_step, run.pipeline.after, run.params)
+            fields = state_fields(run.pipeline.optimizer.init(run.params))
+            rows += _end_rows(run, at_step, run.pipeline.on_state, fields)
+        held = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
+        rows += _end_rows(run, at_step, run.on_buffers, held)
         if run.skips is not None:
             own = _state_bytes(run.skips.begin(()))
             rows.append(Row(f"{run.pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), own))
@@ -106,17 +109,24 @@ def _hook_rows(run: DryRun, at_step: int | None) -> list[Row]:
     return [row for i, part in enumerate(stages(run.hook)) for row in _rows(run, at_step, part, True, i < count)]
 
 
+def _end_rows(run: DryRun, at_step: int | None, part: Transform | None, values: Tree) -> list[Row]:
+    """The rows of a transform at the end of a step, on other values than the gradients."""
+    run.values = values
+    return [] if part is None else [row for stage in stages(part) for row in _rows(run, at_step, stage)]
+
+
 def _rows(
     run: DryRun, at_step: int | None, part: Transform, in_hook: bool = False, per_bucket: bool = False
 ) -> list[Row]:
     """The rows of a stage, one for each phase; `in_hook` and `per_bucket` as in `DryRun.messages`."""
-    if part.spec.name == "partition" and at_step is None and changes_with_steps(part):
+    if part.spec.name in ("partition", "in_fragments") and at_step is None and changes_with_steps(part):
+        whole = part.spec.name == "partition"
         return [
             row
-            for one in parts_alone(part)
+            for one in (parts_alone(part) if whole else fragments_alone(part, run.values))
             for row in _rows(run, at_step, one, in_hook and one.reduces is not None, per_bucket)
         ]
-    state_bytes = _state_bytes(part.init(run.params))
+    state_bytes = _state_bytes(part.init(run.values))
     rows: list[Row] = []
     for when, step, ends in _phases(part, run.messages, at_step):
         messages = run.messages(part, step, in_hook, per_bucket)

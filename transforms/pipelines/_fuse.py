@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -12,12 +13,13 @@ from .._axis_env import bound
 from .._lane import Lane, check_lane
 from .._spec import factory
 from .._transform import Transform, check_transform
-from .._tree import State, Tree, all_finite, check_same, to_device
+from .._tree import State, Tree, all_finite, check_same, map_with_path, path_string, to_device
 from .._weights import check_weight
 from ..axes._collectives import axis_size, psum
 from ..optimizers._mixed_precision import masters_of, with_masters
 from ..plan._plan import Plan, make_plan
 from ..step_param._optimizer import Optimizer
+from ..step_param._state_fields import state_fields, with_state_fields
 from ._effect import Effect, flag
 from ._pipeline import Pipeline, Skips
 
@@ -26,12 +28,15 @@ class PipelineState(NamedTuple):
     hook: State
     optimizer: State  # the tree of the parameters with an optimizer state at every leaf
     after: State
+    on_state: State
     step: int  # steps so far, skipped ones included, on the host; periods count by it
     window: Tensor  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
 
 
 @factory
-def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) -> Pipeline:
+def fuse(
+    hook: Transform, optimizer: Optimizer, after: Transform | None = None, on_state: Transform | None = None
+) -> Pipeline:
     """One training step as a pure function: gradient transform, optimizer, parameter transform.
 
     `fjoin.train_step` runs the same pipeline bucket by bucket during the backward pass, with the same result.
@@ -41,11 +46,13 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
         optimizer: The optimizer, which computes new parameters from gradients.
         after: The transform of the new parameters; it gets them in place of gradients. A reduction in it returns its
             input where no rank has weight.
+        on_state: The transform of the optimizer's new state, for example `every(4, average_state("data"))`. It gets a
+            tree path -> name -> tensor.
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
         `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`.
-        State: `PipelineState(hook, optimizer, after, step, window)`.
+        State: `PipelineState(hook, optimizer, after, on_state, step, window)`.
 
     Raises:
         TypeError: an argument of the wrong kind; at `step`: a leaf of another dtype.
@@ -67,12 +74,14 @@ def fuse(hook: Transform, optimizer: Optimizer, after: Transform | None = None) 
         )
     if after is not None:
         check_transform(after, "fuse: after")
+    if on_state is not None:
+        check_transform(on_state, "fuse: on_state")
 
-    return pipeline_of(hook, optimizer, after)
+    return pipeline_of(hook, optimizer, after, on_state)
 
 
 def pipeline_of(
-    hook: Transform, optimizer: Optimizer, after: Transform | None, skips: Skips | None = None,
+    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None, skips: Skips | None = None,
     prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads,
 ) -> Pipeline:  # fmt: skip
     """The pipeline of these parts.
@@ -84,9 +93,11 @@ def pipeline_of(
     plans: dict[tuple[tuple[str, int], ...], Plan] = {}
 
     def init(params: Tree) -> State:
+        slots = optimizer.init(params)
         state = PipelineState(
-            hook.init(params), optimizer.init(params), after.init(params) if after else (), 0, _nothing()
-        )
+            hook.init(params), slots, after.init(params) if after else (),
+            on_state.init(state_fields(_by_path(params, slots))) if on_state else (), 0, _nothing(),
+        )  # fmt: skip
         return skips.begin(state) if skips else state
 
     def step(
@@ -121,13 +132,21 @@ def pipeline_of(
         if after:
             masters, after_state = effect.after(after, masters_of(*new), old.after, agreed, old.step, **extra)
             new = with_masters(masters, *new)
-        params, optimizer_state = new
+        params, slots = new
+        slots_state = old.on_state
+        if on_state:
+            named = _by_path(params, slots)
+            fields, slots_state = effect.after(
+                on_state, state_fields(named), old.on_state, agreed, old.step, params, **extra
+            )
+            replaced = with_state_fields(named, fields)
+            slots = map_with_path(lambda path, _: replaced[path], params)
         inner = PipelineState(
-            effect.keep(hook_state, old.hook), optimizer_state, after_state, old.step + 1, torch.zeros_like(own)
+            effect.keep(hook_state, old.hook), slots, after_state, slots_state, old.step + 1, torch.zeros_like(own)
         )
         return params, effect.update_counters(skips, outer._replace(inner=inner)) if skips else inner
 
-    return Pipeline(init, step, hook, optimizer, after, skips=skips)
+    return Pipeline(init, step, hook, optimizer, after, on_state, skips=skips)
 
 
 def _judge(
@@ -154,6 +173,12 @@ def _judge(
     elif axes:
         agreed = own * axis_size(axes)
     return Effect(flag(agreed > 0), flag(fine)), agreed
+
+
+def _by_path(params: Tree, slots: State) -> dict[str, Any]:
+    """Path -> optimizer state."""
+    paths, _, structure = optree.tree_flatten_with_path(params)
+    return dict(zip(map(path_string, paths), structure.flatten_up_to(slots), strict=True))
 
 
 def _nothing() -> Tensor:

@@ -27,9 +27,9 @@ class Pipeline(Specified):
     """Gradient transform, then optimizer, then parameter transform; made by `fuse`.
 
     Args:
-        init: `params -> state`; the state is `PipelineState(hook, optimizer, after, step, window)`.
+        init: `params -> state`; the state is `PipelineState(hook, optimizer, after, on_state, step, window)`.
         step: `(params, grads, state, *, weight=None, lane=None) -> (params, state)`, pure.
-        hook, optimizer, after: The parts of the pipeline; `after` may be None.
+        hook, optimizer, after, on_state: The parts of the pipeline; the last two may be None.
         spec: The pipeline as data.
         skips: The state that counts skipped steps, for a pipeline that skips non-finite ones; None for others.
     """
@@ -39,8 +39,14 @@ class Pipeline(Specified):
     hook: Transform
     optimizer: Optimizer
     after: Transform | None = None
+    on_state: Transform | None = None
     spec: Spec = Spec("")
     skips: Skips | None = None
+
+    @property
+    def ends(self) -> tuple[Transform, ...]:
+        """The transforms that run after the optimizer."""
+        return tuple(part for part in (self.after, self.on_state) if part is not None)
 
     instead_of_transform = "a pipeline is complete already; put the transform into its hook"
 

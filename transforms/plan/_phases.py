@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from .._spec import Spec
 from .._transform import Transform
 
+_PERIODIC = {"every": "transform", "outer_step": "hook"}  # factories with a period, and the argument that it is of
 _STARTS = ("warmup", "start")  # arguments that give the step in which a transform changes its behaviour
 
 
@@ -25,9 +26,11 @@ def running(part: Transform, step: int | None) -> list[tuple[Transform, int | No
     if step is not None and part.spec.name == "switch_after":
         start = part.spec["step"]
         return [(part.spec["before"], step)] if step < start else [(part.spec["after"], step - start)]
-    if step is not None and part.spec.name == "every":
-        steps = part.spec["steps"]
-        return [] if (step + 1) % steps else [(part.spec["transform"], step // steps)]
+    if step is not None and part.spec.name in _PERIODIC:
+        steps, first, other = _calls(part)
+        if step < first or (step - first) % steps or (other is not None and step % other == 0):
+            return []
+        return [(part.spec[_PERIODIC[part.spec.name]], (step - first) // steps)]
     return [(child, step) for child in part.spec.children if isinstance(child, Transform)]
 
 
@@ -41,16 +44,21 @@ def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phas
     """
     if part.spec.name == "switch_after":
         start = part.spec["step"]
-        first = [phase for phase in phases(part.spec["before"], sends) if phase.step < start]
-        found = [Phase(_both(f"before step {start}", when), step, True) for when, step, _ in first]
+        early = [phase for phase in phases(part.spec["before"], sends) if phase.step < start]
+        found = [Phase(_both(f"before step {start}", when), step, True) for when, step, _ in early]
         since = f"from step {start}" if start else "each step"
         after = phases(part.spec["after"], sends)
         return [*found, *(Phase(_both(since, when), start + step, ends) for when, step, ends in after)]
-    if part.spec.name in ("every", "accumulate"):
-        steps = part.spec["steps"]
-        when, times = (f"every {steps} steps", steps) if part.spec.name == "every" else (f"once in {steps} calls", 1)
-        inside = phases(part.spec["transform"], sends)
-        return [Phase(_both(when, inner), (step + 1) * times - 1, ends) for inner, step, ends in inside]
+    if part.spec.name in _PERIODIC:
+        steps, first, other = _calls(part)
+        when = f"every {steps} steps" + (f", from step {first}" if first >= steps else "")
+        when += f", except every {other} steps" if other is not None else ""
+        shift = steps * (other is not None and first % other == 0)  # to a call that runs
+        inside = phases(part.spec[_PERIODIC[part.spec.name]], sends)
+        return [Phase(_both(when, inner), first + shift + step * steps, ends) for inner, step, ends in inside]
+    if part.spec.name == "accumulate":
+        steps, inside = part.spec["steps"], phases(part.spec["transform"], sends)
+        return [Phase(_both(f"once in {steps} calls", inner), step, ends) for inner, step, ends in inside]
     ends = [value for name, value in part.spec.args if name in _STARTS and type(value) is int and value > 0]
     if ends:
         starts = _changes(0, ends[0], lambda step: sends(part, step))
@@ -59,9 +67,16 @@ def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phas
     return [phase for own in several for phase in own] or [Phase("each step", 0)]
 
 
+def _calls(part: Transform) -> tuple[int, int, int | None]:
+    """The period of a periodic transform, the first call that runs its transform, and the period of the exceptions."""
+    args = dict(part.spec.args)
+    steps: int = args["steps"]
+    return steps, steps - 1 if args["first"] is None else args["first"], args.get("except_every")
+
+
 def changes_with_steps(part: Transform) -> bool:
     """Whether a transform behaves differently in some steps, according to its spec."""
-    own = part.spec.name in ("switch_after", "every", "accumulate") or any(
+    own = part.spec.name in ("switch_after", "accumulate", *_PERIODIC) or any(
         name in _STARTS for name, _ in part.spec.args
     )
     return own or any(changes_with_steps(child) for child, _ in running(part, None))

@@ -37,8 +37,7 @@ class Plan(NamedTuple):
     clip: a `clip_by_global_norm` that is the only stage between `reduce` and the optimizer. It too becomes part of the
         kernel's scale.
     rest: the stages that run on the whole tree after these.
-    agree: the axes whose ranks loop together, in all steps: those of the hook, of the parameter transform and of the
-        buffer transform.
+    agree: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
     """
 
     hook: Transform
@@ -78,19 +77,17 @@ class Plan(NamedTuple):
         return (self.agree,) if equal or not axes else (self.agree, axes)
 
 
-def make_plan(
-    hook: Transform, sizes: Mapping[str, int], after: Transform | None = None, on_buffers: Transform | None = None
-) -> Plan:
+def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform) -> Plan:
     """The plan of a pipeline, or of a hook alone.
 
     Args:
         hook: The transform of the gradients.
         sizes: Axis name -> number of ranks, of the axes that are bound where it runs. Axes of one rank need no message.
-        after, on_buffers: The transforms of the parameters and of the buffers, if any.
+        ends: The transforms of parameters, optimizer state and buffers at the end of a step.
     """
     mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
     reach = axes_of(hook, sizes)
-    union = reach.union(*(axes_of(part, sizes) for part in (after, on_buffers) if part is not None))
+    union = reach.union(*(axes_of(part, sizes) for part in ends))
     agree = (*(name for name in mesh_axes if name in union), *sorted(union - sizes.keys())) or mesh_axes
     parts = stages(hook)
     first = parts[0] if parts else None

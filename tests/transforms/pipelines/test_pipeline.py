@@ -150,4 +150,4 @@ def test_fusing_by_hand() -> None:
     g2, hook_state = hook.update(g, hook.init(p), p)
     p2, opt_state = opt.step(p, g2, opt.init(p))
     assert max_diff(got, {"w": p2["w"] * 0.5}) == 0
-    assert same_bits(state, tx.PipelineState(hook_state, opt_state, (), 1, torch.zeros((), dtype=torch.float64)))
+    assert same_bits(state, tx.PipelineState(hook_state, opt_state, (), (), 1, torch.zeros((), dtype=torch.float64)))

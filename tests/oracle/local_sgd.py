@@ -1,0 +1,103 @@
+"""Local SGD and its relatives in plain torch, in one process that holds all ranks; written from the papers.
+
+Each function takes `grad(rank, step, params) -> gradient or None`, with parameters as one float64 vector; None is a rank
+without input in this step. `weight(rank, step)` is the weight of a rank's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grad = Callable[[int, int, Tensor], "Tensor | None"]
+
+
+def inner_steps(make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ranks: int) -> tuple[list[Tensor], Any]:
+    """The parameters of each rank, and a function that steps one of them."""
+    params = [start.clone().requires_grad_() for _ in range(ranks)]
+    optimizers = [make([p]) for p in params]
+
+    def step(rank: int, grad: Tensor | None) -> None:
+        if grad is not None:
+            params[rank].grad = grad
+            optimizers[rank].step()
+
+    return params, step
+
+
+def averaged(
+    make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ranks: int, steps: int, grad: Grad,
+    due: Callable[[int], list[list[int]] | None], weight: Callable[[int, int], float] | None,
+) -> list[Tensor]:  # fmt: skip
+    """Local SGD: `due(step)` gives the groups of ranks that average after it, or None.
+
+    Args:
+        weight: The weight of a batch; None for torch's plain mean of all ranks. A rank's weights add up until it
+            averages in a group that contains all those of smaller groups.
+    """
+    params, step_one = inner_steps(make, start, ranks)
+    windows: dict[int, list[float]] = {}  # size of the group -> weight of each rank since it last averaged so
+    for step in range(steps):
+        for rank in range(ranks):
+            g = grad(rank, step, params[rank].detach())
+            step_one(rank, g)
+            for window in windows.values():
+                window[rank] += 0.0 if g is None or weight is None else weight(rank, step)
+        groups = due(step)
+        for group in groups or []:
+            own = windows.get(len(group))
+            w = [1.0 if weight is None or own is None else own[rank] for rank in group]
+            if sum(w) == 0:
+                continue
+            mean = sum(x * params[rank].detach() for x, rank in zip(w, group, strict=True)) / sum(w)
+            with torch.no_grad():
+                for rank in group:
+                    params[rank].copy_(mean)
+    return [p.detach() for p in params]
+
+
+def diloco(
+    make: Callable[[Any], torch.optim.Optimizer], outer: Callable[[Any], torch.optim.Optimizer], start: Tensor,
+    ranks: int, steps: int, grad: Grad, every: int, weight: Callable[[int, int], float] | None,
+    spans: list[tuple[int, int]] | None = None, delay: int = 0, mix: float = 0.0,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """DiLoCo, algorithm 1 of arXiv:2311.08105; with `spans`, `delay` and `mix` Streaming DiLoCo, arXiv:2501.18512.
+
+    Args:
+        weight: The weight of a batch; None for the plain mean of all ranks.
+        spans: The start and the end of each fragment.
+
+    Returns:
+        The parameters of each rank, and the global ones.
+    """
+    params, step_one = inner_steps(make, start, ranks)
+    spans = [(0, start.numel())] if spans is None else spans
+    globals_ = [start[a:b].clone().requires_grad_() for a, b in spans]
+    outers = [outer([g]) for g in globals_]
+    windows = [[0.0] * ranks for _ in spans]
+    waiting: list[Tensor | None] = [None for _ in spans]
+    for step in range(steps):
+        for rank in range(ranks):
+            g = grad(rank, step, params[rank].detach())
+            step_one(rank, g)
+            for window in windows:
+                window[rank] += 0.0 if g is None else 1.0 if weight is None else weight(rank, step)
+        for i, (a, b) in enumerate(spans):
+            first = (i + 1) * every // len(spans) - 1
+            if step >= first and (step - first) % every == 0:
+                w = windows[i] if weight is not None else [1.0] * ranks
+                if sum(windows[i]):
+                    change = [globals_[i].detach() - params[rank].detach()[a:b] for rank in range(ranks)]
+                    waiting[i] = sum(x * d for x, d in zip(w, change, strict=True)) / sum(w)
+                windows[i] = [0.0] * ranks
+            if step >= first + delay and (step - first - delay) % every == 0 and waiting[i] is not None:
+                globals_[i].grad, waiting[i] = waiting[i], None
+                outers[i].step()
+                with torch.no_grad():
+                    for rank in range(ranks):
+                        own = params[rank][a:b]
+                        own.copy_(mix * own + (1 - mix) * globals_[i])
+    return [p.detach() for p in params], torch.cat([g.detach() for g in globals_])

@@ -1,0 +1,1 @@
+"""Local SGD: transforms of the parameters after the optimizer, and pipelines made of them."""

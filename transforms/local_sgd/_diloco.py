@@ -1,0 +1,110 @@
+"""DiLoCo and SlowMo: an outer optimizer on the mean change of the ranks' parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._axis_env import AxisName
+from .._check import whole_number
+from .._spec import factory
+from .._transform import Transform
+from .._weights import Over
+from ..codecs._codec import Codec
+from ..combinators._fragments import in_fragments
+from ..combinators._partition import Patterns, partition
+from ..optimizers._sgd import sgd
+from ..pipelines._fuse import fuse
+from ..pipelines._pipeline import Pipeline
+from ..reductions._mean import noop
+from ..step_param._optimizer import Optimizer
+from ._outer import outer_step
+from ._state import StatePolicy, on_state_of
+from ._window import reduction
+
+
+@factory
+def diloco(
+    inner: Optimizer, axis: AxisName, every: int, outer: Optimizer | None = None, *,
+    wire: Codec | Transform | None = None, over: Over = "weight", fragments: int | Sequence[Patterns] = 1,
+    delay: int = 0, mix: float = 0.0, state: StatePolicy = "keep", hook: Transform | None = None,
+) -> Pipeline:  # fmt: skip
+    """Each rank trains alone; once in `every` steps an outer optimizer steps on the mean change of the parameters.
+
+    With several fragments, the parameters are split into groups whose messages begin at different steps, spread evenly
+    over the period. With a delay, a message travels while training continues, and is used `delay` steps later.
+
+    Args:
+        inner: The optimizer of each rank.
+        axis: The axis, or a tuple of axes, of the ranks.
+        every: The period in steps.
+        outer: The outer optimizer; None: sgd(0.7, momentum=0.9, nesterov=True).
+        wire: The codec of the changes, with error feedback; or a reduction of its own. None: full precision.
+        over: The weights of the ranks; see `average_parameters`.
+        fragments: The number of groups of parameters, at most `every`; or glob patterns for paths, one for each group,
+            which together match all parameters.
+        delay: Steps between a message and its use, below `every`.
+        mix: The share of a rank's own parameters that remains when a message is used; see `outer_step`.
+        state, hook: As for `local_sgd`.
+
+    Returns:
+        A `Pipeline`: `fuse(noop(), inner, after=outer_step(mean(axis), outer, every))`, and so on.
+
+    Raises:
+        ValueError: more fragments than steps in a period; an argument out of range. At `init`: more fragments than
+            parameters.
+        TypeError: an argument of the wrong kind.
+
+    Source: Douillard et al., DiLoCo, arXiv:2311.08105; fragments, delay and mix: Streaming DiLoCo, arXiv:2501.18512.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.diloco(tx.adamw(1e-3), "data", every=50).after
+    outer_step(mean('data'), sgd(lr=0.7, momentum=0.9, nesterov=True), steps=50)
+    """
+    whole_number("diloco: every", every, 1)
+    outer = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    send = reduction("diloco", axis, wire)
+    count = fragments if isinstance(fragments, int) else len(fragments)
+    whole_number("diloco: fragments", count, 1)
+    if count > every:
+        raise ValueError(f"diloco: {count} fragments need a period of as many steps, got every={every}")
+    parts = [outer_step(send, outer, every, (i + 1) * every // count - 1, delay, mix, over) for i in range(count)]
+    if not isinstance(fragments, int):
+        after = partition(dict(zip(fragments, parts, strict=True)))
+    elif count > 1:
+        after = in_fragments(*parts)
+    else:
+        after = outer_step(send, outer, every, None, delay, mix, over)
+    on_state = on_state_of("diloco", state, inner, axis, every, None, over)
+    return fuse(noop() if hook is None else hook, inner, after, on_state)
+
+
+@factory
+def slow_mo(
+    inner: Optimizer, axis: AxisName, every: int, lr: float = 1.0, momentum: float = 0.5, *, over: Over = "weight",
+    wire: Codec | Transform | None = None, state: StatePolicy = "keep", hook: Transform | None = None,
+) -> Pipeline:  # fmt: skip
+    """Local SGD with a slow momentum on the averages.
+
+        d <- anchor - mean of the parameters,  u <- momentum u + d,  anchor <- anchor - lr u
+
+    Args:
+        inner: The optimizer of each rank.
+        axis, every, over, wire, state, hook: As for `local_sgd`.
+        lr: The slow learning rate.
+        momentum: The slow momentum. With lr=1 and momentum=0 it is local SGD.
+
+    Returns:
+        A `Pipeline`: `diloco(inner, axis, every, sgd(lr, momentum))`.
+
+    Raises:
+        ValueError, TypeError: as `local_sgd`.
+
+    Same as: algorithm 1 of the source for an inner learning rate that does not change, where u is scaled by it;
+        fairscale's SlowMoDistributedDataParallel.
+    Source: Wang et al., SlowMo, arXiv:1910.00643.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.slow_mo(tx.sgd(0.1), "data", every=12).after
+    outer_step(mean('data'), sgd(lr=1.0, momentum=0.5), steps=12)
+    """
+    return diloco(inner, axis, every, sgd(lr, momentum), wire=wire, over=over, state=state, hook=hook)

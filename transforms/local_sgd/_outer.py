@@ -1,0 +1,118 @@
+"""An optimizer on the change of the parameters over many steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._check import is_finite, whole_number
+from .._counter import counts_steps
+from .._spec import factory
+from .._transform import Needs, Transform, check_transform
+from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
+from .._weights import Over, check_weight
+from ..step_param._optimizer import Optimizer
+from ._window import WindowMean, check_reduces, no_weight
+
+
+class OuterState(NamedTuple):
+    step: int  # calls so far, on the host
+    anchor: dict[str, Tensor]  # path -> the parameters after the last outer step, equal on all ranks
+    hook: State
+    optimizer: dict[str, State]  # path -> state, equal on all ranks
+    weight: Tensor  # the sum of the weights since the last message, 0-d float64
+    pending: dict[str, Tensor]  # path -> the mean change that waits for its step; empty without a delay
+    live: Tensor  # whether any rank had weight in it, 0-d bool
+
+
+@factory
+def outer_step(
+    hook: Transform, optimizer: Optimizer, steps: int = 1, first: int | None = None, delay: int = 0, mix: float = 0.0,
+    over: Over = "weight",
+) -> Transform:  # fmt: skip
+    """Steps the parameters by an outer optimizer on their mean change over the ranks, once in `steps` calls.
+
+        d_r    <- anchor - p_r,  d <- mean of d_r over the ranks, by `hook`
+        anchor <- outer optimizer on (anchor, d)
+        p_r    <- mix p_r + (1 - mix) anchor
+
+    The weight of a rank is that of its calls since the last message. With a delay the message begins at the end of one
+    call, and its mean is used `delay` calls later; the training between counts for the next message. Where no rank had
+    input, parameters, anchor and outer state stay as they are.
+
+    Args:
+        hook: The reduction of the changes: `mean`, `quantized_mean`, `error_feedback` of an encoded mean, and so on.
+        optimizer: The outer optimizer; sgd(1.0) makes the anchor the mean of the parameters.
+        steps: The period. Messages begin in the calls first, first + steps, ... (counted from 0).
+        first: The first call with a message; by default steps - 1.
+        delay: Calls between a message and its use, fewer than `steps`.
+        mix: The share of a rank's own parameters that remains, from 0 to below 1. With 0 the parameters are equal on
+            all ranks after each outer step.
+        over: The weights of the ranks; see `average_parameters`.
+
+    Returns:
+        A `Transform` of parameters, for `fuse(..., after=...)`.
+        State: `OuterState(step, anchor, hook, optimizer, weight, pending, live)`.
+
+    Raises:
+        TypeError: `hook` is no reduction; `optimizer` is no optimizer.
+        ValueError: a number out of range.
+
+    Source: Douillard et al., DiLoCo, arXiv:2311.08105, algorithm 1; delay and mix: Streaming DiLoCo, arXiv:2501.18512.
+
+    >>> from fjoin import transforms as tx
+    >>> def one_rank(change):
+    ...     outer, anchor = tx.outer_step(tx.mean("data"), tx.sgd(0.5)), torch.tensor(1.0)
+    ...     return outer.update(anchor - change, outer.init(anchor))[0]
+    >>> tx.simulate(one_rank, {"data": 2}, [0.2, 0.6])
+    [tensor(0.8000), tensor(0.8000)]
+    """
+    check_reduces("outer_step", check_transform(hook, "outer_step: hook"))
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"outer_step: optimizer must be an Optimizer such as sgd(0.7), got {optimizer!r}")
+    whole_number("outer_step: steps", steps, 1)
+    start = steps - 1 if first is None else whole_number("outer_step: first", first, 0)
+    whole_number("outer_step: delay", delay, 0)
+    if delay >= steps:
+        raise ValueError(
+            f"outer_step: delay must be below steps={steps}, got {delay}; the next message would begin before"
+        )
+    if not (is_finite(mix) and 0 <= mix < 1):
+        raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
+    reduce = WindowMean(hook, over)
+
+    def init(params: Tree) -> OuterState:
+        anchor = {path: leaf.detach().clone() for path, leaf in named_leaves(params).items()}
+        pending = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
+        live = torch.zeros((), dtype=torch.bool)
+        return OuterState(0, anchor, hook.init(anchor), optimizer.init(anchor), no_weight(), pending, live)
+
+    def send(values: dict[str, Tensor], state: OuterState, weight: Tensor, **extra: Any) -> OuterState:
+        change = {path: state.anchor[path] - value for path, value in values.items()}
+        mean, inner, live = reduce(change, state, weight, **extra)
+        return state._replace(hook=inner, pending=mean, live=live, weight=torch.zeros_like(weight))
+
+    def use(values: dict[str, Tensor], state: OuterState) -> tuple[dict[str, Tensor], OuterState]:
+        new = optimizer.step(state.anchor, state.pending, state.optimizer)
+        anchor, outer = choose_state(state.live, new, (state.anchor, state.optimizer))
+        mixed = anchor if mix == 0 else {path: torch.lerp(anchor[path], p, mix) for path, p in values.items()}
+        waiting = {path: torch.zeros_like(d) for path, d in state.pending.items()} if delay else {}
+        return where(state.live, mixed, values), state._replace(anchor=anchor, optimizer=outer, pending=waiting)
+
+    @counts_steps
+    def update(
+        values: Tree, state: OuterState, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
+    ) -> tuple[Tree, OuterState]:
+        del params, lane
+        call, named = state.step, named_leaves(values)
+        state = state._replace(step=call + 1, weight=state.weight + check_weight(weight))
+        if call >= start and (call - start) % steps == 0:
+            state = send(named, state, state.weight, **{**extra, "step": (call - start) // steps})
+        if call >= start + delay and (call - start - delay) % steps == 0:
+            named, state = use(named, state)
+            values = map_with_path(lambda path, _: named[path], values)
+        return values, state
+
+    return Transform(init, update, Needs.NOTHING)

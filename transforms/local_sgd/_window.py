@@ -1,0 +1,74 @@
+"""The mean over ranks of values that were trained in a window of several steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._transform import Inner, Transform, check_transform
+from .._tree import Tree
+from .._weights import Over, check_over, check_weight
+from ..codecs._codec import Codec
+from ..feedback._error_feedback import error_feedback
+from ..reductions._compress import quantized_mean
+from ..reductions._mean import mean
+
+
+class WindowMean:
+    """A reduction of parameters, or of their changes.
+
+    Args:
+        hook: The reduction, with over="weight".
+        over: The weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of weight above
+            0 ("live"), or 1 for each rank ("world").
+        field: The field of the outer state that holds the hook's state.
+    """
+
+    def __init__(self, hook: Transform, over: Over, field: str = "hook") -> None:
+        check_over(over)
+        self._inner, self._over = Inner(hook, field), over
+
+    def __call__(self, values: Tree, state: Any, weight: Any, **extra: Any) -> tuple[Tree, Any, Tensor]:
+        """The mean, the hook's new state, and whether any rank has weight, 0-d bool.
+
+        Args:
+            state: The outer state.
+            weight: The weight of this rank's window.
+        """
+        weight = check_weight(weight)
+        factor = {"weight": weight, "live": (weight > 0).to(weight.dtype), "world": None}[self._over]
+        extra = {**extra, "persistent": False, "weight": factor, "lane": {"weight": weight}}
+        new, inner = self._inner.update(values, state, None, **extra)
+        sums = self._inner.transform.sums
+        assert sums is not None
+        return new, inner, sums(inner).lane["weight"] > 0
+
+
+def reduction(name: str, axis: AxisName, wire: Codec | Transform | None) -> Transform:
+    """The mean of changes of parameters.
+
+    Args:
+        name: The factory, for errors.
+        wire: None for a plain mean; a codec, whose error is fed back; or the reduction itself.
+    """
+    if wire is None:
+        return mean(axis)
+    if isinstance(wire, Codec):
+        return error_feedback(quantized_mean(axis, wire))
+    return check_reduces(name, check_transform(wire, f"{name}: wire"))
+
+
+def check_reduces(name: str, hook: Transform) -> Transform:
+    """Raise TypeError unless a transform carries the lane, and so knows the weight of all ranks."""
+    if hook.sums is None:
+        raise TypeError(
+            f"{name}: {hook!r} is no reduction that all parameters share; use mean, quantized_mean, error_feedback(...) and so on"
+        )
+    return hook
+
+
+def no_weight() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
