@@ -158,6 +158,11 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     return make
 
 
+def is_ours(name: str) -> bool:
+    """Whether a factory of this package has this name."""
+    return str(getattr(_FACTORIES.get(name), "__module__", "")).startswith(f"{__package__}.")
+
+
 def _encode(value: Any, functions: bool) -> Any:
     """The JSON form. `functions`: whether functions are encoded as a name and a hash of their code."""
     if value is None or isinstance(value, (bool, int, float, str)):

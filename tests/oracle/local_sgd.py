@@ -30,26 +30,30 @@ def inner_steps(make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ran
 
 def averaged(
     make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ranks: int, steps: int, grad: Grad,
-    due: Callable[[int], list[list[int]] | None], weight: Callable[[int, int], float] | None,
+    due: Callable[[int], int], sizes: list[int], weight: Callable[[int, int], float] | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Local SGD: `due(step)` gives the groups of ranks that average after it, or None.
+    """Local SGD in groups of neighbouring ranks: `due(step)` is the size of the groups that average after it, or 0.
 
     Args:
-        weight: The weight of a batch; None for torch's plain mean of all ranks. A rank's weights add up until it
-            averages in a group that contains all those of smaller groups.
+        sizes: All sizes of groups.
+        weight: The weight of a batch; None for torch's plain mean of all ranks. An average weighs a rank by its batches
+            since the last average in groups of this size or a larger one.
     """
     params, step_one = inner_steps(make, start, ranks)
-    windows: dict[int, list[float]] = {}  # size of the group -> weight of each rank since it last averaged so
+    windows = {size: [0.0] * ranks for size in sizes}
     for step in range(steps):
         for rank in range(ranks):
             g = grad(rank, step, params[rank].detach())
             step_one(rank, g)
             for window in windows.values():
                 window[rank] += 0.0 if g is None or weight is None else weight(rank, step)
-        groups = due(step)
-        for group in groups or []:
-            own = windows.get(len(group))
-            w = [1.0 if weight is None or own is None else own[rank] for rank in group]
+        size = due(step)
+        for first in range(0, ranks if size else 0, size or 1):
+            group = range(first, first + size)
+            w = [1.0 if weight is None else windows[size][rank] for rank in group]
+            for smaller in (s for s in sizes if s <= size):
+                for rank in group:
+                    windows[smaller][rank] = 0.0
             if sum(w) == 0:
                 continue
             mean = sum(x * params[rank].detach() for x, rank in zip(w, group, strict=True)) / sum(w)

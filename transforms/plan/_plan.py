@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .._spec import _FACTORIES
+from .._spec import is_ours
 from .._transform import Needs, Transform
 from ..axes._primitive import names
 from ..combinators._chain import chain, stages
 from ._phases import changes_with_steps, running
 
 AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
-_OURS = "fjoin.transforms."
 
 
 class Reduced(NamedTuple):
@@ -119,7 +118,7 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
     if not part.spec.name or "function" in dict(part.spec.args):
         return set(mesh_axes)
     found = set[str]()
-    ours = str(getattr(_FACTORIES.get(part.spec.name), "__module__", "")).startswith(_OURS)
+    ours = is_ours(part.spec.name)
     for argument, value in part.spec.args:
         for name in value if isinstance(value, tuple) else (value,):
             # Any argument of a factory outside fjoin may name an axis.

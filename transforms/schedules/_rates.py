@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._spec import _FACTORIES, Spec, _show
+from .._spec import Spec, _show, is_ours
 from .._tree import readable_without_sync
 
 ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
@@ -74,7 +74,7 @@ def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
     for name, value in spec.args:
         if hasattr(value, "step_param"):
             found += watched(value.spec, injected or spec.name == "inject_hyperparameters")
-        elif callable(value) and name != "lr" and not injected and _is_ours(spec):
+        elif callable(value) and name != "lr" and not injected and is_ours(spec.name):
             raise TypeError(
                 f"{spec.name}: {name} follows the schedule {_show(value)}; only lr can do so by itself, so wrap the optimizer in "
                 f"inject_hyperparameters(...)"
@@ -82,11 +82,6 @@ def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
         elif isinstance(value, Tensor) or (callable(value) and not getattr(value, "finite", False)):
             found.append((name, value))
     return tuple(found)
-
-
-def _is_ours(spec: Spec) -> bool:
-    make = _FACTORIES.get(spec.name)
-    return make is not None and make.__module__.startswith(__package__ or "")
 
 
 def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> None:
