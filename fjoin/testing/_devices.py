@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .. import transforms as tx
 from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import restrict
+from ..transforms._transform import Needs
 from ..transforms.pipelines._recorder import Recorder
 from ._compare import params_like
 from ._ranks import axes_for
@@ -30,8 +31,9 @@ def stays_on_its_device(make: Callable[[], tx.Transform]) -> None:
     if not make().vmappable:  # it may read values, which waits for the device
         return
     names, whole = axes_for(make), params_like()
+    buckets = [] if Needs.TREE in make().needs else [(path,) for path in whole]
     with _without_data(), bind_axes({name: _Elsewhere(name, n, [], names) for name, n in names.items()}):
-        for paths in (tuple(whole), *((path,) for path in whole)):
+        for paths in (tuple(whole), *buckets):
             part, params = make(), _elsewhere(whole)
             state = restrict(part.init(params), params, paths)
             some = {path: params[path] for path in paths}

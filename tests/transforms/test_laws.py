@@ -39,6 +39,25 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
         lambda: tx.all_gather_mean("data", over="world"),
         lambda: tx.error_feedback(tx.compress(tx.top_k(0.5), tx.all_gather_mean("data", over="live"))),
     ],
+    # With over="world" the parameters of a rank without input count too.
+    "average_every": [lambda: tx.average_every(2, "data", 1), lambda: tx.average_every(1, "data", over="live")],
+    "average_parameters": [
+        lambda: tx.average_parameters("data"),
+        lambda: tx.average_parameters("data", over="live"),
+        lambda: tx.average_parameters(("node", "local")),
+    ],
+    "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
+    "gossip": [lambda: tx.gossip("data"), lambda: tx.gossip("data", over="live")],
+    "hierarchical_average": [lambda: tx.hierarchical_average({1: "local", 2: ("node", "local")})],
+    "in_fragments": [
+        lambda: tx.in_fragments(tx.identity(), tx.clip_by_value(0.1)),
+        lambda: tx.in_fragments(tx.every(2, tx.average_parameters("data")), tx.average_parameters("data")),
+    ],
+    "outer_step": [
+        lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7, momentum=0.9, nesterov=True)),
+        lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7), steps=2, delay=1, mix=0.5),
+        lambda: tx.outer_step(tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))), tx.adam(0.1), 2, first=0),
+    ],
     "average_buffers": [lambda: tx.average_buffers("data")],
     "broadcast_buffers": [lambda: tx.broadcast_buffers("data")],
     "cast": [
@@ -147,7 +166,8 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
 }
 SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulated", "warmup", "warmup_cosine"}
-PIPELINES = {"fuse", "dynamic_loss_scale"}
+PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "slow_mo"}
+OF_STATES = {"average_state", "reset_state"}  # these take the state of an optimizer
 
 
 CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
@@ -202,7 +222,7 @@ LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
 
 def test_every_public_factory_has_a_row() -> None:
     public = {name for name, value in vars(tx).items() if name in _FACTORIES and inspect.isfunction(value)}
-    assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | CODECS.keys()
+    assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | OF_STATES | CODECS.keys()
 
 
 def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._check import is_finite
 from .._spec import factory
 from .._transform import Needs, Transform
-from .._tree import State, Tree, map_with_path, named_leaves, zeros_at_least_f32
+from .._tree import State, Tree, device_of, map_with_path, named_leaves, to_device, zeros_at_least_f32
 from .._weights import check_weight
 
 
@@ -60,13 +60,15 @@ def ema(decay: float) -> Transform:
     ) -> tuple[Tree, EmaState]:
         del params, extra
         has = check_weight(weight) > 0
-        share = torch.where(state.started, 1 - decay, 1.0)
-        share = torch.where(has.to(share.device), share, torch.zeros_like(share))
+        named = named_leaves(values)
+        device = device_of(named.values())
+        has, started = to_device(device, has), to_device(device, state.started)
+        share = torch.where(has, torch.where(started, 1 - decay, 1.0), 0.0)
         new = {}
-        for path, value in named_leaves(values).items():
+        for path, value in named.items():
             old = state.average[path]
-            new[path] = torch.lerp(old, value.to(old.dtype), share.to(old.device, old.dtype))
-        return values, EmaState(state.started | has.to(state.started.device), new)
+            new[path] = torch.lerp(old, value.to(old.dtype), to_device(old.device, share, old.dtype))
+        return values, EmaState(started | has, new)
 
     return Transform(init, update, Needs.NOTHING)
 
@@ -100,5 +102,6 @@ def ema_params(params: Tree, state: State) -> Tree:
     if named_leaves(params).keys() != average.keys():
         raise ValueError(f"the average is of {sorted(average)}, but params has {sorted(named_leaves(params))}")
     return map_with_path(
-        lambda path, p: torch.where(started.to(p.device), average[path].to(p.device, p.dtype), p), params
+        lambda path, p: torch.where(to_device(p.device, started), to_device(p.device, average[path], p.dtype), p),
+        params,
     )

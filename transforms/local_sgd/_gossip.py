@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch import Tensor
 
 from .._check import one_axis
 from .._counter import counts_steps
 from .._lane import decode_lane, encode_lane, lane_dtype
 from .._spec import factory
 from .._transform import Needs, Transform
-from .._tree import State, Tree, device_of, where
+from .._tree import State, Tree, device_of, to_device, where
 from .._weights import Over, check_over, check_weight
 from ..axes._collectives import axis_size, ppermute
 
@@ -76,9 +77,14 @@ def gossip(axis: str, over: Over = "weight") -> Transform:
         words = encode_lane({"weight": factor}, lane_dtype(v.dtype for v in leaves), ranks, device_of(leaves))
         other, words = ppermute((values, words), axis, [(r, (r + shift) % ranks) for r in range(ranks)])
         theirs = decode_lane(words, ["weight"], ranks)["weight"]
-        both = factor.to(theirs.device) + theirs
+        both = to_device(theirs.device, factor) + theirs
         share = theirs / torch.where(both > 0, both, torch.ones_like(both))
-        mixed = optree.tree_map(lambda p, q: torch.lerp(p, q, share.to(p.dtype)), values, other)
-        return where(both > 0, mixed, values), new
+
+        def mix(p: Tensor, q: Tensor) -> Tensor:
+            # 0 * nan would be nan.
+            p, q = torch.where(share < 1, p, q), torch.where(share > 0, q, p)
+            return torch.lerp(p, q, share.to(p.dtype))
+
+        return where(both > 0, optree.tree_map(mix, values, other), values), new
 
     return Transform(init, update, Needs.NOTHING)

@@ -68,8 +68,9 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
         check_count(states[members[0]], lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
         hyper = dict(_tensor_arguments(part))
-        # Kernels take numbers, and for the learning rate a tensor too.
-        run = _on_copies if plain(*chosen, hyper) and hyper.keys() <= {"lr"} else _leafwise
+        # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
+        with_kernels = plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not leaves[members[0]].is_meta
+        run = _on_copies if with_kernels else _leafwise
         for i, (param, new) in zip(members, run(part, *chosen), strict=True):
             new_leaves[i], new_states[i] = param, new
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)

@@ -1,0 +1,169 @@
+"""Each method of local SGD equals its algorithm in plain torch over 200 steps."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fjoin import transforms as tx
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "oracle"))
+import local_sgd as oracle
+
+STEPS = 200
+SHAPES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": ()}
+SIZES = [6, 5, 4, 1]
+
+
+@functools.cache
+def problem(ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The start, a target of each rank, and the curvature."""
+    gen = torch.Generator().manual_seed(ranks)
+    return (
+        torch.randn(16, generator=gen, dtype=torch.float64),
+        torch.randn(ranks, 16, generator=gen, dtype=torch.float64),
+        torch.rand(16, generator=gen, dtype=torch.float64) + 0.5,
+    )
+
+
+def weight(rank: int, step: int) -> float:
+    """Uneven batches; the last rank has none in every third stretch of ten steps, and no rank in steps 60 to 79."""
+    if 60 <= step < 80 or (rank and step // 10 % 3 == 2):
+        return 0.0
+    return 1.0 + (rank * 7 + step * 3) % 5
+
+
+def grad(ranks: int, idle: bool, rank: int, step: int, params: Tensor) -> Tensor | None:
+    _, targets, curvature = problem(ranks)
+    noise = torch.sin(torch.arange(16, dtype=torch.float64) * (step + 1) + rank)
+    return None if idle and not weight(rank, step) else curvature * (params - targets[rank]) + 0.3 * noise
+
+
+def tree(flat: Tensor) -> dict[str, Tensor]:
+    return {name: part.view(shape) for (name, shape), part in zip(SHAPES.items(), flat.split(SIZES), strict=True)}
+
+
+def flat(params: dict[str, Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in params.values()])
+
+
+def run(pipeline: tx.Pipeline, sizes: dict[str, int], weighted: bool, steps: int = STEPS) -> list[tuple[Tensor, Any]]:
+    """The parameters and the states of all ranks."""
+    ranks = 1
+    for size in sizes.values():
+        ranks *= size
+
+    def one_rank() -> tuple[Tensor, Any]:
+        rank = int(tx.axis_index(tuple(sizes)))
+        params = tree(problem(ranks)[0])
+        state = pipeline.init(params)
+        for step in range(steps):
+            g = grad(ranks, weighted, rank, step, flat(params))
+            given = tree(torch.full((16,), torch.nan, dtype=torch.float64) if g is None else g)
+            params, state = pipeline.step(params, given, state, weight=weight(rank, step) if weighted else None)
+        return flat(params), state
+
+    return tx.simulate(one_rank, sizes)
+
+
+def close(found: list[tuple[Tensor, Any]], want: list[Tensor], start: Tensor) -> None:
+    for (got, _), expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got - start, expected - start, rtol=1e-6, atol=1e-9)
+
+
+def torch_sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def torch_adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+INNER = {"sgd": (torch_sgd, tx.sgd(0.05, momentum=0.9)), "adam": (torch_adam, tx.adam(0.01))}
+
+
+@pytest.mark.parametrize("over", ["weight", "world"])
+@pytest.mark.parametrize("inner", list(INNER))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_local_sgd(ranks: int, inner: str, over: Any) -> None:
+    theirs, ours = INNER[inner]
+    weighted = over == "weight"
+    found = run(tx.local_sgd(ours, "data", every=4, over=over), {"data": ranks}, weighted)
+    start = problem(ranks)[0]
+    want = oracle.averaged(
+        theirs, start, ranks, STEPS, functools.partial(grad, ranks, weighted),
+        lambda step: 0 if (step + 1) % 4 else ranks, [ranks], weight if weighted else None,
+    )  # fmt: skip
+    close(found, want, start)
+
+
+@pytest.mark.parametrize("period, warmup", [(4, 0), (4, 10), (3, 7), (1, 2)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_average_every_has_the_steps_of_the_periodic_model_averager(ranks: int, period: int, warmup: int) -> None:
+    theirs, ours = INNER["sgd"]
+    pipeline = tx.fuse(tx.noop(), ours, tx.average_every(period, "data", warmup, over="world"))
+    start = problem(ranks)[0]
+    want = oracle.averaged(
+        theirs, start, ranks, STEPS, functools.partial(grad, ranks, False),
+        lambda step: ranks if step >= warmup and (step - warmup) % period == 0 else 0, [ranks], None,
+    )  # fmt: skip
+    close(run(pipeline, {"data": ranks}, False), want, start)
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("over", ["weight", "world"])
+def test_hierarchical_average(over: Any, warmup: int) -> None:
+    theirs, ours = INNER["sgd"]
+    weighted = over == "weight"
+    after = tx.hierarchical_average({2: "local", 4: ("node", "local"), 12: ("pod", "node", "local")}, warmup, over)
+    start = problem(8)[0]
+
+    def due(step: int) -> int:
+        if step < warmup:
+            return 0
+        return next((size for period, size in ((12, 8), (4, 4), (2, 2)) if step % period == 0), 0)
+
+    want = oracle.averaged(
+        theirs, start, 8, STEPS, functools.partial(grad, 8, weighted), due, [2, 4, 8], weight if weighted else None
+    )
+    close(run(tx.fuse(tx.noop(), ours, after), {"pod": 2, "node": 2, "local": 2}, weighted), want, start)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("delay, mix, count", [(0, 0.0, 1), (0, 0.5, 2), (3, 0.0, 1), (2, 0.25, 3), (9, 0.5, 4)])
+def test_diloco(ranks: int, delay: int, mix: float, count: int, weighted: bool) -> None:
+    theirs, ours = INNER["adam"]
+    pipeline = tx.diloco(
+        ours, "data", every=10, fragments=count, delay=delay, mix=mix, over="weight" if weighted else "world"
+    )
+    start = problem(ranks)[0]
+    ends = {1: [16], 2: [6, 16], 3: [6, 11, 16], 4: [6, 11, 15, 16]}[count]
+    want, shared = oracle.diloco(
+        theirs, lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True), start, ranks, STEPS,
+        functools.partial(grad, ranks, weighted), 10, weight if weighted else None,
+        list(zip([0, *ends], ends, strict=False)), delay, mix,
+    )  # fmt: skip
+    found = run(pipeline, {"data": ranks}, weighted)
+    close(found, want, start)
+    states = [state.after if count > 1 else (state.after,) for _, state in found]
+    anchors = [flat({k: v for part in own for k, v in part.anchor.items()}) for own in states]
+    assert all(torch.equal(anchors[0], other) for other in anchors), "the global parameters differ between ranks"
+    torch.testing.assert_close(anchors[0] - start, shared - start, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_slow_mo(ranks: int) -> None:
+    theirs, ours = INNER["sgd"]
+    start = problem(ranks)[0]
+    want, _ = oracle.diloco(
+        theirs, lambda p: torch.optim.SGD(p, lr=0.9, momentum=0.6), start, ranks, STEPS,
+        functools.partial(grad, ranks, True), 12, weight,
+    )  # fmt: skip
+    close(run(tx.slow_mo(ours, "data", every=12, lr=0.9, momentum=0.6), {"data": ranks}, True), want, start)
