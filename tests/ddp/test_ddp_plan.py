@@ -29,6 +29,11 @@ REGISTERED = (
     "two stages",
     "one leaf",
     "by hand",
+    "local SGD",
+    "local SGD, reset",
+    "DiLoCo",
+    "streaming",
+    "moving average",
 )
 
 
