@@ -17,6 +17,7 @@ from ..training._apply import run_ends
 from ..training._loss_weight import unscale
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense, named_leaves
+from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
@@ -54,15 +55,19 @@ class ModuleStep:
             pipeline.optimizer.check(held)
         self._flats = list(held.values())  # which the states of pure functions must not share
         self.outer: Any = skips.begin(()) if skips else None
-        self.after_state = copy_if_aliased(pipeline.after.init(held), self._flats) if pipeline.after else ()
         at = pipeline.optimizer.at
         items = [(path, at(path), p, None) for path, p in held.items()]
         self.stepper = ForeachStepper()
         self.stepper.begin(items)
-        fields = state_fields(self.stepper.states)
-        self.on_state = (
-            copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values()) if pipeline.on_state else ()
-        )
+        slots = self.stepper.states
+        self.after_state: Any = ()
+        if pipeline.after:
+            masters = masters_of(held, dict(slots))
+            self.after_state = copy_if_aliased(pipeline.after.init(masters), [*self._flats, *masters.values()])
+        self.on_state: Any = ()
+        if pipeline.on_state:
+            fields = state_fields(slots)
+            self.on_state = copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values())
         self._watched = [item for item in items if item[1].watched]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         self._check = StepCheck(mesh.size, skips=skips is not None)

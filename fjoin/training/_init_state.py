@@ -9,6 +9,7 @@ from torch import Tensor
 from ..groups._consistency import check_program, same_values
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..transforms._tree import named_leaves
+from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.plan._buckets import make_layout
 from ..transforms.plan._plan import warn_if_silent
@@ -53,11 +54,15 @@ def make_state_data(
     storage.make_slots()  # after `sync`, from the final parameters
     held = {path: leaf.detach() for path, leaf in storage.leaves.items()}
     hook = run.hook.init(storage)
-    after = copy_if_aliased(pipeline.after.init(held), storage.flats) if pipeline.after else ()
+    slots = storage.optimizer_states() if pipeline.ends else {}
+    after: Any = ()
+    if pipeline.after:
+        masters = masters_of(held, slots)
+        after = copy_if_aliased(pipeline.after.init(masters), [*storage.flats, *masters.values()])
     run.close()
     run.token = object()  # states of an earlier init may have another layout
     outer = pipeline.skips.begin(()) if pipeline.skips else None
-    fields = state_fields(storage.optimizer_states()) if pipeline.on_state else {}
+    fields = state_fields(slots) if pipeline.on_state else {}
     on_state = (
         copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values()) if pipeline.on_state else ()
     )

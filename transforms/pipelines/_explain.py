@@ -15,6 +15,7 @@ from .._tree import Tree
 from ..combinators._chain import stages
 from ..combinators._fragments import fragments_alone
 from ..combinators._partition import parts_alone
+from ..optimizers._mixed_precision import masters_of
 from ..plan._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..plan._phases import Phase, changes_with_steps, phases, shown
 from ..step_param._optimizer import Optimizer
@@ -92,8 +93,9 @@ def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, T
         if run.optimizer is not None:
             rows += _optimizer_rows(run.optimizer, run.params)
         if isinstance(run.pipeline, Pipeline):
-            rows += _end_rows(run, at_step, run.pipeline.after, run.params)
-            fields = state_fields(run.pipeline.optimizer.init(run.params))
+            slots = run.pipeline.optimizer.init(run.params)
+            rows += _end_rows(run, at_step, run.pipeline.after, masters_of(run.params, slots))
+            fields = state_fields(slots)
             rows += _end_rows(run, at_step, run.pipeline.on_state, fields)
         held = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
         rows += _end_rows(run, at_step, run.on_buffers, held)

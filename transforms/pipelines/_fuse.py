@@ -95,7 +95,7 @@ def pipeline_of(
     def init(params: Tree) -> State:
         slots = optimizer.init(params)
         state = PipelineState(
-            hook.init(params), slots, after.init(params) if after else (),
+            hook.init(params), slots, after.init(masters_of(params, slots)) if after else (),
             on_state.init(state_fields(_by_path(params, slots))) if on_state else (), 0, _nothing(),
         )  # fmt: skip
         return skips.begin(state) if skips else state

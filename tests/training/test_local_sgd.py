@@ -1,0 +1,132 @@
+"""Local SGD on real ranks: its messages are those announced, and averages are equal to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from helpers import max_diff
+from torch import Tensor
+from traffic import watched
+
+import fjoin
+from fjoin import transforms as tx
+
+NODES = {"node": 2, "local": 2}
+ADAM = tx.adam(1e-2)
+PIPELINES = {
+    "average": tx.local_sgd(ADAM, "data", 3),
+    "average of states": tx.local_sgd(ADAM, "data", 3, state="average"),
+    "states with own periods": tx.local_sgd(ADAM, "data", 3, state={"exp_avg": 4, "exp_avg_sq": 6}),
+    "int8": tx.local_sgd(ADAM, "data", 3, wire=tx.int8()),
+    "post-local": tx.post_local_sgd(ADAM, ("node", "local"), 3, 4, local="local"),
+    "hierarchical": tx.fuse(tx.noop(), ADAM, after=tx.hierarchical_average({2: "local", 4: ("node", "local")}, 3)),
+    "DiLoCo": tx.diloco(ADAM, "data", 3),
+    "DiLoCo, bf16": tx.diloco(ADAM, "data", 3, wire=tx.bfloat16()),
+    "DiLoCo, top-k": tx.diloco(ADAM, "data", 3, wire=tx.top_k(0.1)),
+    "DiLoCo, by its own reduction": tx.diloco(ADAM, "data", 3, wire=tx.power_sgd("data", min_compression_rate=1.0)),
+    "streaming": tx.diloco(ADAM, "data", 6, wire=tx.int4(), fragments=3, delay=2, mix=0.5),
+    "gossip": tx.fuse(tx.noop(), ADAM, after=tx.gossip("data")),
+}
+ENDS = {name for name in PIPELINES if name not in ("gossip", "hierarchical", "post-local")}
+
+
+def loss(params: Any, batch: Tensor) -> Tensor:
+    return ((batch @ params["w"] + params["b"]).tanh() @ params["v"]).square().mean()
+
+
+def start(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    shapes = {"w": (8, 16), "b": (16,), "v": (16,)}
+    return {name: torch.randn(shape, generator=gen).to(dtype) for name, shape in shapes.items()}
+
+
+def axes_of(name: str, ranks: int) -> dict[str, int]:
+    return NODES if "'local'" in repr(PIPELINES[name]) else {"data": ranks}
+
+
+def messages(name: str, ranks: int) -> Any:
+    """The payloads in bytes of each of 13 steps, and the final parameters."""
+    step = fjoin.train_step(loss, PIPELINES[name], mesh=fjoin.mesh(axes_of(name, ranks)))
+    state, rank, seen = step.init(start()), step.rank, []
+    gen = torch.Generator().manual_seed(rank)
+    for _ in range(13):
+        with watched() as sent:
+            state, _ = step(state, torch.randn(4, 8, generator=gen))
+        seen.append(sorted(m.bytes for m in sent))
+    return seen, state.clone().params
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_messages_are_those_announced(pool: Any, name: str) -> None:
+    ranks = 4 if axes_of(name, 2) == NODES else 2
+    params = start()
+    found = pool.run(ranks, messages, name, ranks)
+    for i in range(1, 13):  # in the first step ranks compare their lanes too
+        what = tx.explain(PIPELINES[name], params, axes_of(name, ranks), at_step=i)
+        expected = sorted(m.payload_bytes for row in what.rows for m in row.messages)
+        for seen, _ in found:
+            assert seen[i] == expected, i
+    if name in ENDS:  # step 12 (counted from 1) ends with an average
+        assert len(found[0][0][11]) > len(found[0][0][12]) or name == "streaming"
+
+
+def averages(name: str, rounds: int, bucket_bytes: int, mixed: bool) -> Any:
+    """Whether parameters and outer state are equal on all ranks after each average."""
+    dtype = torch.bfloat16 if mixed else torch.float32
+    pipeline = PIPELINES[name]
+    if mixed:
+        pipeline = tx.diloco(tx.mixed_precision(ADAM), "data", 3)
+    step = fjoin.train_step(loss, pipeline, bucket_bytes=bucket_bytes)
+    state, gen = step.init(start(dtype)), torch.Generator().manual_seed(step.rank)
+    mesh, apart, unequal = fjoin.mesh({"data": -1}), 0, 0
+    for _ in range(rounds):
+        for i in range(3):
+            state, _ = step(state, torch.randn(4, 8, generator=gen).to(dtype))
+            after = state.pipeline.after
+            shared: Any = (state.params, getattr(after, "anchor", ()), getattr(after, "optimizer", ()))
+            with fjoin.bind(mesh):
+                gaps = [
+                    (tx.pmax(leaf, "data") - tx.pmin(leaf, "data")).abs().max().item()
+                    for leaf in optree.tree_leaves(shared)
+                ]
+            if i == 2:
+                unequal += max(gaps) != 0
+            else:
+                apart += max(gaps) > 0
+    return apart, unequal
+
+
+@pytest.mark.parametrize(
+    "name, bucket_bytes, mixed",
+    [("DiLoCo", 64, False), ("average", 10**6, False), ("int8", 300, False), ("DiLoCo", 64, True)],
+)
+@pytest.mark.parametrize(
+    "ranks, rounds", [(2, 60), (3, 60), *(pytest.param(n, 500, marks=pytest.mark.long) for n in (2, 3, 4))]
+)
+def test_averages_are_equal_to_the_bit(
+    pool: Any, ranks: int, rounds: int, name: str, bucket_bytes: int, mixed: bool
+) -> None:
+    """In many buckets too; between them the ranks differ."""
+    for apart, unequal in pool.run(ranks, averages, name, rounds, bucket_bytes, mixed):
+        assert unequal == 0 and apart == 2 * rounds
+
+
+def nested(steps: int) -> Any:
+    """Period 1 on nested axes, without any other synchronization."""
+    after = tx.chain(
+        tx.every(1, tx.average_parameters("local")), tx.every(1, tx.average_parameters(("node", "local"))),
+        tx.every(1, tx.average_parameters("node")),
+    )  # fmt: skip
+    step = fjoin.train_step(loss, tx.fuse(tx.noop(), ADAM, after=after), mesh=fjoin.mesh(NODES))
+    state, gen = step.init(start()), torch.Generator().manual_seed(step.rank)
+    for _ in range(steps):
+        state, _ = step(state, torch.randn(4, 8, generator=gen))
+    return state.clone().params
+
+
+def test_averages_on_nested_axes_in_every_step(pool: Any) -> None:
+    first, *others = pool.run(4, nested, 500)
+    assert all(max_diff(first, other) < 1e-5 for other in others)
