@@ -20,6 +20,7 @@ from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.step_param._checked import unchecked
 from ..transforms.step_param._state_fields import state_fields
+from ._deferred import DeferredMessages
 from ._state import StateData
 
 
@@ -55,6 +56,7 @@ def run_ends(
     weight: Any,
     effect: Effect,
     step: int,
+    deferred: DeferredMessages | None = None,
 ) -> tuple[Any, Any]:
     """Run the transforms of the parameters, or of their master copies, and of the optimizer's state, in place.
 
@@ -64,6 +66,7 @@ def run_ends(
         lent: The memory of the parameters, which the new states must not share.
         weight: The sum of the weights of all ranks that share the gradients.
         step: The number of steps before this one.
+        deferred: Lets messages that a later step uses travel until then, where the device allows it.
 
     Returns:
         The new states of the two transforms.
@@ -72,7 +75,8 @@ def run_ends(
     if pipeline.after is not None:
         masters: dict[str, Tensor] = masters_of(params, dict(states)) if states else params
         with bind_axes(mesh.axes):
-            new, fresh = effect.after(pipeline.after, masters, after, weight, step)
+            lent_to = {"defer": deferred} if deferred is not None and effect.raises is False else {}
+            new, fresh = effect.after(pipeline.after, masters, after, weight, step, **lent_to)
         after = copy_if_aliased(fresh, [*lent, *masters.values()])
         assign_(masters, new)
         for path, param in params.items():

@@ -14,6 +14,7 @@ from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
 from ._apply import changing, run_ends, step_bucket
+from ._deferred import DeferredMessages
 from ._state import StateData
 
 
@@ -21,10 +22,13 @@ class EndOfStep:
     """Ends the steps of one pipeline on this rank, once its messages have been sent."""
 
     def __init__(
-        self, pipeline: Pipeline, mesh: Mesh, hook: StepHook, step_check: StepCheck, on_buffers: Transform
-    ) -> None:
+        self, pipeline: Pipeline, mesh: Mesh, hook: StepHook, step_check: StepCheck, on_buffers: Transform,
+        deferred: DeferredMessages,
+    ) -> None:  # fmt: skip
         self._pipeline, self._mesh, self._hook, self._step_check = pipeline, mesh, hook, step_check
         self._on_buffers = on_buffers
+        overlaps = pipeline.after is not None and pipeline.after.accepts("defer") and mesh.device.type == "cpu"
+        self._deferred = deferred if overlaps and deferred.travel else None
 
     def together(
         self,
@@ -97,12 +101,14 @@ class EndOfStep:
         """
         effect = decision.effect
         pipeline, storage = self._pipeline, body.storage
+        if self._deferred is not None:
+            self._deferred.advance()
         if pipeline.ends:
             params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
             states = storage.optimizer_states() if storage.has_masters or pipeline.on_state else {}
             body.after, body.on_state = run_ends(
                 pipeline, self._mesh, params, states, (body.after, body.on_state), storage.flats, sums["weight"], effect,
-                body.step,
+                body.step, self._deferred,
             )  # fmt: skip
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)

@@ -21,6 +21,7 @@ from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
+from ._deferred import DeferredMessages
 from ._end_of_step import EndOfStep
 from ._float16 import Units
 from ._join_steps import Iteration
@@ -64,7 +65,8 @@ class Run:
             self._early = plain if steps_early else None
         else:
             self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
-        self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers)
+        self._deferred = DeferredMessages(mesh)
+        self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers, self._deferred)
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
@@ -97,6 +99,10 @@ class Run:
         for lane in self._lanes.values():
             lane.buffer = None
         self.hook.close()
+
+    def drop(self) -> None:
+        """Drop the messages under way, after a failure."""
+        self._deferred.clear()
 
     def stop(self) -> None:
         """Take no more gradients until the next step."""

@@ -288,4 +288,5 @@ class TrainStep:
             self._mesh.raise_root_cause(error, self._last_step)
         except BaseException as cause:
             self._break(cause)
+            self._run.drop()
             raise

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._check import is_finite, whole_number
 from .._counter import counts_steps
+from .._later import Defer, Later
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
 from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
@@ -23,7 +24,7 @@ class OuterState(NamedTuple):
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
     weight: Tensor  # the sum of the weights since the last message, 0-d float64
-    pending: dict[str, Tensor]  # path -> the mean change that waits for its step; empty without a delay
+    pending: dict[str, Tensor] | Later  # path -> the mean change that waits for its step; empty without a delay
     live: Tensor  # whether any rank had weight in it, 0-d bool
 
 
@@ -89,30 +90,50 @@ def outer_step(
         live = torch.zeros((), dtype=torch.bool)
         return OuterState(0, anchor, hook.init(anchor), optimizer.init(anchor), no_weight(), pending, live)
 
-    def send(values: dict[str, Tensor], state: OuterState, weight: Tensor, **extra: Any) -> OuterState:
+    def send(
+        values: dict[str, Tensor], state: OuterState, weight: Tensor, defer: Defer | None, **extra: Any
+    ) -> OuterState:
         change = {path: state.anchor[path] - value for path, value in values.items()}
-        mean, inner, live = reduce(change, state, weight, **extra)
-        return state._replace(hook=inner, pending=mean, live=live, weight=torch.zeros_like(weight))
+        kept = state._replace(weight=torch.zeros_like(weight))
+        if delay and defer is not None:
+            return kept._replace(pending=defer(lambda: reduce(change, state, weight, **extra), delay))
+        return _arrived(kept, *reduce(change, state, weight, **extra))
 
     def use(values: dict[str, Tensor], state: OuterState) -> tuple[dict[str, Tensor], OuterState]:
+        state = settled(state)
         new = optimizer.step(state.anchor, state.pending, state.optimizer)
         anchor, outer = choose_state(state.live, new, (state.anchor, state.optimizer))
         mixed = anchor if mix == 0 else {path: torch.lerp(anchor[path], p, mix) for path, p in values.items()}
-        waiting = {path: torch.zeros_like(d) for path, d in state.pending.items()} if delay else {}
+        waiting = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
         return where(state.live, mixed, values), state._replace(anchor=anchor, optimizer=outer, pending=waiting)
 
     @counts_steps
     def update(
-        values: Tree, state: OuterState, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
-    ) -> tuple[Tree, OuterState]:
+        values: Tree, state: OuterState, params: Tree = None, *, weight: Any = None, lane: Any = None,
+        defer: Defer | None = None, **extra: Any,
+    ) -> tuple[Tree, OuterState]:  # fmt: skip
         del params, lane
         call, named = state.step, named_leaves(values)
         state = state._replace(step=call + 1, weight=state.weight + check_weight(weight))
         if call >= start and (call - start) % steps == 0:
-            state = send(named, state, state.weight, **{**extra, "step": (call - start) // steps})
+            state = send(named, state, state.weight, defer, **{**extra, "step": (call - start) // steps})
         if call >= start + delay and (call - start - delay) % steps == 0:
             named, state = use(named, state)
             values = map_with_path(lambda path, _: named[path], values)
         return values, state
 
     return Transform(init, update, Needs.NOTHING)
+
+
+def _arrived(state: OuterState, mean: dict[str, Tensor], inner: State, live: Tensor) -> OuterState:
+    return state._replace(hook=inner, pending=mean, live=live)
+
+
+def settled(state: State) -> State:
+    """A state with the results of all messages under way; waits for them."""
+    if isinstance(state, OuterState):
+        return state if isinstance(state.pending, dict) else _arrived(state, *state.pending.get())
+    if isinstance(state, (tuple, list)):
+        parts = [settled(part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+    return state

@@ -1,0 +1,127 @@
+"""Messages with a delay travel while later steps run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+from fjoin.groups._axis import GroupAxis
+
+STREAMS = {
+    "one fragment": dict(every=4, delay=2),
+    "fragments": dict(every=6, delay=3, fragments=2, mix=0.5),
+    "encoded": dict(every=4, delay=3, wire=tx.int8()),
+    "all the time": dict(every=2, delay=1),
+}
+
+
+def pipeline(name: str) -> tx.Pipeline:
+    return tx.diloco(tx.sgd(0.1, momentum=0.9), "data", **STREAMS[name])  # type: ignore[arg-type]
+
+
+def loss(params: Any, batch: Tensor) -> Tensor:
+    return ((batch @ params["w"]).tanh() @ params["v"]).square().mean()
+
+
+def start() -> dict[str, Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    return {"w": torch.randn(8, 16, generator=gen), "v": torch.randn(16, generator=gen)}
+
+
+def batches(rank: int, steps: int) -> list[Tensor]:
+    gen = torch.Generator().manual_seed(rank + 1)
+    return [torch.randn(4, 8, generator=gen) for _ in range(steps)]
+
+
+def by_step(name: str, steps: int, donate: bool) -> Any:
+    step = fjoin.train_step(loss, pipeline(name), donate=donate)
+    state = step.init(start())
+    for batch in batches(step.rank, steps):
+        state, _ = step(state, batch)
+    return state.clone().params, state.pipeline.after
+
+
+def purely(name: str, steps: int) -> Any:
+    pure, rank = pipeline(name), int(tx.axis_index("data"))
+    params: Any = start()
+    state = pure.init(params)
+    for batch in batches(rank, steps):
+        params, state = pure.step(params, torch.func.grad(loss)(params, batch), state)
+    return params, state.after
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("name", STREAMS)
+def test_late_messages_change_no_result(pool: Any, name: str, donate: bool) -> None:
+    """At every end of a run, with a message under way too: reading the state waits for it."""
+    for steps in (5, 9, 12, 13):
+        want = tx.simulate(lambda: purely(name, steps), {"data": 2})  # noqa: B023
+        for got, expected in zip(pool.run(2, by_step, name, steps, donate), want, strict=True):
+            assert max_diff(got, expected) < (1e-5 if name != "encoded" else 1e-2)
+
+
+class Late:
+    """A message that arrives some seconds later; `waited` is the seconds that steps have waited for such messages."""
+
+    waited = 0.0
+
+    def __init__(self, work: Any, seconds: float) -> None:
+        self._work, self._ready = work, time.monotonic() + seconds
+
+    def wait(self) -> None:
+        rest = max(0.0, self._ready - time.monotonic())
+        Late.waited += rest
+        time.sleep(rest)
+        self._work.wait()
+
+
+def seconds_waited(delay: int, slow_s: float) -> float:
+    """The seconds that 12 steps wait for messages of parameters, which take `slow_s`."""
+    reduce_, Late.waited = GroupAxis.reduce_, 0.0
+
+    def slow(self: Any, x: Tensor) -> Any:
+        work = reduce_(self, x)
+        return Late(work, slow_s) if x.numel() > 100 else work
+
+    GroupAxis.reduce_ = slow  # type: ignore[method-assign,assignment]
+    try:
+        step = fjoin.train_step(computed, tx.diloco(tx.sgd(0.1), "data", every=4, delay=delay))
+        state = step.init(start())
+        for batch in batches(step.rank, 12):
+            state, _ = step(state, batch)
+        return Late.waited
+    finally:
+        GroupAxis.reduce_ = reduce_  # type: ignore[method-assign]
+
+
+def computed(params: Any, batch: Tensor) -> Tensor:
+    time.sleep(0.1)  # the computation
+    return loss(params, batch)
+
+
+def test_a_message_travels_during_the_steps_between(pool: Any) -> None:
+    """A message takes 0.25 s and a step at least 0.1 s: with a delay of 3 steps none waits for it."""
+    assert all(waited > 0.6 for waited in pool.run(2, seconds_waited, 0, 0.25))
+    assert all(waited < 0.05 for waited in pool.run(2, seconds_waited, 3, 0.25))
+
+
+def under_way(name: str) -> Any:
+    """Whether the state of the transform has a message under way after each step."""
+    step = fjoin.train_step(loss, pipeline(name))
+    state, seen = step.init(start()), []
+    for batch in batches(step.rank, 9):
+        state, _ = step(state, batch)
+        seen.append(not isinstance(state._body.after.pending, dict))
+    return seen
+
+
+def test_the_state_waits_only_where_it_is_read(pool: Any) -> None:
+    for seen in pool.run(2, under_way, "one fragment"):
+        assert seen == [False] * 3 + [True, True, False, False, True, True]

@@ -1,0 +1,167 @@
+"""Edge cases and errors of local SGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, raises_text
+
+from fjoin import transforms as tx
+
+SGD, MOMENTUM = tx.sgd(0.1), tx.sgd(0.1, momentum=0.9)
+MEAN = tx.mean("data")
+
+
+@pytest.mark.parametrize(
+    "make, texts",
+    [
+        (lambda: tx.average_every(0, "data"), ("period", "at least 1", "got 0")),
+        (lambda: tx.average_every(4, "data", -1), ("warmup_steps", "at least 0", "got -1")),
+        (lambda: tx.average_every(4, "data", over="all"), ("over must be", "'all'")),
+        (lambda: tx.hierarchical_average({}), ("at least one period", "{4: 'local'")),
+        (lambda: tx.hierarchical_average({0: "a"}), ("a period", "got 0")),
+        (lambda: tx.hierarchical_average({2: "a", 3: ("a", "b")}), ("period 3", "multiple", "2")),
+        (lambda: tx.hierarchical_average({4: "a", 2: ("a", "b")}), ("period 2", "larger multiple")),
+        (lambda: tx.hierarchical_average({2: "a", 4: "b"}), ("'b'", "period 4", "contain 'a'")),
+        (lambda: tx.local_sgd(SGD, "data", 0), ("every", "got 0")),
+        (lambda: tx.local_sgd(SGD, "data", 2, state="forget"), ("'keep', 'average', 'reset'", "'forget'")),
+        (lambda: tx.local_sgd(SGD, "data", 2, state={"momentum": 0}), ("'momentum'", "got 0")),
+        (lambda: tx.post_local_sgd(SGD, "data", 2, -1), ("warmup_steps", "got -1")),
+        (lambda: tx.post_local_sgd(SGD, "data", 2, 1, local="node"), ("local='node'", "'data'")),
+        (lambda: tx.post_local_sgd(SGD, "data", 2, 1, local="data"), ("but not all",)),
+        (lambda: tx.diloco(SGD, "data", 4, delay=4), ("delay must be below steps=4", "got 4")),
+        (lambda: tx.diloco(SGD, "data", 4, mix=1.0), ("mix", "got 1.0")),
+        (lambda: tx.diloco(SGD, "data", 4, fragments=5), ("5 fragments", "every=4")),
+        (lambda: tx.diloco(SGD, "data", 4, fragments=0), ("fragments", "got 0")),
+        (lambda: tx.ema(1.0), ("decay", "got 1.0")),
+        (lambda: tx.gossip("data", over="any"), ("over must be",)),
+        (lambda: tx.every(4, MEAN, first=-1), ("first", "got -1")),
+        (lambda: tx.every(4, MEAN, except_every=0), ("except_every", "got 0")),
+        (lambda: tx.in_fragments(), ("at least one",)),
+    ],
+)
+def test_values_out_of_range(make: Any, texts: tuple[str, ...]) -> None:
+    raises_text(ValueError, make, *texts)
+
+
+@pytest.mark.parametrize(
+    "make, texts",
+    [
+        (lambda: tx.hierarchical_average("data"), ("mapping", "'data'")),
+        (lambda: tx.outer_step(tx.identity(), SGD), ("identity()", "no reduction")),
+        (lambda: tx.outer_step(tx.masked(MEAN, "w"), SGD), ("no reduction",)),
+        (lambda: tx.outer_step(MEAN, MEAN), ("Optimizer", "mean('data')")),
+        (lambda: tx.local_sgd(MEAN, "data", 2), ("Optimizer",)),
+        (lambda: tx.local_sgd(SGD, "data", 2, wire="int8"), ("wire", "'int8'")),
+        (lambda: tx.local_sgd(SGD, 3, 2), ("axis",)),
+        (lambda: tx.reset_state(MEAN), ("optimizer", "mean('data')")),
+        (lambda: tx.fuse(MEAN, SGD, on_state=SGD), ("on_state", "sgd")),
+        (lambda: tx.gossip(("a", "b")), ("axis",)),
+    ],
+)
+def test_arguments_of_the_wrong_kind(make: Any, texts: tuple[str, ...]) -> None:
+    raises_text((TypeError, ValueError), make, *texts)  # type: ignore[arg-type]
+
+
+def test_more_fragments_than_parameters() -> None:
+    pipeline = tx.diloco(SGD, "data", 9, fragments=3)
+    raises_text(
+        ValueError,
+        lambda: pipeline.init({"a": torch.zeros(9), "b": torch.zeros(1)}),
+        "3 fragments",
+        "got 2",
+        "'a', 'b'",
+    )
+
+
+def test_patterns_of_fragments_match_all_parameters() -> None:
+    pipeline = tx.diloco(SGD, "data", 9, fragments=("a*", "b*"))
+    raises_text(
+        ValueError, lambda: pipeline.init({"a": torch.zeros(9), "b": torch.zeros(1), "c": torch.zeros(1)}), "'c'"
+    )
+    raises_text(ValueError, lambda: pipeline.init({"a": torch.zeros(9)}), "match no path", "b*")
+
+
+def test_an_axis_that_is_not_there() -> None:
+    pipeline = tx.local_sgd(SGD, "pod", 1)
+    p = {"w": torch.ones(2)}
+    raises_text(tx.UnboundAxis, lambda: pipeline.step(p, p, pipeline.init(p)), "pod")
+
+
+def test_states_without_a_mean() -> None:
+    """Named at init, before any step."""
+    p = {"w": torch.ones(2)}
+    for opt, name in (tx.nadam(), "mu_product"), (tx.asgd(), "eta"):
+        raises_text(TypeError, lambda opt=opt: tx.local_sgd(opt, "data", 2, state="average").init(p), name, "'w'")  # type: ignore[misc]
+    raises_text(ValueError, lambda: tx.local_sgd(SGD, "data", 2, state={"exp_avg": 2}).init(p), "*.exp_avg")
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        tx.local_sgd(MOMENTUM, "data", 2, state="average"),
+        tx.diloco(MOMENTUM, "data", 2),
+        tx.post_local_sgd(MOMENTUM, "data", 2, 1),
+    ],
+)
+@pytest.mark.parametrize(
+    "params", [{}, {"w": torch.zeros(0)}, {"w": torch.zeros(2), "e": torch.zeros(0, 3), "s": torch.tensor(1.0)}]
+)
+def test_empty_trees_and_empty_leaves(pipeline: tx.Pipeline, params: Any) -> None:
+    def one_rank(scale: float) -> Any:
+        p, state = params, pipeline.init(params)
+        for _ in range(4):
+            p, state = pipeline.step(p, {k: torch.full_like(v, scale) for k, v in params.items()}, state)
+        return p
+
+    first, second = tx.simulate(one_rank, {"data": 2}, [1.0, 3.0])
+    assert max_diff(first, second) == 0 and first.keys() == params.keys()
+
+
+def test_parameters_of_several_dtypes() -> None:
+    pipeline = tx.local_sgd(tx.sgd(1.0), "data", 1)
+    params = {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64), "c": torch.zeros(2, dtype=torch.bfloat16)}
+
+    def one_rank(scale: float) -> Any:
+        grads = {k: torch.full_like(v, scale) for k, v in params.items()}
+        return pipeline.step(params, grads, pipeline.init(params))[0]
+
+    for found in tx.simulate(one_rank, {"data": 2}, [1.0, 3.0]):
+        assert {k: (v.dtype, v.tolist()) for k, v in found.items()} == {
+            k: (v.dtype, [-2.0, -2.0]) for k, v in params.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        tx.local_sgd(MOMENTUM, "data", 3, state="average"),
+        tx.local_sgd(MOMENTUM, "data", 3, wire=tx.int8()),
+        tx.diloco(MOMENTUM, "data", 4, fragments=2, delay=1, mix=0.5, wire=tx.int4()),
+        tx.diloco(MOMENTUM, "data", 4, wire=tx.top_k(0.5)),
+        tx.fuse(tx.noop(), MOMENTUM, after=tx.chain(tx.average_every(2, "data"), tx.ema(0.5))),
+        tx.fuse(tx.noop(), MOMENTUM, after=tx.gossip("data")),
+    ],
+    ids=["average", "int8", "streaming", "top_k", "ema", "gossip"],
+)
+def test_many_ranks_in_one_process(pipeline: tx.Pipeline) -> None:
+    """512 ranks under vmap, where 8 of them are those of lockstep."""
+
+    def one_rank(target: torch.Tensor, weight: torch.Tensor) -> Any:
+        p = {"a": torch.zeros(4, 2, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
+        state = pipeline.init(p)
+        for step in range(8):
+            grads = {k: v - target[0] * (step + 1) + target[1] for k, v in p.items()}
+            p, state = pipeline.step(p, grads, state, weight=weight)
+        return p
+
+    gen = torch.Generator().manual_seed(0)
+    for ranks in 8, 512:
+        targets = list(torch.randn(ranks, 2, generator=gen, dtype=torch.float64))
+        weights = list(torch.randint(0, 3, (ranks,), generator=gen).double())
+        found = tx.simulate(one_rank, {"data": ranks}, targets, weights, engine="vmap")
+        if ranks == 8:
+            assert max_diff(found, tx.simulate(one_rank, {"data": ranks}, targets, weights)) < 1e-9
+        assert all(torch.isfinite(v).all() for v in found[0].values())
