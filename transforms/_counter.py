@@ -4,9 +4,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from ._spec import Spec
 from ._tree import State, Tree
+
+
+class Period(NamedTuple):
+    """The calls in which a transform runs: first, first + steps, ..., counted from 0.
+
+    except_every: calls whose number is a multiple of this are left to another transform; None: none is.
+    """
+
+    steps: int
+    first: int
+    except_every: int | None = None
+
+    @staticmethod
+    def of(spec: Spec) -> Period:
+        """The period in the arguments `steps`, `first` and `except_every` of a spec."""
+        args = dict(spec.args)
+        first = args.get("first")
+        return Period(args["steps"], args["steps"] - 1 if first is None else first, args.get("except_every"))
+
+    def ends(self, call: int) -> bool:
+        """Whether a window ends with this call."""
+        return call >= self.first and (call - self.first) % self.steps == 0
+
+    def due(self, call: int) -> bool:
+        """Whether the transform runs in this call."""
+        return self.ends(call) and (self.except_every is None or call % self.except_every != 0)
+
+    def window(self, call: int) -> int:
+        """The number of the window that ends with this call, from 0."""
+        return (call - self.first) // self.steps
+
+    def open(self, calls: int) -> bool:
+        """Whether, after this many calls, a window has begun and not ended."""
+        return calls > 0 and not self.ends(calls - 1)
+
 
 U = TypeVar("U", bound=Callable[..., Any])
 

@@ -77,6 +77,8 @@ class Transform(Specified):
               in the first bucket's call of this step. `Inner` passes it to a transform inside.
             - `unit`: a power of two that makes sums of weight * gradient fit float16; `mean` multiplies by it before it
               sums.
+            - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now. Other
+              transforms are not called.
             - `donated`: no caller needs the gradients any more, so `update` may write into them.
         needs: The requirements of `update` on its input; by default the whole tree.
         reduces: The reduction, for a transform that carries the lane.
@@ -185,6 +187,11 @@ def donate_kwargs(to: Transform, donated: bool = True) -> dict[str, bool]:
     No two of these gradients share memory, so `update` may write its results into them.
     """
     return {"donated": True} if donated and "donated" in to.keywords else {}
+
+
+def flush_kwargs(to: Transform, flush: bool) -> dict[str, bool]:
+    """The keywords for `update` in a flush: `flush`, where the signature has it."""
+    return {"flush": True} if flush and to.accepts("flush") else {}
 
 
 def _compression_of(children: Sequence[Transform]) -> Compression | None:

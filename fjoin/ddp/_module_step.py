@@ -18,7 +18,7 @@ from ..training._loss_weight import unscale
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense, named_leaves
 from ..transforms.optimizers._mixed_precision import masters_of
-from ..transforms.pipelines._effect import Effect
+from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
@@ -178,10 +178,18 @@ class ModuleStep:
             self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
         elif decision.error is not None and self._skips is None:
             return decision.effect, total
-        if pipeline.ends:
+        self._run_ends(sums["weight"], decision.effect, step)
+        return decision.effect, total
+
+    def flush(self, step: int) -> None:
+        """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
+        with torch.no_grad():
+            self._run_ends(0.0, FLUSH, step, flush=True)
+
+    def _run_ends(self, weight: float, effect: Effect, step: int, **extra: Any) -> None:
+        if self.pipeline.ends:
             held = {path: p.detach() for path, p in self._leaves.items()}
             states, old, flats = self.stepper.states, (self.after_state, self.on_state), self._flats
             self.after_state, self.on_state = run_ends(
-                pipeline, self._mesh, held, states, old, flats, sums["weight"], decision.effect, step
+                self.pipeline, self._mesh, held, states, old, flats, weight, effect, step, **extra
             )
-        return decision.effect, total

@@ -74,6 +74,18 @@ class Handle:
     def total(self) -> float:
         return self._run.total
 
+    def flush(self) -> None:
+        """Average what the ranks have trained since the last average; for the end of training, on all ranks.
+
+        Same as: `TrainStep.flush`, for the module's own parameters.
+
+        Raises:
+            TypeError: only a hook is registered, no pipeline.
+        """
+        if self._run.pipeline_step is None:
+            raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
+        self._run.pipeline_step.flush(self._run.step)
+
     def explain(self) -> Explanation:
         """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
 

@@ -20,7 +20,6 @@ from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.step_param._checked import unchecked
 from ..transforms.step_param._state_fields import state_fields
-from ._deferred import DeferredMessages
 from ._state import StateData
 
 
@@ -56,7 +55,7 @@ def run_ends(
     weight: Any,
     effect: Effect,
     step: int,
-    deferred: DeferredMessages | None = None,
+    **extra: Any,
 ) -> tuple[Any, Any]:
     """Run the transforms of the parameters, or of their master copies, and of the optimizer's state, in place.
 
@@ -66,7 +65,7 @@ def run_ends(
         lent: The memory of the parameters, which the new states must not share.
         weight: The sum of the weights of all ranks that share the gradients.
         step: The number of steps before this one.
-        deferred: Lets messages that a later step uses travel until then, where the device allows it.
+        extra: Further keywords of the transforms.
 
     Returns:
         The new states of the two transforms.
@@ -75,8 +74,7 @@ def run_ends(
     if pipeline.after is not None:
         masters: dict[str, Tensor] = masters_of(params, dict(states)) if states else params
         with bind_axes(mesh.axes):
-            lent_to = {"defer": deferred} if deferred is not None and effect.raises is False else {}
-            new, fresh = effect.after(pipeline.after, masters, after, weight, step, **lent_to)
+            new, fresh = effect.after(pipeline.after, masters, after, weight, step, **extra)
         after = copy_if_aliased(fresh, [*lent, *masters.values()])
         assign_(masters, new)
         for path, param in params.items():
@@ -85,7 +83,7 @@ def run_ends(
     if pipeline.on_state is not None:
         held = state_fields(states)
         with bind_axes(mesh.axes):
-            new, fresh = effect.after(pipeline.on_state, held, on_state, weight, step, params)
+            new, fresh = effect.after(pipeline.on_state, held, on_state, weight, step, params, **extra)
         on_state = copy_if_aliased(fresh, named_leaves(held).values())
         assign_(named_leaves(held), named_leaves(new))
     return after, on_state

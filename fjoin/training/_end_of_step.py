@@ -12,6 +12,7 @@ from ..reducer._buckets import GradBuffer
 from ..reducer._step_check import Decision, StepCheck
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
+from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._pipeline import Pipeline
 from ._apply import changing, run_ends, step_bucket
 from ._deferred import DeferredMessages
@@ -100,22 +101,32 @@ class EndOfStep:
                 of the weights of all ranks that share the gradients.
         """
         effect = decision.effect
-        pipeline, storage = self._pipeline, body.storage
+        extra: dict[str, Any] = {}
         if self._deferred is not None:
             self._deferred.advance()
-        if pipeline.ends:
-            params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
-            states = storage.optimizer_states() if storage.has_masters or pipeline.on_state else {}
-            body.after, body.on_state = run_ends(
-                pipeline, self._mesh, params, states, (body.after, body.on_state), storage.flats, sums["weight"], effect,
-                body.step, self._deferred,
-            )  # fmt: skip
+            extra = {"defer": self._deferred} if effect.raises is False else {}
+        self._run_ends(body, sums["weight"], effect, **extra)
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)
             with bind_axes(self._mesh.axes):
                 body.buffers, body.buffers_state = effect.after(
                     self._on_buffers, held, body.buffers_state, weight, body.step
                 )
+
+    def _run_ends(self, body: StateData, weight: Any, effect: Effect, **extra: Any) -> None:
+        pipeline, storage = self._pipeline, body.storage
+        if pipeline.ends:
+            params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+            states = storage.optimizer_states() if storage.has_masters or pipeline.on_state else {}
+            body.after, body.on_state = run_ends(
+                pipeline, self._mesh, params, states, (body.after, body.on_state), storage.flats, weight, effect, body.step,
+                **extra,
+            )  # fmt: skip
+
+    def flush(self, body: StateData) -> None:
+        """Run now the transforms that would run in later steps."""
+        with changing(body):
+            self._run_ends(body, 0.0, FLUSH, flush=True)
 
     def _raise_or_count(self, body: StateData, decision: Decision) -> None:
         if not decision.changes:

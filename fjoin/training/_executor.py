@@ -100,6 +100,10 @@ class Run:
             lane.buffer = None
         self.hook.close()
 
+    def flush(self, body: StateData) -> None:
+        """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
+        self._end.flush(body)
+
     def drop(self) -> None:
         """Drop the messages under way, after a failure."""
         self._deferred.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from .._errors import DesyncError, FjoinError, JoinError, NonFinite
 from ..groups._consistency import same_loops
 from ..transforms.combinators._chain import identity
+from ..transforms.plan._phases import unfinished
 from . import _join_steps as _join
 from ._executor import Run
 from ._init_state import make_state_data
@@ -42,6 +44,7 @@ class TrainStep:
         self._device: torch.device | None = None
         self._iteration: _join.Iteration | None = None
         self._last_step: int | None = None
+        self._flushed = False  # whether `flush` has run since the last step
         self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
         self._compared = False  # whether the ranks have compared their loops
         self._together = False  # whether all ranks raised the last error at the same place
@@ -92,8 +95,51 @@ class TrainStep:
             self._raise(error)
 
     def close(self) -> None:
-        """Free the step's buffers and hooks; states stay readable."""
+        """Free the step's buffers and hooks; states stay readable.
+
+        Warns:
+            UserWarning: the last steps have not been averaged; see `flush`.
+        """
+        steps = 0 if self._last_step is None or self._flushed else self._last_step + 1
+        left = [part for part in self.pipeline.ends if unfinished(part, steps)]
         self._run.close()
+        if left and self._broken is None:
+            warnings.warn(
+                f"after step {self._last_step} a window of {left[0]!r} is unfinished, so the ranks' parameters may differ; call "
+                f"state = step.flush(state) at the end of training",
+                stacklevel=2,
+            )
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Average what the ranks have trained since the last average; for the end of training, on all ranks.
+
+        The transforms after the optimizer that would run in later steps, such as those in `every`, run now, with the
+        weights since their last run. Results that wait for their step are used, in the order of their steps.
+
+        Args:
+            state: The state that `init` or the last call returned; its memory is taken, as by a step.
+
+        Returns:
+            The new state, with the same `step`.
+
+        Raises:
+            ValueError: `state` is within an accumulation window.
+            PeerLost, CollectiveTimeout, DonatedState, TornState: as a step.
+        """
+        with self._alone():
+            self._usable()
+            try:
+                body = state._claim(self._run.token)
+                if body.window:
+                    raise ValueError("flush within an accumulation window; call it after the last call of a window")
+                if not self._donate:
+                    body = body.clone()
+                self._run.flush(body)
+            except BaseException as error:
+                self._raise(error)
+        self._flushed = True
+        body.version += 1
+        return TrainState(body)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step, or one micro-batch of an accumulation window.
@@ -143,7 +189,7 @@ class TrainStep:
             if not self._donate:
                 body = body.clone()
             self._run.step_check.raise_pending()
-            self._last_step = body.step
+            self._last_step, self._flushed = body.step, False
             if iteration is None:
                 self._compare_loops("a loop without step.join")
             metrics = self._run(body, batch, iteration)

@@ -94,3 +94,20 @@ def load_another_step() -> Any:
 
 def test_ranks_that_load_different_steps_raise(pool: Any) -> None:
     assert pool.run(3, load_another_step) == [True] * 3
+
+
+def flushed() -> Any:
+    model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
+    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 2))
+    for _ in range(3):
+        model.zero_grad()
+        model(1.0 + torch.distributed.get_rank()).backward()
+    handle.flush()
+    only_a_hook = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
+    raises_text(TypeError, fjoin.ddp.register(only_a_hook, tx.noop()).flush, "pipeline")
+    return {path: p.detach().clone() for path, p in model.module.named_parameters()}
+
+
+def test_a_registered_pipeline_can_be_flushed(pool: Any) -> None:
+    first, second = pool.run(2, flushed)
+    assert max_diff(first, second) == 0 and first["w"].tolist() == [1 - 3 * 1.5] * 2

@@ -10,7 +10,7 @@ import optree
 from .._bucketwise import FirstBucket, substate
 from .._check import flag
 from .._spec import Spec, factory
-from .._transform import Needs, Reduction, Transform, check_transform, donate_kwargs, init_empty
+from .._transform import Needs, Reduction, Transform, check_transform, donate_kwargs, flush_kwargs, init_empty
 from .._tree import State, Tree
 
 
@@ -57,7 +57,7 @@ def chain(*transforms: Transform) -> Transform:
 
     def update(
         grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        first_bucket: FirstBucket | None = None, donated: bool = False, **extra: Any,
+        first_bucket: FirstBucket | None = None, donated: bool = False, flush: bool = False, **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
         if len(state) != len(parts):
             raise ValueError(
@@ -65,10 +65,20 @@ def chain(*transforms: Transform) -> Transform:
             )
         new = list(state)
         for i, part in enumerate(parts):
+            if flush and not part.accepts("flush"):
+                continue
             there = substate(first_bucket, i)
             lent = donate_kwargs(part, donated and i == 0)  # a stage may keep its result in its state
             grads, new[i] = part.update(
-                grads, state[i], params, weight=weight, lane=lane, first_bucket=there, **lent, **extra
+                grads,
+                state[i],
+                params,
+                weight=weight,
+                lane=lane,
+                first_bucket=there,
+                **lent,
+                **flush_kwargs(part, flush),
+                **extra,
             )
             if grads is None:
                 break

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._check import whole_number
-from .._counter import counts_steps
+from .._counter import Period, counts_steps
 from .._spec import factory
-from .._transform import Inner, Needs, Reduction, Transform, check_transform
+from .._transform import Inner, Needs, Reduction, Transform, check_transform, flush_kwargs
 from .._tree import State, Tree, choose_state, device_of, to_device, zeros_like
 from .._weights import check_weight
 
@@ -59,11 +59,26 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
 
     @counts_steps
     def update(
-        grads: Tree, state: SwitchState, params: Tree = None, *, donated: bool = False, **extra: Any
+        grads: Tree,
+        state: SwitchState,
+        params: Tree = None,
+        *,
+        donated: bool = False,
+        flush: bool = False,
+        **extra: Any,
     ) -> tuple[Tree, State]:
         name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
-        grads, new = phases[name].update(grads, state, params, donated=donated, **{**extra, "step": own})
-        return grads, state._replace(step=state.step + 1, **{name: new})
+        if flush and not phases[name].transform.accepts("flush"):
+            return grads, state
+        grads, new = phases[name].update(
+            grads,
+            state,
+            params,
+            donated=donated,
+            **{**extra, "step": own},
+            **flush_kwargs(phases[name].transform, flush),
+        )
+        return grads, state._replace(step=state.step + (not flush), **{name: new})
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)
@@ -109,7 +124,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
     (tensor(1.), tensor(-1.))
     """
     whole_number("steps", steps, 1)
-    start = steps - 1 if first is None else whole_number("first", first, 0)
+    period = Period(steps, steps - 1 if first is None else whole_number("first", first, 0), except_every)
     if except_every is not None:
         whole_number("except_every", except_every, 1)
     inner = Inner(check_transform(transform, "every: transform"))
@@ -125,19 +140,20 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
         *,
         weight: Any = None,
         persistent: bool = False,
+        flush: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
-        call = state.step
+        call, calls = state.step, state.step + (not flush)
         window = state.weight + check_weight(weight) if persistent else state.weight
-        if call < start or (call - start) % steps:
-            return grads, EveryState(call + 1, state.inner, window)
-        if except_every is not None and call % except_every == 0:
-            return grads, EveryState(call + 1, state.inner, torch.zeros_like(window))
+        if not (period.open(call) if flush else period.ends(call)):
+            return grads, EveryState(calls, state.inner, window)
+        if not flush and not period.due(call):  # another transform runs instead
+            return grads, EveryState(calls, state.inner, torch.zeros_like(window))
         grads, new = inner.update(
             grads, state, params, weight=window if persistent else weight, persistent=persistent,
-            **{**extra, "step": (call - start) // steps},
+            **{**extra, "step": max(period.window(call), 0)}, **flush_kwargs(transform, flush),
         )  # fmt: skip
-        return grads, EveryState(call + 1, new, torch.zeros_like(window))
+        return grads, EveryState(calls, new, torch.zeros_like(window))
 
     return Transform(init, update, Needs.NOTHING)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._spec import factory
-from .._transform import Needs, Transform, check_transform
+from .._transform import Needs, Transform, check_transform, flush_kwargs
 from .._tree import State, Tree, default_device_of, named_leaves
 from ._partition import masked, replace_leaves
 
@@ -43,14 +43,18 @@ def in_fragments(*parts: Transform) -> Transform:
     def init(params: Tree) -> State:
         return tuple(part.init(some) for part, some in zip(parts, fragments(params, len(parts)), strict=True))
 
-    def update(grads: Tree, state: State, params: Tree = None, *, lane: Any = None, **extra: Any) -> tuple[Tree, State]:
+    def update(
+        grads: Tree, state: State, params: Tree = None, *, lane: Any = None, flush: bool = False, **extra: Any
+    ) -> tuple[Tree, State]:
         del lane
         new, states = {}, list(state)
         leaves = None if params is None else named_leaves(params)
         for i, (part, some) in enumerate(zip(parts, fragments(grads, len(parts)), strict=True)):
+            if flush and not part.accepts("flush"):
+                continue
             of = None if leaves is None else {path: leaves[path] for path in some}
             with default_device_of(grads):
-                out, states[i] = part.update(some, state[i], of, **extra)
+                out, states[i] = part.update(some, state[i], of, **flush_kwargs(part, flush), **extra)
             new.update(out)
         return replace_leaves(grads, new), tuple(states)
 

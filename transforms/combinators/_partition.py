@@ -11,7 +11,7 @@ import optree
 
 from .._bucketwise import FirstBucket, substate
 from .._spec import factory
-from .._transform import Compression, Needs, Reduction, Transform, check_transform, donate_kwargs
+from .._transform import Compression, Needs, Reduction, Transform, check_transform, donate_kwargs, flush_kwargs
 from .._tree import State, Tree, default_device_of, named_leaves, path_string
 from ..step_param._optimizer import Optimizer
 
@@ -86,7 +86,12 @@ def masked(transform: Transform, which: Which) -> Transform:
             raise ValueError(f"{which!r} matches no path; the paths are {paths}")
         return transform.init(chosen)
 
-    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
+    def update(
+        grads: Tree, state: State, params: Tree = None, *, flush: bool = False, **extra: Any
+    ) -> tuple[Tree, State]:
+        if flush and not transform.accepts("flush"):
+            return grads, state
+        extra = {**extra, **flush_kwargs(transform, flush)}
         some = None if params is None else _chosen(which, params)
         chosen = _chosen(which, grads)
         with default_device_of(grads):
@@ -190,16 +195,19 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
         lane: Any = None,
         first_bucket: FirstBucket | None = None,
         donated: bool = False,
+        flush: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
         of = None if params is None else _labelled(parts, params)
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
             part = parts[pattern]
+            if flush and not part.accepts("flush"):
+                continue
             with default_device_of(grads):
                 out, new_state[i] = part.update(
                     chosen, state[i], of and of[pattern], lane=lane if i == carrier else None,
-                    first_bucket=substate(first_bucket, i), **donate_kwargs(part, donated), **extra,
+                    first_bucket=substate(first_bucket, i), **donate_kwargs(part, donated), **flush_kwargs(part, flush), **extra,
                 )  # fmt: skip
             new.update(_not_none(out, "partition"))
         return replace_leaves(grads, new), tuple(new_state)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, whole_number
-from .._counter import counts_steps
+from .._counter import Period, counts_steps
 from .._later import Defer, Later
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
@@ -74,7 +74,7 @@ def outer_step(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"outer_step: optimizer must be an Optimizer such as sgd(0.7), got {optimizer!r}")
     whole_number("outer_step: steps", steps, 1)
-    start = steps - 1 if first is None else whole_number("outer_step: first", first, 0)
+    period = Period(steps, steps - 1 if first is None else whole_number("outer_step: first", first, 0))
     whole_number("outer_step: delay", delay, 0)
     if delay >= steps:
         raise ValueError(
@@ -110,17 +110,24 @@ def outer_step(
     @counts_steps
     def update(
         values: Tree, state: OuterState, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        defer: Defer | None = None, **extra: Any,
+        defer: Defer | None = None, flush: bool = False, **extra: Any,
     ) -> tuple[Tree, OuterState]:  # fmt: skip
         del params, lane
         call, named = state.step, named_leaves(values)
-        state = state._replace(step=call + 1, weight=state.weight + check_weight(weight))
-        if call >= start and (call - start) % steps == 0:
-            state = send(named, state, state.weight, defer, **{**extra, "step": (call - start) // steps})
-        if call >= start + delay and (call - start - delay) % steps == 0:
-            named, state = use(named, state)
-            values = map_with_path(lambda path, _: named[path], values)
-        return values, state
+        state = state._replace(step=call + (not flush), weight=state.weight + check_weight(weight))
+        if flush:
+            if delay and any(period.due(past) for past in range(max(call - delay, 0), call)):
+                named, state = use(named, state)
+            if period.open(call):
+                named, state = use(
+                    named, send(named, state, state.weight, None, **{**extra, "step": period.window(call) + 1})
+                )
+        else:
+            if period.due(call):
+                state = send(named, state, state.weight, defer, **{**extra, "step": period.window(call)})
+            if period.due(call - delay):
+                named, state = use(named, state)
+        return map_with_path(lambda path, _: named[path], values), state
 
     return Transform(init, update, Needs.NOTHING)
 

@@ -82,10 +82,15 @@ class Effect(NamedTuple):
             params: The parameters, where `values` are others.
         """
         params = values if params is None else params
+        if "flush" in extra and not transform.accepts("flush"):
+            return values, state
         new = transform.update(values, state, params, weight=self.weight(weight), step=step, persistent=True, **extra)
         if self.raises is False:
             return new
         return choose_state(~torch.as_tensor(self.raises), new, (values, state))
+
+
+FLUSH = Effect(False)  # outside steps
 
 
 def both(a: Flag, b: Flag) -> Flag:

@@ -20,7 +20,7 @@ from ..optimizers._mixed_precision import masters_of, with_masters
 from ..plan._plan import Plan, make_plan
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
-from ._effect import Effect, flag
+from ._effect import FLUSH, Effect, flag
 from ._pipeline import Pipeline, Skips
 
 
@@ -128,25 +128,35 @@ def pipeline_of(
         new = params, old.optimizer
         if effect.steps is not False:
             new = effect.where(optimizer.step(params, grads, old.optimizer), new)
-        after_state = old.after
+        params, inner = end(*new, old, effect, agreed, **extra)
+        inner = inner._replace(hook=effect.keep(hook_state, old.hook), step=old.step + 1, window=torch.zeros_like(own))
+        return params, effect.update_counters(skips, outer._replace(inner=inner)) if skips else inner
+
+    def end(
+        params: Tree, slots: State, old: PipelineState, effect: Effect, weight: Any, **extra: Any
+    ) -> tuple[Tree, PipelineState]:
+        """The parameters and the state after the transforms at the end of a step."""
+        after_state, slots_state = old.after, old.on_state
         if after:
-            masters, after_state = effect.after(after, masters_of(*new), old.after, agreed, old.step, **extra)
-            new = with_masters(masters, *new)
-        params, slots = new
-        slots_state = old.on_state
+            masters, after_state = effect.after(
+                after, masters_of(params, slots), after_state, weight, old.step, **extra
+            )
+            params, slots = with_masters(masters, params, slots)
         if on_state:
             named = _by_path(params, slots)
             fields, slots_state = effect.after(
-                on_state, state_fields(named), old.on_state, agreed, old.step, params, **extra
+                on_state, state_fields(named), slots_state, weight, old.step, params, **extra
             )
             replaced = with_state_fields(named, fields)
             slots = map_with_path(lambda path, _: replaced[path], params)
-        inner = PipelineState(
-            effect.keep(hook_state, old.hook), slots, after_state, slots_state, old.step + 1, torch.zeros_like(own)
-        )
-        return params, effect.update_counters(skips, outer._replace(inner=inner)) if skips else inner
+        return params, old._replace(optimizer=slots, after=after_state, on_state=slots_state)
 
-    return Pipeline(init, step, hook, optimizer, after, on_state, skips=skips)
+    def flush(params: Tree, state: Any) -> tuple[Tree, State]:
+        old = state.inner if skips else state
+        params, inner = end(params, old.optimizer, old, FLUSH, 0.0, flush=True)
+        return params, state._replace(inner=inner) if skips else inner
+
+    return Pipeline(init, step, flush, hook, optimizer, after, on_state, skips=skips)
 
 
 def _judge(

@@ -29,6 +29,8 @@ class Pipeline(Specified):
     Args:
         init: `params -> state`; the state is `PipelineState(hook, optimizer, after, on_state, step, window)`.
         step: `(params, grads, state, *, weight=None, lane=None) -> (params, state)`, pure.
+        flush: `(params, state) -> (params, state)`, pure: runs now the transforms after the optimizer that would run in
+            later steps, with the weights since their last run, and uses results that wait. For the end of a run.
         hook, optimizer, after, on_state: The parts of the pipeline; the last two may be None.
         spec: The pipeline as data.
         skips: The state that counts skipped steps, for a pipeline that skips non-finite ones; None for others.
@@ -36,6 +38,7 @@ class Pipeline(Specified):
 
     init: Callable[[Tree], State]
     step: Callable[..., tuple[Tree, State]]
+    flush: Callable[..., tuple[Tree, State]]
     hook: Transform
     optimizer: Optimizer
     after: Transform | None = None

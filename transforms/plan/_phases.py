@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .._counter import Period
 from .._spec import Spec
 from .._transform import Transform
 
@@ -27,10 +28,8 @@ def running(part: Transform, step: int | None) -> list[tuple[Transform, int | No
         start = part.spec["step"]
         return [(part.spec["before"], step)] if step < start else [(part.spec["after"], step - start)]
     if step is not None and part.spec.name in _PERIODIC:
-        steps, first, other = _calls(part)
-        if step < first or (step - first) % steps or (other is not None and step % other == 0):
-            return []
-        return [(part.spec[_PERIODIC[part.spec.name]], (step - first) // steps)]
+        period = Period.of(part.spec)
+        return [(part.spec[_PERIODIC[part.spec.name]], period.window(step))] if period.due(step) else []
     return [(child, step) for child in part.spec.children if isinstance(child, Transform)]
 
 
@@ -50,7 +49,7 @@ def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phas
         after = phases(part.spec["after"], sends)
         return [*found, *(Phase(_both(since, when), start + step, ends) for when, step, ends in after)]
     if part.spec.name in _PERIODIC:
-        steps, first, other = _calls(part)
+        steps, first, other = Period.of(part.spec)
         when = f"every {steps} steps" + (f", from step {first}" if first >= steps else "")
         when += f", except every {other} steps" if other is not None else ""
         shift = steps * (other is not None and first % other == 0)  # to a call that runs
@@ -67,11 +66,14 @@ def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phas
     return [phase for own in several for phase in own] or [Phase("each step", 0)]
 
 
-def _calls(part: Transform) -> tuple[int, int, int | None]:
-    """The period of a periodic transform, the first call that runs its transform, and the period of the exceptions."""
-    args = dict(part.spec.args)
-    steps: int = args["steps"]
-    return steps, steps - 1 if args["first"] is None else args["first"], args.get("except_every")
+def unfinished(part: Transform, steps: int) -> bool:
+    """Whether, after this many steps, a window of several steps has begun and its transform has not run."""
+    if part.spec.name in _PERIODIC:
+        period, delay = Period.of(part.spec), dict(part.spec.args).get("delay", 0)
+        return period.open(steps) or any(period.due(past) for past in range(max(steps - delay, 0), steps))
+    return (
+        any(unfinished(child, at + 1) for child, at in running(part, steps - 1) if at is not None) if steps else False
+    )
 
 
 def changes_with_steps(part: Transform) -> bool:

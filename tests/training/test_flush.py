@@ -1,0 +1,106 @@
+"""The end of a run: `flush` averages what has been trained since the last average."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, raises_text
+
+import fjoin
+from fjoin import transforms as tx
+
+SGD = tx.sgd(1.0)
+
+
+def product(params: Any, batch: Any) -> torch.Tensor:
+    return (params["w"] * batch).sum()
+
+
+def purely(pipeline: tx.Pipeline, batches: list[float]) -> Any:
+    params: Any = {"w": torch.zeros(1, dtype=torch.float64)}
+    state = pipeline.init(params)
+    for batch in batches:
+        params, state = pipeline.step(
+            params, {"w": torch.full((1,), batch, dtype=torch.float64)}, state, weight=abs(batch)
+        )
+    return *pipeline.flush(params, state), pipeline.flush(*pipeline.flush(params, state))[0]
+
+
+def by_step(pipeline: tx.Pipeline, batches: list[float]) -> Any:
+    step = fjoin.train_step(product, pipeline, weight=abs)
+    state = step.init({"w": torch.zeros(1, dtype=torch.float64)})
+    for batch in batches:
+        state, _ = step(state, batch)
+    state = step.flush(state)
+    step.close()
+    return state.params, state.pipeline, step.flush(state).params
+
+
+CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
+    # Two ranks with gradients 1 and 3 in each step, which are their weights too: means weigh them 1 : 3.
+    "nothing open": (tx.local_sgd(SGD, "data", 2), 4, [-10.0, -10.0]),
+    "one step open": (tx.local_sgd(SGD, "data", 2), 3, [-7.5, -7.5]),
+    "all open": (tx.local_sgd(SGD, "data", 5), 2, [-5.0, -5.0]),
+    "no step": (tx.local_sgd(SGD, "data", 5), 0, [0.0, 0.0]),
+    "outer": (tx.diloco(SGD, "data", 2, tx.sgd(0.5)), 3, [-3.75, -3.75]),
+    "hierarchy": (tx.fuse(tx.noop(), SGD, after=tx.hierarchical_average({2: "data"})), 4, [-10.0, -10.0]),
+    "pending": (tx.diloco(SGD, "data", 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
+    "pending, then open": (tx.diloco(SGD, "data", 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
+    "later phase": (tx.post_local_sgd(SGD, "data", 3, 2), 4, [-10.0, -10.0]),
+    "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flush(name: str) -> None:
+    """A second flush changes nothing; step counts stay; the pure pipeline and the step agree."""
+    pipeline, steps, want = CASES[name]
+    batches = [[1.0] * steps, [3.0] * steps]
+    pure = tx.simulate(lambda own: purely(pipeline, own), {"data": 2}, batches)
+    shell = tx.simulate(lambda own: by_step(pipeline, own), {"data": 2}, batches)
+    for (params, state, again), (got, of_step, twice), expected in zip(pure, shell, want, strict=True):
+        assert params["w"].tolist() == [expected], name
+        assert max_diff(got, params) < 1e-12 and state.step == of_step.step == steps
+        assert max_diff((params, got), (again, twice)) < 1e-12
+
+
+def test_close_warns_of_steps_that_are_not_averaged() -> None:
+    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 2))
+    state = step.init({"w": torch.zeros(1)})
+    step.close()
+    for _ in range(3):
+        state, _ = step(state, 1.0)
+    with pytest.warns(UserWarning, match=r"after step 2 a window of every\(2.*step\.flush"):
+        step.close()
+    state = step.flush(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.close()
+        state, _ = step(state, 1.0)
+        step.close()
+
+
+def test_flush_within_a_window_of_accumulation() -> None:
+    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 2), accumulate=2)
+    state, _ = step(step.init({"w": torch.zeros(1)}), 1.0)
+    raises_text(ValueError, lambda: step.flush(state), "accumulation window")
+
+
+def streaming() -> Any:
+    pipeline = tx.diloco(
+        tx.sgd(0.1), "data", 4, tx.sgd(0.7, momentum=0.9), fragments=2, delay=2, mix=0.5, wire=tx.int8()
+    )
+    step = fjoin.train_step(lambda p, b: sum((v * b).square().sum() for v in p.values()), pipeline)
+    state = step.init({"w": torch.ones(5), "v": torch.ones(3)})
+    for i in range(7):
+        state, _ = step(state, torch.tensor(1.0 + step.rank + i))
+    state = step.flush(state)
+    return [part.anchor for part in state.pipeline.after], [part.pending for part in state.pipeline.after]
+
+
+def test_flush_with_messages_under_way(pool: Any) -> None:
+    first, *others = pool.run(3, streaming)
+    assert all(max_diff(first[0], anchors) == 0 for anchors, _ in others)
