@@ -12,7 +12,7 @@ from torch import Tensor
 from ..groups._mesh import Mesh
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
-from ..reducer._step_check import StepCheck
+from ..reducer._step_check import CountsOfAll, StepCheck
 from ..training._apply import run_ends
 from ..training._loss_weight import unscale
 from ..transforms._state_dict import restored, to_state_dict
@@ -151,7 +151,8 @@ class ModuleStep:
             sums = Counts(self._mesh, axes, weight, float(self._check.bad(outs))).wait()
             total = sums["weight"] if axes else math.nan
         sums.update(total=sums["weight"], loss=0.0)
-        counts = None if axes == self._plan.agree else {} if self._late is None else self._late.wait()
+        late = [] if self._late is None else [CountsOfAll(1, self._late.wait())]
+        counts = None if axes == self._plan.agree else late
         try:
             self.stepper.check_rates(self._watched)
         except (TypeError, ValueError) as error:

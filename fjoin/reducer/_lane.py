@@ -62,6 +62,11 @@ class StepLane:
         """Make a buffer for a message of its own."""
         self.buffer = torch.zeros(words, dtype=self.dtype, device=self._device)
 
+    def alone(self, layout: tuple[Bucket, ...]) -> Tensor:
+        """A buffer for messages beside those of the hook."""
+        words = self.fit(layout)
+        return torch.zeros(words, dtype=self.dtype, device=self._device)
+
     @property
     def sent(self) -> Tensor:
         """The buffer that is written and summed."""
@@ -123,9 +128,9 @@ class StepLane:
         known = {**values, "has_next": float(has_next), "step_id": self.step_id, name: values["bad"] * bit}
         return {name: known.get(name, 0.0) for name in self.names}
 
-    def send(self) -> Work:
-        """Start summing the buffer."""
-        return self._mesh.reduce_(self.sent, self.axes) if self.axes else Done()
+    def send(self, buffer: Tensor | None = None) -> Work:
+        """Start summing a buffer, by default the lane's own."""
+        return self._mesh.reduce_(self.sent if buffer is None else buffer, self.axes) if self.axes else Done()
 
     def once(self, sums: dict[str, Any]) -> dict[str, Any]:
         """The sums of one reduction, where a later one has summed them again over ranks that already had them."""
@@ -136,8 +141,9 @@ class StepLane:
         # `step_id` stays as it is: it shows where the ranks have called different steps.
         return {name: value if name == "step_id" else value / times for name, value in sums.items()}
 
-    def write(self, values: dict[str, Any]) -> None:
-        buffer = self.sent
+    def write(self, values: dict[str, Any], buffer: Tensor | None = None) -> None:
+        """Write the values into a buffer, by default the lane's own."""
+        buffer = self.sent if buffer is None else buffer
         if buffer.device.type == "cpu" and not any(isinstance(value, Tensor) for value in values.values()):
             buffer.copy_(torch.tensor(host_words(values, buffer.dtype, self.ranks), dtype=buffer.dtype))
         else:

@@ -37,6 +37,13 @@ class Decision(NamedTuple):
         return self.effect.steps is not False
 
 
+class CountsOfAll(NamedTuple):
+    """The lane, summed over all ranks that loop together; it has a bit for each rank that left out a step."""
+
+    late: int  # that step was so many steps before: 1 for the lane of the present step
+    sums: dict[str, Any]
+
+
 class StepCheck:
     """Decides on the steps of one rank.
 
@@ -57,7 +64,7 @@ class StepCheck:
         self.left_out: Any = 0.0
         self.step_id = 0.0  # identifies this step among those of its mesh; 0 where it does not travel
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
-        self._pending: list[tuple[int, dict[str, Tensor], Tensor, Any, bool]] = []
+        self._pending: list[tuple[int, Sequence[CountsOfAll], Tensor, Any]] = []
         # The sum of the weights in the newest step for which the host knows it, the same on all ranks; None before the
         # first.
         self.weight: float | None = None
@@ -66,9 +73,13 @@ class StepCheck:
         """Whether the host may read these gradients without waiting for a device."""
         return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
 
-    def read_lane(self, lane: StepLane) -> dict[str, Any]:
-        """The summed lane: numbers where the host may read it without waiting, otherwise tensors on the device."""
-        words = lane.sent
+    def read_lane(self, lane: StepLane, words: Tensor | None = None) -> dict[str, Any]:
+        """The summed lane: numbers where the host may read it without waiting, otherwise tensors on the device.
+
+        Args:
+            words: Its buffer, where that is no longer the lane's.
+        """
+        words = lane.sent if words is None else words
         if words.device.type == "cpu" and not self.on_device:
             return dict(host_lane(words.tolist(), lane.names, words.dtype, lane.ranks))
         return dict(decode_lane(words.clone(), lane.names, lane.ranks))
@@ -112,7 +123,7 @@ class StepCheck:
         outgoing: Sequence[GradBuffer],
         divisor: Any,
         clip: Clip | None,
-        counts: dict[str, Any] | None = None,
+        counts: Sequence[CountsOfAll] | None = None,
     ) -> Decision:
         """Decide on a step.
 
@@ -122,19 +133,21 @@ class StepCheck:
             outgoing: The gradients after the hook, not yet divided.
             divisor: Their divisor.
             clip: From their norm after the division to a further factor; or None.
-            counts: The lane, summed over all ranks that loop together, where these are more than the ranks that share
-                the gradients. It has a bit for each rank that left out the step before. A step that is not finite here
-                then raises in the next step, on all these ranks.
+            counts: The lanes of all ranks that loop together, where these are more than the ranks that share the
+                gradients. A step that is not finite here then raises in a later step, on all these ranks.
 
         Raises:
             DesyncError: the ranks have called different steps.
         """
         if isinstance(sums["weight"], Tensor):
             return self._judge_on_device(step, sums, outgoing, divisor, clip, counts)
-        self._check_step(step, sums if counts is None else counts)
+        lanes = [CountsOfAll(0, sums)] if counts is None else counts
+        for late, of_all in lanes:
+            self._check_step(step, of_all, late)
         self.left_out = 0.0
-        if counts is not None and any(_masks(counts)):
-            return Decision(Effect(True, False), error=_left_out(step - 1, counts))
+        for late, of_all in lanes:
+            if late and any(_masks(of_all)):
+                return Decision(Effect(True, False), error=_left_out(step - late, of_all))
         if sums["weight"] == 0:
             return Decision(Effect(False))
         self.weight = sums["weight"]
@@ -160,23 +173,26 @@ class StepCheck:
         outgoing: Sequence[GradBuffer],
         divisor: Any,
         clip: Clip | None,
-        counts: dict[str, Any] | None,
+        counts: Sequence[CountsOfAll] | None,
     ) -> Decision:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
         fine = torch.isfinite(scalars).all() & (torch.stack(_masks(sums)) == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
-        live, of_all = sums["weight"] != 0, sums if counts is None else counts
+        live, lanes = sums["weight"] != 0, [CountsOfAll(0, sums)] if counts is None else counts
         other = torch.zeros_like(fine)
         if self.step_id:
-            other = torch.remainder(of_all["step_id"], self.ranks * self.step_id) != 0
+            for _, of_all in lanes:
+                other = other | (torch.remainder(of_all["step_id"], self.ranks * self.step_id) != 0)
         if counts is None:
             raises = other if self.skips else (~fine & live) | other
         else:
-            raises = other | (torch.stack(_masks(counts)) != 0).any()
+            raises = other
+            for _, of_all in counts:
+                raises = raises | (torch.stack(_masks(of_all)) != 0).any()
             self.left_out = 0.0 if self.skips else (~fine & live & ~raises).double()
             fine = fine & ~raises
-        self._remember(step, of_all, torch.stack([raises.double(), sums["weight"]]), counts is not None)
+        self._remember(step, lanes, torch.stack([raises.double(), sums["weight"]]))
         live = live & ~other
         found_inf = (~(live & fine)).to(torch.float32)
         scale = divisor  # may be a plain number: copying one to the device would wait for the device
@@ -188,31 +204,28 @@ class StepCheck:
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
         return Decision(Effect(live, fine, raises), scale, found_inf)
 
-    def _check_step(self, step: int, sums: dict[str, float]) -> None:
+    def _check_step(self, step: int, sums: dict[str, float], late: int) -> None:
         """Raise DesyncError unless all ranks have called the same step of the mesh.
 
         Some hooks sum the lane more than once, so the sum is a multiple of ranks * step_id.
         """
         if self.step_id and sums["step_id"] % (self.ranks * self.step_id):
+            step, effect = (step, "nothing has changed") if late < 2 else (step - 1, "each has taken its own step")
             raise DesyncError(
-                f"step {step}: the ranks have called different train_steps of one mesh; nothing has changed. Call them in the same "
-                f"order on all ranks, from one thread, or give each its own fjoin.mesh(...)",
+                f"step {step}: the ranks have called different train_steps of one mesh; {effect}. Call them in the same order on "
+                f"all ranks, from one thread, or give each its own fjoin.mesh(...)",
                 step=step,
             )
 
-    def _remember(self, step: int, sums: dict[str, Any], words: Tensor, late: bool) -> None:
-        """Keep a step's decision for the host to read later: whether to raise, and the sum of the weights.
-
-        Args:
-            late: Whether the error belongs to the step before.
-        """
+    def _remember(self, step: int, lanes: Sequence[CountsOfAll], words: Tensor) -> None:
+        """Keep a step's decision for the host to read later: whether to raise, and the sum of the weights."""
         event = None
         if words.device.type == "cuda":
             stream = torch.cuda.current_stream(words.device)  # `words` need not be on the current device
             words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        self._pending.append((step, sums, words, event, late))
+        self._pending.append((step, lanes, words, event))
 
     def synchronize(self) -> None:
         """Wait until the sums of the newest step are available."""
@@ -240,16 +253,18 @@ class StepCheck:
             NonFinite: naming that step.
             DesyncError: the ranks had called different steps.
         """
-        for step, sums, words, event, late in list(self._pending if newest else self._pending[:-1]):
+        for step, lanes, words, event in list(self._pending if newest else self._pending[:-1]):
             if not newest:
                 self._pending.pop(0)
             self._await(event)
             raises, weight = words.tolist()
             if not newest and weight:
                 self.weight = weight
-            if raises:
-                self._check_step(step, self.host(sums))
-                raise _left_out(step - 1, self.host(sums)) if late else _error(step, self.host(sums), ())
+            for late, sums in lanes if raises else ():
+                self._check_step(step, self.host(sums), late)
+                if not late:
+                    raise _error(step, self.host(sums), ())
+                raise_left_out(step - late, self.host(sums))
 
 
 def raise_left_out(step: int, counts: dict[str, float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ class Run:
         self.axes = plan.agree
         self._shadowed = shadowed(mesh.axes, self.axes)
         self._counts = StepLane(mesh, self.axes)  # over all ranks that loop together
+        self._count_buffers: list[Tensor] = []  # of this step and of the one before, whose message may be under way
         self._lanes = {self.axes: self._counts}  # by axes: over the ranks that the hook reduces over
         self.ranks = self._counts.ranks
         self.step_check = StepCheck(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
@@ -98,6 +100,7 @@ class Run:
         self._grad_hooks.queue = self._queue = None
         for lane in self._lanes.values():
             lane.buffer = None
+        self._count_buffers = []
         self.hook.close()
 
     def flush(self, body: StateData) -> None:
@@ -124,12 +127,15 @@ class Run:
             NonFinite: on all ranks.
         """
         counts = self._counts
-        if counts.buffer is None or self.pipeline.skips is not None or self._lane(step - 1) is counts:
+        if not self._count_buffers or self.pipeline.skips is not None or self._lane(step - 1) is counts:
             return
-        counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.step_check.left_out))
-        counts.send().wait()
+        for late, sums in self._end.late_counts():
+            raise_left_out(step - late, StepCheck.host(sums))
+        words = self._count_buffers[0]
+        counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.step_check.left_out), words)
+        counts.send(words).wait()
         self.step_check.left_out = 0.0
-        raise_left_out(step - 1, StepCheck.host(self.step_check.read_lane(counts)))
+        raise_left_out(step - 1, StepCheck.host(self.step_check.read_lane(counts, words)))
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -195,14 +201,15 @@ class Run:
             sums = self._end.bucket_by_bucket(early, body, buffers, outgoing, values)
         else:
             sums = self._end.together(body, buffers, outgoing, values, counts_of_all)
+        of_all = counts_of_all or (lambda: sums)
         if iteration is not None:
-            iteration.others = partial(self._has_next, sums)
+            iteration.others = partial(self._has_next, of_all)
         step = body.step
         body.window = {}
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         return Metrics(
-            step, True, aux, partial(StepCheck.host, sums), partial(self.step_check.raise_pending, newest=True)
+            step, True, aux, lambda: StepCheck.host(of_all()), partial(self.step_check.raise_pending, newest=True)
         )
 
     def _backward(self, grad_output: GradOutput, loss: Tensor, storage: Storage) -> None:
@@ -238,21 +245,24 @@ class Run:
         """Start summing the lane in a message of its own, where the hook's messages do not carry it to all ranks.
 
         Returns:
-            A function that waits for the sums.
+            A function that waits for the sums. It must be called before the step after the next one.
         """
         counts = self._counts
-        if counts.buffer is None:
-            counts.travel_alone(counts.fit(storage.layout))
-        counts.write(counts.left_out(values, self.step_check.left_out))
-        work = counts.send()
+        if not self._count_buffers:
+            self._count_buffers = [counts.alone(storage.layout) for _ in range(2)]
+        words = self._count_buffers[0]
+        self._count_buffers.reverse()
+        counts.write(counts.left_out(values, self.step_check.left_out), words)
+        work = counts.send(words)
 
+        @functools.cache
         def sums() -> dict[str, Any]:
             work.wait()
-            return self.step_check.read_lane(counts)
+            return self.step_check.read_lane(counts, words)
 
         return sums
 
-    def _has_next(self, sums: dict[str, Any]) -> float:
+    def _has_next(self, sums: Callable[[], dict[str, Any]]) -> float:
         """The number of ranks that have another batch."""
         self.step_check.synchronize()
-        return StepCheck.host(sums)["has_next"]
+        return StepCheck.host(sums())["has_next"]

@@ -24,7 +24,7 @@ HOOKS: dict[str, Any] = {
 
 
 def two_steps(hook: str, mesh: Any = None, on_device: bool = False) -> Any:
-    pipeline = tx.fuse(HOOKS[hook](), tx.sgd(1.0))
+    pipeline = tx.fuse(HOOKS[hook](), tx.sgd(1.0), after=tx.average_parameters("data") if hook == "noop" else None)
     pipeline = tx.skip_if_nonfinite(pipeline) if hook == "left out" else pipeline
     mesh = mesh or fjoin.mesh({"data": -1})
     steps = [fjoin.train_step(lambda p, b, k=k: (p["w"] * b * k).sum(), pipeline, mesh=mesh) for k in (1, 2, 3)]
@@ -62,6 +62,28 @@ def test_another_order_on_one_rank_is_noticed_before_anything_changes(hook: str,
                 raise AssertionError("all saw it")
 
             tx.simulate(one_rank, {"data": ranks})
+
+
+def apart(pipeline: tx.Pipeline) -> str:
+    mesh = fjoin.mesh({"data": -1})
+    steps = [fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, mesh=mesh) for _ in range(2)]
+    states = [step.init({"w": torch.zeros(3)}) for step in steps]
+
+    def odd() -> None:
+        for i in ((1, 0) if int(tx.axis_index("data")) else (0, 1)) * 2:
+            states[i], _ = steps[i](states[i], 1.0)
+
+    return raises_text(fjoin.DesyncError, odd, "step 0", "different train_steps", "each has taken its own step")
+
+
+def test_ranks_that_step_apart_notice_another_order_a_step_later() -> None:
+    with pytest.raises(AssertionError, match="all saw it"):
+
+        def one_rank() -> None:
+            assert apart(tx.local_sgd(tx.sgd(1.0), "data", 9))
+            raise AssertionError("all saw it")
+
+        tx.simulate(one_rank, {"data": 2})
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

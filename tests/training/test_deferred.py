@@ -81,13 +81,13 @@ class Late:
         self._work.wait()
 
 
-def seconds_waited(delay: int, slow_s: float) -> float:
-    """The seconds that 12 steps wait for messages of parameters, which take `slow_s`."""
+def seconds_waited(delay: int, slow_s: float, counts: bool = False) -> float:
+    """The seconds that 12 steps wait for messages of parameters, or of counts, which take `slow_s`."""
     reduce_, Late.waited = GroupAxis.reduce_, 0.0
 
     def slow(self: Any, x: Tensor) -> Any:
         work = reduce_(self, x)
-        return Late(work, slow_s) if x.numel() > 100 else work
+        return Late(work, slow_s) if (x.numel() > 100) != counts else work
 
     GroupAxis.reduce_ = slow  # type: ignore[method-assign,assignment]
     try:
@@ -109,6 +109,12 @@ def test_a_message_travels_during_the_steps_between(pool: Any) -> None:
     """A message takes 0.25 s and a step at least 0.1 s: with a delay of 3 steps none waits for it."""
     assert all(waited > 0.6 for waited in pool.run(2, seconds_waited, 0, 0.25))
     assert all(waited < 0.05 for waited in pool.run(2, seconds_waited, 3, 0.25))
+
+
+def test_a_step_does_not_wait_for_counts(pool: Any) -> None:
+    """The message of the counts takes 0.15 s and a step at least 0.1 s; only the three steps that average wait for it."""
+    for waited in pool.run(2, seconds_waited, 0, 0.15, True):
+        assert waited < 3 * 0.06 + 0.05, waited
 
 
 def under_way(name: str) -> Any:
