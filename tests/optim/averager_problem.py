@@ -16,6 +16,11 @@ from torch.distributed.algorithms.model_averaging import averagers, hierarchical
 
 import fjoin
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which this import calls
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+Torchs = PostLocalSGDOptimizer
 TORCHS = {
     "periodic": averagers.PeriodicModelAverager,
     "hierarchical": hierarchical_model_averager.HierarchicalModelAverager,
