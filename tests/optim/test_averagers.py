@@ -12,6 +12,7 @@ import torch.distributed as dist
 from averager_problem import displacements, gradients, made, quiet, torchs_averages_raise
 from helpers import max_diff, raises_text, same_bits
 from oracle.whole_batch import make_model
+from pool import Pool
 from torch import Tensor, nn
 from traffic import watched
 
@@ -151,6 +152,25 @@ def test_parameters_of_several_dtypes(pool: Any) -> None:
             "float32", "float64", "bfloat16", "float16", "complex64", "float32", "int64",
         ]  # fmt: skip
         assert messages == 7 and of_two == 2
+
+
+def on_two_devices() -> Any:
+    rank = dist.get_rank()
+    params = [nn.Parameter(torch.full((3,), float(rank), device=device)) for device in ("cpu", "cuda", "cpu")]
+    params += [nn.Parameter(torch.tensor(rank, device="cuda"), requires_grad=False)]
+    fjoin.PeriodicModelAverager(2).average_parameters(params)
+    return [(p.device.type, p.unique().tolist()) for p in params]
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and NCCL")
+def test_parameters_on_several_devices() -> None:
+    ranks = Pool("cpu:gloo,cuda:nccl")
+    try:
+        for seen in ranks.run(2, on_two_devices):
+            assert seen == [("cpu", [0.5]), ("cuda", [0.5]), ("cpu", [0.5]), ("cuda", [1])]
+    finally:
+        ranks.close()
 
 
 def with_buffers(kind: str, levels: Any, given: str) -> Any:
