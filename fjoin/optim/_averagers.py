@@ -58,6 +58,10 @@ class ModelAverager:
         """The average of parameters, and the average of buffers."""
         raise NotImplementedError
 
+    def _period(self) -> tuple[int, int]:
+        """A step, and a period: only in steps that are a multiple of the period apart from that step may there be an average."""
+        raise NotImplementedError
+
     @property
     def mesh(self) -> Mesh:
         """The ranks, as a mesh."""
@@ -72,14 +76,15 @@ class ModelAverager:
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        self._mesh, self._compared = self._mesh_over(group), False
+        self._mesh, self._made, self._compared = self._mesh_over(group), None, False
 
     @torch.no_grad()
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
         """Average parameters in place, in the calls that the schedule says, and count the call.
 
         All ranks must call it equally often, with parameters of the same shapes in the same order. It sends one message
-        for each dtype and device. Integer parameters, and integer buffers, become the maximum of all ranks.
+        for each dtype and device; float16 travels as float32, so that no sum overflows, and for bfloat16 alone there is
+        a second message of a few bytes. Integer parameters, and integer buffers, become the maximum of all ranks.
 
         Args:
             params: Parameters, or param_groups of an optimizer. Parameters without a gradient are averaged as well.
@@ -90,7 +95,9 @@ class ModelAverager:
             PeerLost, CollectiveTimeout: another rank has failed, or has not arrived.
         """
         found = _parameters(params)
-        if self.mesh.size > 1:
+        first, period = self._period()
+        due = self.step >= self.warmup_steps and (self.step - first) % period == 0
+        if self.mesh.size > 1 and (due or not self._compared):
             self._average(found)
         self.step += 1
 
@@ -115,10 +122,11 @@ class ModelAverager:
         by_device: dict[torch.device, list[Tensor]] = {}
         for t in tensors:
             by_device.setdefault(t.device, []).append(t.detach())
-        for values in by_device.values():
+        for given in by_device.values():
+            values = [t.float() if t.dtype is torch.float16 else t for t in given]
             new, _ = transform.update(values, transform.init(values), step=self.step)
             if new is not values:  # in the other calls a transform returns its input
-                torch._foreach_copy_(values, new)
+                torch._foreach_copy_(given, new)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_mesh": None, "_made": None, "_compared": False}
@@ -173,6 +181,9 @@ class PeriodicModelAverager(ModelAverager):
 
     def _key(self) -> Any:
         return self.period, self.warmup_steps
+
+    def _period(self) -> tuple[int, int]:
+        return self.warmup_steps, self.period
 
     def _make(self) -> tuple[Transform, Transform]:
         (axis,) = self.mesh.axes
@@ -244,6 +255,9 @@ class HierarchicalModelAverager(ModelAverager):
 
     def _key(self) -> Any:
         return self.warmup_steps
+
+    def _period(self) -> tuple[int, int]:
+        return 0, min(self.period_group_size_dict)
 
     def _make(self) -> tuple[Transform, Transform]:
         names = tuple(self.mesh.axes)

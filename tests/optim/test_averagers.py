@@ -145,13 +145,13 @@ def several() -> Any:
 
 
 def test_parameters_of_several_dtypes(pool: Any) -> None:
-    """One message for each dtype: five, then two for the integers, whose weight is sent along."""
+    """One message for each dtype, float16 with float32: four, then two for the integers and a weight."""
     for params, messages, of_two in pool.run(2, several):
         assert [value for _, value in params] == [[0.5]] * 6 + [[1.0]]
         assert [dtype.removeprefix("torch.") for dtype, _ in params] == [
             "float32", "float64", "bfloat16", "float16", "complex64", "float32", "int64",
         ]  # fmt: skip
-        assert messages == 7 and of_two == 2
+        assert messages == 6 and of_two == 2
 
 
 def on_two_devices() -> Any:
@@ -195,6 +195,45 @@ def test_buffers_are_averaged_in_the_same_steps(pool: Any, given: str) -> None:
     for rank, seen in enumerate(pool.run(4, with_buffers, "hierarchical", {2: 2, 4: 4}, given)):
         pair = (rank // 2 * 2 + 0.5, rank // 2 * 2 + 1)
         assert seen == [(rank, rank)] * 2 + [pair] * 2 + [(1.5, 3)]
+
+
+def large() -> Any:
+    p = nn.Parameter(torch.tensor([6e4, 6e-8], dtype=torch.float16))
+    fjoin.PeriodicModelAverager(2).average_parameters([p])
+    return p.tolist() == torch.tensor([6e4, 6e-8], dtype=torch.float16).tolist()
+
+
+def test_large_and_small_numbers_in_float16(pool: Any) -> None:
+    """Neither does the sum overflow, nor is anything divided first, as torch does."""
+    assert pool.run(2, large) == [True] * 2
+
+
+def in_the_middle() -> Any:
+    group = dist.new_group([1, 2, 3, 4])
+    if dist.get_rank() == 7:
+        dist.new_group([7], use_local_synchronization=True)  # other ranks may have made other groups
+    averager = made("ours", "hierarchical", {1: 2, 2: 4}, 1, group)
+    p, seen = nn.Parameter(torch.tensor(float(dist.get_rank()))), []
+    for _ in range(3):
+        averager.average_parameters([p])
+        seen.append(p.item())
+    return seen
+
+
+def test_three_levels_and_a_part_of_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consecutive ranks of a process group form the smaller groups."""
+    monkeypatch.setattr("pool.WORKERS", 8)
+    ranks = Pool()
+    try:
+        levels: Any = {1: 2, 2: 4, 6: 8}
+        runs = same_runs(ranks, 8, "hierarchical", levels, 1, steps=13)
+        assert averaged(runs, [1, 2]) == [2, 4, 6, 8, 10, 12] and averaged(runs, [3, 4]) == [6, 12]
+        seen = ranks.run(8, in_the_middle)
+    finally:
+        ranks.close()
+    assert [run[0] for run in seen] == [float(r) for r in range(8)]
+    assert [run[1] for run in seen] == [0.0, 1.5, 1.5, 3.5, 3.5, 5.0, 6.0, 7.0]
+    assert [run[2] for run in seen] == [0.0, 2.5, 2.5, 2.5, 2.5, 5.0, 6.0, 7.0]
 
 
 def empty() -> Any:
@@ -299,6 +338,21 @@ def test_ranks_that_differ_are_reported(pool: Any, what: str) -> None:
     text = {"period": "period=3", "step": "at step 1", "params": "in its parameters"}[what]
     for reported in pool.run(2, differing, what):
         assert text in reported and "rank 1 differs from rank 0" in reported
+
+
+def abandoned() -> str:
+    averager, p = fjoin.PeriodicModelAverager(2), nn.Parameter(torch.ones(3))
+    averager.average_parameters([p])
+    averager.average_parameters([p])
+    if dist.get_rank() == 1:
+        averager.mesh.report_failure(ValueError("rank 1 has failed"), 2)
+        return "rank 1 has failed"
+    return raises_text(fjoin.PeerLost, lambda: averager.average_parameters([p]))
+
+
+def test_a_rank_that_fails_is_reported(pool: Any) -> None:
+    for reported in pool.run(3, abandoned):
+        assert "rank 1 has failed" in reported
 
 
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {

@@ -195,7 +195,7 @@ def test_schedulers(scheduler: Any) -> None:
 
 
 def test_resuming() -> None:
-    """Also a scheduler made before the load goes on to act."""
+    """A scheduler made before the load still has an effect."""
     model, optimizer = small()
     steps(model, optimizer)
     buffer = io.BytesIO()
