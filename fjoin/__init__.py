@@ -10,6 +10,7 @@ ddp.register                        hooks and pipelines in DistributedDataParall
 ddp.register_comm_hook_type         torch's communication hooks, by name
 auto_quantize                       torch's collectives, encoded
 Optimizer                           our optimizers in the shape of torch.optim's
+PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
@@ -34,7 +35,10 @@ from ._functional import functional as functional
 from .groups._make_mesh import bind as bind
 from .groups._make_mesh import mesh as mesh
 from .groups._mesh import Mesh as Mesh
+from .optim._averagers import HierarchicalModelAverager as HierarchicalModelAverager
+from .optim._averagers import PeriodicModelAverager as PeriodicModelAverager
 from .optim._optimizer import Optimizer as Optimizer
+from .optim._post_local_sgd_optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from .optim._torch_functional import TorchState as TorchState
 from .optim._torch_functional import as_step_param as as_step_param
 from .quantization._auto_quantize import auto_quantize as auto_quantize

@@ -10,6 +10,7 @@ from ._comm_hooks import post_localSGD_hook as post_localSGD_hook
 from ._comm_hooks import powerSGD_hook as powerSGD_hook
 from ._comm_hooks import quantization_perchannel_hook as quantization_perchannel_hook
 from ._comm_hooks import quantization_pertensor_hook as quantization_pertensor_hook
+from ._post_local_sgd_state import PostLocalSGDState as PostLocalSGDState
 from ._register import Handle as Handle
 from ._register import register as register
 from ._register import register_comm_hook_type as register_comm_hook_type

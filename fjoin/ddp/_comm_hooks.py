@@ -21,6 +21,7 @@ from ..transforms.feedback._error_feedback import error_feedback
 from ..transforms.power_sgd._power_sgd import batched_power_sgd, power_sgd
 from ..transforms.reductions._compress import cast, quantized_mean
 from ..transforms.reductions._mean import mean, noop
+from ._post_local_sgd_state import PostLocalSGDState
 
 
 def allreduce_hook(*, axis: AxisName = "data", over: Over = "world") -> Transform:
@@ -177,7 +178,8 @@ def noop_hook() -> Transform:
 
 
 def post_localSGD_hook(
-    start_localSGD_iter: int, post_local_gradient_allreduce: bool = True, *, axis: AxisName = ("node", "local"),
+    start_localSGD_iter: int | PostLocalSGDState, post_local_gradient_allreduce: bool = True, *,
+    axis: AxisName = ("node", "local"),
     subgroup: AxisName = "local", over: Over = "world",
 ) -> Transform:  # fmt: skip
     """The mean over all ranks at first, then over a subgroup, or over no ranks.
@@ -186,7 +188,8 @@ def post_localSGD_hook(
     From then on other code must average the parameters.
 
     Args:
-        start_localSGD_iter: The number of passes with the mean over all ranks.
+        start_localSGD_iter: The number of passes with the mean over all ranks; or a `PostLocalSGDState`, whose settings
+            are used.
         post_local_gradient_allreduce: Whether gradients are averaged over the subgroup afterwards; otherwise they are
             left unchanged.
         axis: The axes of all ranks.
@@ -203,6 +206,9 @@ def post_localSGD_hook(
     """
     if not set(names(subgroup)) <= set(names(axis)):
         raise ValueError(f"the subgroup {subgroup!r} must be among the axes of all ranks, {axis!r}")
+    if isinstance(start_localSGD_iter, PostLocalSGDState):
+        post_local_gradient_allreduce = start_localSGD_iter.post_local_gradient_allreduce
+        start_localSGD_iter = start_localSGD_iter.start_localSGD_iter
     later = mean(subgroup, over) if post_local_gradient_allreduce else noop()
     return switch_after(start_localSGD_iter, mean(axis, over), later)
 

@@ -78,6 +78,17 @@ def same_step(mesh: Mesh, step: int) -> None:
         )
 
 
+def same_average(mesh: Mesh, averager: str, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
+    """Raise on all ranks, before any payload, unless they average the same tensors in the same steps.
+
+    Raises:
+        DesyncError: naming the ranks that differ from the majority, and the part that differs.
+    """
+    mine = {"averager": averager, "parameters": _describe(params), "buffers": _describe(buffers or {})}
+    if problem := mesh.exchange("the first average of parameters", [mine, mine], _compare):
+        raise DesyncError(problem[1], rank=problem[0])
+
+
 def _odd(values: list[Any]) -> Any:
     """The first rank whose value differs from the majority's: `[rank, value, majority's value]`; None if none does."""
     usual = Counter(values).most_common(1)[0][0]

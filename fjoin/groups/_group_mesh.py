@@ -229,12 +229,10 @@ def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) 
 
 def mesh_from_group(group: Any, name: str = "data") -> Mesh:
     """A mesh of one axis over the user's process group, which it takes down when a rank fails."""
-    return GroupMesh(
-        {name: group.size()}, {name: group}, group, _timeout_of(group), False, Connections(()), owned=False
-    )
+    return GroupMesh({name: group.size()}, {name: group}, group, timeout_of(group), False, Connections(()), owned=False)
 
 
-def _timeout_of(group: Any) -> float:
+def timeout_of(group: Any) -> float:
     with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has the option
         for device in group._device_types:
             return float(group._get_backend(device).options._timeout.total_seconds())

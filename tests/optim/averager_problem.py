@@ -1,0 +1,80 @@
+"""A model that ranks train apart, with torch's averagers or ours."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle.whole_batch import make_model
+from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager, utils
+
+import fjoin
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which this import calls
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+Torchs = PostLocalSGDOptimizer
+TORCHS = {
+    "periodic": averagers.PeriodicModelAverager,
+    "hierarchical": hierarchical_model_averager.HierarchicalModelAverager,
+}
+OURS = {"periodic": fjoin.PeriodicModelAverager, "hierarchical": fjoin.HierarchicalModelAverager}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings about a period of 1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def made(whose: str, kind: str, *args: Any) -> Any:
+    with quiet():
+        return (OURS if whose == "ours" else TORCHS)[kind](*args)
+
+
+@contextlib.contextmanager
+def torchs_averages_raise() -> Iterator[None]:
+    """torch's own averages raise in this block."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("torch's own average of parameters was called")
+
+    names = ("average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(utils, name, refuse)
+        yield
+
+
+def gradients(params: list[Tensor], step: int) -> None:
+    """Set gradients of this rank and step."""
+    g = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p.dtype)
+
+
+def displacements(
+    whose: str, kind: str, args: tuple[Any, ...], steps: int, model: Callable[[], nn.Module] = make_model
+) -> list[list[Tensor]]:
+    """The parameters minus their initial values, after each step."""
+    with torchs_averages_raise() if whose == "ours" else contextlib.nullcontext():
+        net, averager = model(), made(whose, kind, *args)
+        params = list(net.parameters())
+        start = [p.detach().clone() for p in params]
+        optimizer, seen = torch.optim.SGD(params, 0.1, momentum=0.9), []
+        for step in range(steps):
+            gradients(params, step)
+            optimizer.step()
+            averager.average_parameters(params if step % 2 else optimizer.param_groups)
+            seen.append([p.detach() - q for p, q in zip(params, start, strict=True)])
+        assert averager.step == steps
+    return seen

@@ -1,0 +1,360 @@
+"""PostLocalSGDOptimizer: torch's recipe, and the parts of torch.optim.Optimizer that torch's class lacks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from averager_problem import OURS, Torchs, gradients, made, torchs_averages_raise
+from helpers import max_diff, raises_text, same_bits
+from oracle.whole_batch import make_batches, make_model, mean_loss
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+LR = torch.optim.lr_scheduler
+BATCHES = make_batches(1, [[3] * 20] * 4)
+
+
+def trained(ddp: DistributedDataParallel, optimizer: Any, steps: int = 20) -> Any:
+    start = [p.detach().clone() for p in make_model().parameters()]
+    scheduler = LR.StepLR(optimizer, 4, 0.8) if isinstance(optimizer, fjoin.PostLocalSGDOptimizer) else None
+    other = LR.StepLR(optimizer.optim, 4, 0.8) if scheduler is None else scheduler
+    for batch in BATCHES[dist.get_rank()][:steps]:
+        optimizer.zero_grad()
+        mean_loss(ddp, batch).backward()
+        optimizer.step()
+        other.step()
+    return [p.detach() - q for p, q in zip(ddp.parameters(), start, strict=True)]
+
+
+def recipe(whose: str, kind: str, args: Any, still: bool, adam: bool) -> Any:
+    """Six passes with the mean over all ranks, then over pairs or none, with averages of the parameters."""
+    subgroup, _ = dist.new_subgroups(group_size=2)
+    ddp = DistributedDataParallel(make_model())
+    local = torch.optim.Adam(ddp.parameters(), 0.01) if adam else torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    if whose == "torch's":
+        torchs = torchs_hook.PostLocalSGDState(None, subgroup, 6, still)
+        ddp.register_comm_hook(torchs, torchs_hook.post_localSGD_hook)
+        with_averages: Any = Torchs(local, made("torch's", kind, *args))
+        return trained(ddp, with_averages), with_averages.averager.step
+    with torchs_averages_raise(), pytest.MonkeyPatch.context() as patch:
+        for name in ("step", "__init__"):
+            patch.setattr(Torchs, name, lambda *args, **kwargs: pytest.fail("torch's own class was used"))
+        state = fjoin.ddp.PostLocalSGDState(None, subgroup, 6, still)
+        fjoin.ddp.register(ddp, fjoin.ddp.post_localSGD_hook(state), state.mesh())
+        optimizer = fjoin.PostLocalSGDOptimizer(local, made("ours", kind, *args))
+        return trained(ddp, optimizer), optimizer.averager.step
+
+
+@pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
+@pytest.mark.parametrize("still", [True, False], ids=["in the subgroup", "nowhere"])
+def test_the_whole_recipe_is_torchs(pool: Any, still: bool, adam: bool) -> None:
+    for kind, args in (("periodic", (4, 6)), ("hierarchical", ({2: 2, 4: 4}, 6))):
+        ours, theirs = (pool.run(4, recipe, whose, kind, args, still, adam) for whose in ("ours", "torch's"))
+        for (mine, steps), (torchs, torchs_steps) in zip(ours, theirs, strict=True):
+            assert max_diff(mine, torchs) < 1e-10 and steps == torchs_steps == 20
+        assert max_diff(ours[0][0], ours[3][0]) > 1e-6
+
+
+def fjoins() -> Any:
+    """Our optimizer inside, and torch's."""
+    seen = []
+    for make in (
+        lambda p: torch.optim.AdamW(p, 0.1, foreach=False),
+        lambda p: fjoin.Optimizer(p, tx.adamw(0.1, weight_decay=0.01)),
+    ):
+        params = [*make_model().parameters()]
+        optimizer = fjoin.PostLocalSGDOptimizer(make(params), fjoin.PeriodicModelAverager(3))
+        for step in range(8):
+            gradients(params, step)
+            optimizer.step()
+        seen.append([p.detach() for p in params])
+    return max_diff(*seen)
+
+
+def test_an_optimizer_of_fjoin_inside(pool: Any) -> None:
+    assert all(diff < 1e-12 for diff in pool.run(2, fjoins))
+
+
+# -- the shape of a torch.optim.Optimizer, on one rank ---------------------------------------------------
+
+
+class Counted:
+    """An averager of one's own: it counts, and records its parameters."""
+
+    def __init__(self) -> None:
+        self.step, self.seen = 0, 0
+
+    def average_parameters(self, params: Any) -> None:
+        self.step, self.seen = self.step + 1, sum(len(group["params"]) for group in params)
+
+
+def small(averager: Any = None, **options: Any) -> tuple[nn.Module, fjoin.PostLocalSGDOptimizer]:
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, **options)
+    return model, fjoin.PostLocalSGDOptimizer(inner, averager or fjoin.PeriodicModelAverager(2, 3))
+
+
+def steps(model: nn.Module, optimizer: Any, n: int = 3, first: int = 0) -> dict[str, Any]:
+    for batch in BATCHES[0][first : first + n]:
+        optimizer.zero_grad()
+        mean_loss(model, batch).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_groups_states_and_defaults_are_the_optimizers() -> None:
+    model, optimizer = small()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    steps(model, optimizer)
+    assert optimizer.param_groups is optimizer.optim.param_groups and optimizer.state is optimizer.optim.state
+    assert optimizer.defaults is optimizer.optim.defaults and optimizer.defaults["momentum"] == 0.9
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+    assert [group["lr"] for group in optimizer.optim.param_groups] == [0.1, 0.5]
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert repr(optimizer).startswith("PostLocalSGDOptimizer(SGD (") and "PeriodicModelAverager(period=2" in repr(
+        optimizer
+    )
+
+
+def test_closures() -> None:
+    model, optimizer = small()
+    other = make_model()
+    theirs = torch.optim.LBFGS(other.parameters(), 0.5)
+    ours = fjoin.PostLocalSGDOptimizer(torch.optim.LBFGS(model.parameters(), 0.5), fjoin.PeriodicModelAverager(2))
+
+    def closure_of(net: nn.Module, opt: Any) -> Any:
+        def closure() -> Any:
+            opt.zero_grad()
+            loss = mean_loss(net, BATCHES[0][0])
+            loss.backward()
+            return loss
+
+        return closure
+
+    first, second = ours.step(closure_of(model, ours)), theirs.step(closure_of(other, theirs))
+    assert torch.equal(first, second) and ours.averager.step == 1
+    assert max_diff([*model.parameters()], [*other.parameters()]) == 0
+    assert optimizer.step(lambda: 3.0) == 3.0 and optimizer.step() is None
+
+
+def test_step_hooks() -> None:
+    model, optimizer = small()
+    calls: list[str] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda opt, args, kwargs: calls.append(f"before {opt is optimizer}")),
+        optimizer.register_step_post_hook(lambda opt, args, kwargs: calls.append(f"after {opt.averager.step}")),
+    ]
+    steps(model, optimizer, 1)
+    assert calls == ["before True", "after 1"]
+    for handle in handles:
+        handle.remove()
+    steps(model, optimizer, 1)
+    assert len(calls) == 2
+
+
+def test_state_dict_hooks() -> None:
+    _, optimizer = small()
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda opt: calls.append("before"))
+    optimizer.register_state_dict_post_hook(lambda opt, state: {**state, "mine": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda opt, state: {**state, "step": state["step"] + state["mine"]})
+    optimizer.register_load_state_dict_post_hook(lambda opt: calls.append(f"loaded {opt.averager.step}"))
+    saved = optimizer.state_dict()
+    assert saved["mine"] == 1
+    optimizer.load_state_dict(saved)
+    assert calls == ["before", "loaded 1"]
+
+
+@pytest.mark.parametrize("scheduler", [
+    lambda o: LR.StepLR(o, 1, 0.5), lambda o: LR.OneCycleLR(o, max_lr=0.5, total_steps=20), lambda o: LR.CosineAnnealingLR(o, 10),
+    lambda o: LR.ReduceLROnPlateau(o), lambda o: LR.SequentialLR(o, [LR.ConstantLR(o), LR.ExponentialLR(o, 0.9)], [2]),
+])  # fmt: skip
+def test_schedulers(scheduler: Any) -> None:
+    (a, ours), b = small(), make_model()
+    theirs = torch.optim.SGD(b.parameters(), 0.1, momentum=0.9)
+    for model, optimizer in ((a, ours), (b, theirs)):
+        rates = scheduler(optimizer)
+        for i in range(6):
+            steps(model, optimizer, 1, i)
+            rates.step(*([1.0] if isinstance(rates, LR.ReduceLROnPlateau) else []))
+    assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    assert max_diff([*a.parameters()], [*b.parameters()]) == 0
+
+
+def test_resuming() -> None:
+    """A scheduler made before the load still has an effect."""
+    model, optimizer = small()
+    steps(model, optimizer)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    assert saved["optimizer"]["step"] == 3
+    other, resumed = small()
+    rates = LR.StepLR(resumed, 1, 0.5)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.averager.step == 3 and saved["optimizer"]["step"] == 3
+    assert same_bits([*steps(model, optimizer, 3, 3).values()], [*steps(other, resumed, 3, 3).values()])
+    rates.step()
+    assert resumed.optim.param_groups[0]["lr"] == 0.05
+
+
+def torchs_states() -> Any:
+    model, theirs = make_model(), None
+    theirs = Torchs(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), made("torch's", "periodic", 4))
+    steps(model, theirs)
+    other, ours = small()
+    other.load_state_dict(model.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    theirs_again = Torchs(torch.optim.SGD(other.parameters(), 0.1, momentum=0.9), made("torch's", "periodic", 4))
+    theirs_again.load_state_dict(ours.state_dict())
+    return ours.averager.step, theirs_again.averager.step, max_diff(ours.state_dict(), theirs.state_dict())
+
+
+def test_torchs_own_states_are_loaded_and_the_other_way_round(pool: Any) -> None:
+    assert pool.run(1, torchs_states) == [(3, 3, 0)]
+
+
+def test_a_state_without_a_step_warns() -> None:
+    model, optimizer = small()
+    steps(model, optimizer)
+    with pytest.warns(UserWarning, match="starts at step 0"):
+        optimizer.load_state_dict(optimizer.optim.state_dict())
+    assert optimizer.averager.step == 0
+    raises_text(ValueError, lambda: optimizer.load_state_dict({**optimizer.state_dict(), "step": -1}), "step", "-1")
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+def test_copies(how: str) -> None:
+    model, optimizer = small()
+    steps(model, optimizer)
+    LR.StepLR(optimizer, 1)
+    both: Any
+    if how == "torch.save":
+        buffer = io.BytesIO()
+        torch.save((model, optimizer), buffer)
+        buffer.seek(0)
+        both = torch.load(buffer, weights_only=False)
+    else:
+        both = (
+            copy.deepcopy((model, optimizer)) if how == "deepcopy" else pickle.loads(pickle.dumps((model, optimizer)))
+        )
+    other, copied = both
+    assert copied.averager is not optimizer.averager and copied.averager.step == 3
+    a, b = steps(model, optimizer, 3, 3), steps(other, copied, 3, 3)
+    assert same_bits([*a.values()], [*b.values()]) and optimizer.averager.step == copied.averager.step == 6
+    copied.register_step_post_hook(lambda *args: None)
+
+
+def test_an_averager_of_ones_own() -> None:
+    averager = Counted()
+    model, optimizer = small(averager)
+    steps(model, optimizer)
+    assert (averager.step, averager.seen) == (3, 4)
+
+
+def test_errors() -> None:
+    model, optimizer = small()
+    averager = optimizer.averager
+    raises_text(TypeError, lambda: fjoin.PostLocalSGDOptimizer(model, averager), "optim must be", "Linear")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.PostLocalSGDOptimizer(tx.sgd(0.1), averager), "optim must be")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.PostLocalSGDOptimizer(optimizer.optim, 4), "averager must be", "got 4")
+    raises_text(TypeError, lambda: fjoin.PostLocalSGDOptimizer(averager, optimizer.optim), "optim must be")
+
+
+# -- other parts of a training loop ------------------------------------------------------------------------
+
+
+def scaled(fused: bool, whose: str) -> Any:
+    """Rank 1's loss is infinite in step 1, so its optimizer leaves out that step; the average is still taken."""
+    params = [nn.Parameter(torch.ones(3))]
+    inner = torch.optim.SGD(params, 0.5, fused=fused)
+    optimizer = fjoin.PostLocalSGDOptimizer(inner, fjoin.PeriodicModelAverager(2, 1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # type: ignore[attr-defined]
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = float("inf") if dist.get_rank() and step == 1 else 1.0
+        scaler.scale((params[0] * factor).sum()).backward()
+        if whose == "unscaled":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(params[0][0].item())
+    return seen, hasattr(inner, "found_inf"), optimizer.averager.step
+
+
+@pytest.mark.parametrize("whose", ["scaled", "unscaled"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_that_leaves_out_a_step_on_one_rank(pool: Any, fused: bool, whose: str) -> None:
+    """Rank 0 goes from 1 to 0.5 and 0; rank 1 to 0.5, where it stays; then both have 0.25."""
+    assert pool.run(2, scaled, fused, whose) == [([0.5, 0.25, -0.25], False, 3)] * 2
+
+
+def in_a_join() -> Any:
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(make_model())
+    optimizer = fjoin.PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters(), 0.1), OURS["periodic"](2))
+    with fjoin.Join([ddp, optimizer]):
+        for batch in BATCHES[rank][: 2 + 3 * rank]:
+            optimizer.zero_grad()
+            mean_loss(ddp, batch).backward()
+            optimizer.step()
+    return [p.detach() for p in ddp.parameters()], optimizer.averager.step
+
+
+def test_in_a_join_with_uneven_inputs(pool: Any) -> None:
+    (a, first), (b, second) = pool.run(2, in_a_join)
+    assert same_bits(a, b) and first == second == 5
+
+
+def no_host() -> Any:
+    state = fjoin.ddp.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=1)
+    reported = raises_text(ValueError, state.mesh, "LOCAL_WORLD_SIZE", "new_subgroups")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        shape = state.mesh().shape
+        ddp = DistributedDataParallel(make_model())
+        handle = fjoin.ddp.register(ddp, fjoin.ddp.post_localSGD_hook(state), state.mesh())
+    grads = []
+    for _ in range(2):
+        ddp.zero_grad()
+        mean_loss(ddp, BATCHES[dist.get_rank()][0]).backward()
+        grads.append([p.grad.clone() for p in ddp.parameters() if p.grad is not None])
+    odd = dist.new_group([0, 2]), dist.new_group([1, 3])
+    scattered = fjoin.ddp.PostLocalSGDState(None, odd[dist.get_rank() % 2], 1)
+    raises_text(ValueError, scattered.mesh, "consecutive ranks", "new_subgroups")
+    return bool(reported), shape, handle.step, grads
+
+
+def test_the_state_of_the_hook(pool: Any) -> None:
+    """Without a subgroup it takes the ranks of the host."""
+    runs = pool.run(4, no_host)
+    for rank, (reported, shape, step, (first, second)) in enumerate(runs):
+        assert reported and shape == {"node": 2, "local": 2} and step == 2
+        assert same_bits(first, runs[0][3][0]) and same_bits(second, runs[rank // 2 * 2][3][1])
+    assert max_diff(runs[0][3][1], runs[2][3][1]) > 1e-3
+
+
+def test_settings_of_the_hook() -> None:
+    state = fjoin.ddp.PostLocalSGDState(None, None, 5, False)
+    hook = fjoin.ddp.post_localSGD_hook
+    assert hook(state) == hook(5, False) == hook(start_localSGD_iter=5, post_local_gradient_allreduce=False)
+    assert state.mesh().shape == {"node": 1, "local": 1}
+    raises_text(ValueError, lambda: fjoin.ddp.PostLocalSGDState(None, None, -1), "start_localSGD_iter", "-1")
+    raises_text(TypeError, lambda: fjoin.ddp.PostLocalSGDState(3, None, 1), "process_group", "3")
+    raises_text(TypeError, lambda: fjoin.ddp.PostLocalSGDState(None, 3, 1), "subgroup", "3")
