@@ -112,9 +112,9 @@ def test_a_message_travels_during_the_steps_between(pool: Any) -> None:
 
 
 def test_a_step_does_not_wait_for_counts(pool: Any) -> None:
-    """The message of the counts takes 0.15 s and a step at least 0.1 s; only the three steps that average wait for it."""
-    for waited in pool.run(2, seconds_waited, 0, 0.15, True):
-        assert waited < 3 * 0.06 + 0.05, waited
+    """The message of the counts takes 0.08 s and a step at least 0.1 s; only the three steps that average wait for it."""
+    for waited in pool.run(2, seconds_waited, 0, 0.08, True):
+        assert waited < 3 * 0.08 + 0.1, waited
 
 
 def under_way(name: str) -> Any:
