@@ -24,12 +24,14 @@ TITLES = {
     "link": "10M transformer at 1 Gbit/s",
     "wire": "10M transformer at 1 Gbit/s",
     "slow wire": "10M transformer at 100 Mbit/s",
+    "local": "10M transformer, local SGD with period 4",
+    "slow local": "10M transformer at 100 Mbit/s, local SGD with period 4",
     "power": "10M transformer at 1 Gbit/s, PowerSGD of rank 4",
     "slow power": "10M transformer at 100 Mbit/s, PowerSGD of rank 4",
 }
 
 
-LINKS = ("link", "wire", "slow wire", "power", "slow power")
+LINKS = ("link", "wire", "slow wire", "slow local", "power", "slow power")
 
 
 class Row(NamedTuple):
@@ -75,6 +77,12 @@ ROWS = [
             ("PowerSGD in bfloat16 / PowerSGD", "ours power bf16", "ours power", None),
         )
     ),
+    Row("local SGD / DDP with torch's PostLocalSGDOptimizer", "local", "ours local", "ddp local", 0.95),
+    Row("DDP with fjoin's PostLocalSGDOptimizer / DDP with torch's", "local", "ddp our local", "ddp local", 1.00),
+    Row("DDP with torch's PostLocalSGDOptimizer / DDP", "local", "ddp local", "ddp"),
+    Row("local SGD / DDP", "slow local", "ours local", "ddp", 0.35),
+    Row("DDP with torch's PostLocalSGDOptimizer / DDP", "slow local", "ddp local", "ddp"),
+    Row("streaming DiLoCo in int4 / DDP", "slow local", "ours int4 later", "ddp"),
     Row("fjoin in join, even inputs / fjoin without join", "tiny", "ours join", "ours", 1.02),
     Row("fjoin in join, even inputs / fjoin without join", "1m", "ours join", "ours", 1.02),
     Row("fjoin in join, 14 against 10 batches / fjoin without join", "tiny", "ours join uneven", "ours"),

@@ -71,7 +71,8 @@ def check_equal(reached: dict[str, torch.Tensor], start: torch.Tensor) -> None:
     checked, since they compute something else.
     """
     for variant, got in reached.items():
-        want = reached["ddp sgd" if variant.endswith("sgd") else "ddp"]
+        like = "ddp local" if variant.endswith("local") else "ddp sgd" if variant.endswith("sgd") else "ddp"
+        want = reached[like]
         if variant.endswith(("uneven", "ddp join", "our join")) or any(
             w in variant for w in ("bf16", "int8", "int4", "power")
         ):

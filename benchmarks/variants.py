@@ -18,8 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
@@ -31,6 +33,7 @@ from fjoin.transforms.plan._buckets import make_layout
 with contextlib.redirect_stderr(io.StringIO()):  # the import prints a deprecation notice that filters do not catch
     from torch.distributed.optim.functional_adamw import _FunctionalAdamW
     from torch.distributed.optim.functional_sgd import _FunctionalSGD
+    from torch.distributed.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
 
 LR = 1e-3
 ADAMW = partial(torch.optim.AdamW, lr=LR, fused=True)
@@ -72,6 +75,48 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
             run(share(n))
 
     return run_joined if join else run, lambda: list(model.parameters())
+
+
+PERIOD = 4  # of the averages
+
+
+def ddp_local(name: str, batch: Any, mesh: Any, ours: bool = False) -> Variant:
+    """Local SGD by torch's classes in a DistributedDataParallel that sends no gradients, or with our averager."""
+    x, y = batch
+    model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True)
+    model.register_comm_hook(PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False), post_localSGD_hook)
+    made = ADAMW(model.parameters())
+    optimizer: Any
+    if ours:
+        optimizer = fjoin.PostLocalSGDOptimizer(made, fjoin.PeriodicModelAverager(PERIOD))
+    else:
+        optimizer = PostLocalSGDOptimizer(made, PeriodicModelAverager(PERIOD))
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return run, lambda: list(model.parameters())
+
+
+def ours_local(name: str, batch: Any, mesh: Any, wire: tx.Codec | None = None) -> Variant:
+    """Our local SGD with the schedule of torch's averager; or DiLoCo with encoded messages under way."""
+    loss_fn, params, _ = pieces(name, tx.adamw(LR))
+    pipeline = tx.fuse(tx.noop(), tx.adamw(LR), after=tx.average_every(PERIOD, "data", over="world"))
+    if wire is not None:
+        pipeline = tx.diloco(tx.adamw(LR), "data", PERIOD, wire=wire, delay=PERIOD - 1, mix=0.5)
+    step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
+    state = step.init(params)
+    del params
+
+    def run(n: int) -> None:
+        nonlocal state
+        for _ in range(n):
+            state, _ = step(state, batch)
+
+    return run, lambda: list(state.params.values())
 
 
 def share(n: int) -> int:
@@ -268,6 +313,10 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours power": lambda *a: ours(*a, hook=power_sgd(), bucket_bytes=20 * 2**20),
     "ours power 5": lambda *a: ours(*a, hook=power_sgd()),
     "ours power bf16": lambda *a: ours(*a, hook=power_sgd(torch.bfloat16), bucket_bytes=20 * 2**20),
+    "ddp local": ddp_local,
+    "ddp our local": lambda *a: ddp_local(*a, ours=True),
+    "ours local": ours_local,
+    "ours int4 later": lambda *a: ours_local(*a, wire=tx.int4()),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),

@@ -63,11 +63,15 @@ def zeros_at_least_f32(tree: Tree) -> dict[str, Tensor]:
 
 
 def where(condition: Tensor, a: Tree, b: Tree) -> Tree:
-    """`a` where the 0-d `condition` holds and `b` where it does not, leaf by leaf; equal non-tensors are kept."""
+    """`a` where the 0-d `condition` holds and `b` where it does not, leaf by leaf; equal non-tensors are kept.
+
+    Where Python can read the condition, nothing is copied.
+    """
+    known = bool(condition) if readable_without_sync(condition) else None
 
     def choose(x: Any, y: Any) -> Any:
         if isinstance(x, Tensor):
-            return torch.where(condition, x, y)
+            return torch.where(condition, x, y) if known is None else x if known else y
         if x != y:
             raise TypeError(f"a host value cannot depend on data: it is {x!r} on one side and {y!r} on the other")
         return x

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._transform import Inner, Transform, check_transform
-from .._tree import Tree
+from .._tree import Tree, readable_without_sync
 from .._weights import Over, check_over, check_weight
 from ..codecs._codec import Codec
 from ..feedback._error_feedback import error_feedback
@@ -39,7 +39,9 @@ class WindowMean:
             weight: The weight of this rank's window.
         """
         weight = check_weight(weight)
-        factor = {"weight": weight, "live": (weight > 0).to(weight.dtype), "world": None}[self._over]
+        factor: Any = {"weight": weight, "live": (weight > 0).to(weight.dtype), "world": None}[self._over]
+        if factor is not None and readable_without_sync(factor):
+            factor = factor.item()  # saves passes over the values
         extra = {**extra, "persistent": False, "weight": factor, "lane": {"weight": weight}}
         new, inner = self._inner.update(values, state, None, **extra)
         sums = self._inner.transform.sums
