@@ -3,9 +3,11 @@
     fjoin.testing.check_codec(lambda: my_codec(bits=3))
 
 Each law is a function whose argument makes the object, so a test can run the laws one by one: `TRANSFORM_LAWS`,
-`OPTIMIZER_LAWS`, `CODEC_LAWS`, `FEEDBACK_LAWS`. A law that is broken raises AssertionError.
+`OPTIMIZER_LAWS`, `CODEC_LAWS`, `FEEDBACK_LAWS`, `AVERAGE_LAWS`. A law that is broken raises AssertionError.
 """
 
+from ._averages import AVERAGE_LAWS as AVERAGE_LAWS
+from ._check import check_average as check_average
 from ._check import check_codec as check_codec
 from ._check import check_feedback as check_feedback
 from ._check import check_optimizer as check_optimizer

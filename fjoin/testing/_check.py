@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import transforms as tx
+from ._averages import AVERAGE_LAWS
 from ._codecs import CODEC_LAWS
 from ._feedback import FEEDBACK_LAWS
 from ._optimizers import OPTIMIZER_LAWS
@@ -104,6 +105,26 @@ def check_feedback(make: Callable[[], tx.Transform]) -> None:
     >>> fjoin.testing.check_feedback(lambda: tx.quantized_mean("data", tx.int8()))
     """
     _check(make, FEEDBACK_LAWS)
+
+
+def check_average(make: Callable[[], tx.Transform]) -> None:
+    """Check the laws of an average of parameters, for `fuse(..., after=...)`, on three simulated ranks over the axis "data".
+
+    - After a call each parameter is unchanged on all ranks, or equal on all ranks to the bit. Each changes at some time.
+    - The parameters of a rank of weight 0 do not affect the other ranks.
+    - While no rank has weight, nothing changes.
+
+    Args:
+        make: Makes the transform, with a period of at most 4 calls and the weights of windows.
+
+    Raises:
+        AssertionError: a law is broken; the text begins with its name.
+
+    >>> import fjoin
+    >>> from fjoin import transforms as tx
+    >>> fjoin.testing.check_average(lambda: tx.every(2, tx.average_parameters("data")))
+    """
+    _check(make, AVERAGE_LAWS)
 
 
 def _check(make: Callable[[], Any], laws: Sequence[Callable[[Any], None]]) -> None:
