@@ -101,12 +101,12 @@ def ddp_local(name: str, batch: Any, mesh: Any, ours: bool = False) -> Variant:
     return run, lambda: list(model.parameters())
 
 
-def ours_local(name: str, batch: Any, mesh: Any, wire: tx.Codec | None = None) -> Variant:
-    """Our local SGD with the schedule of torch's averager; or DiLoCo with encoded messages under way."""
+def ours_local(name: str, batch: Any, mesh: Any, **streaming: Any) -> Variant:
+    """Our local SGD with the schedule of torch's averager; or DiLoCo."""
     loss_fn, params, _ = pieces(name, tx.adamw(LR))
     pipeline = tx.fuse(tx.noop(), tx.adamw(LR), after=tx.average_every(PERIOD, "data", over="world"))
-    if wire is not None:
-        pipeline = tx.diloco(tx.adamw(LR), "data", PERIOD, wire=wire, delay=PERIOD - 1, mix=0.5)
+    if streaming:
+        pipeline = tx.diloco(tx.adamw(LR), "data", mix=0.5, **streaming)
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh)
     state = step.init(params)
     del params
@@ -316,7 +316,8 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp local": ddp_local,
     "ddp our local": lambda *a: ddp_local(*a, ours=True),
     "ours local": ours_local,
-    "ours int4 later": lambda *a: ours_local(*a, wire=tx.int4()),
+    "ours int4 later": lambda *a: ours_local(*a, every=PERIOD, delay=PERIOD - 1, wire=tx.int4()),
+    "ours int4 stream": lambda *a: ours_local(*a, every=48, fragments=4, delay=12, wire=tx.int4()),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
