@@ -15,7 +15,7 @@ from ..axes._primitive import names
 from ..combinators._chain import chain
 from ..combinators._conditional import every
 from ..reductions._mean import MeanState, mean
-from ._window import WindowMean
+from ._window import WindowMean, like
 
 
 class AverageState(NamedTuple):
@@ -31,7 +31,7 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
         over="world"    sum_r p_r           / ranks
 
     The weight w_r is that of the steps since the last average: inside `every`, the sum over its window. A rank without
-    input in the window gets the mean. Where no rank had input, nothing changes.
+    input in the window gets the mean. Where no rank had input, nothing changes. Parameters in 16 bits travel as float32.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.
@@ -66,7 +66,7 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
     ) -> tuple[Tree, AverageState]:
         del params, lane
         average, hook, live = reduce(values, state, weight, **extra)
-        return where(live, average, values), AverageState(hook)
+        return where(live, like(average, values), values), AverageState(hook)
 
     return Transform(init, update, Needs.NOTHING)
 

@@ -15,12 +15,12 @@ from .._transform import Needs, Transform, check_transform
 from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
 from .._weights import Over, check_weight
 from ..step_param._optimizer import Optimizer
-from ._window import WindowMean, check_reduces, no_weight
+from ._window import WindowMean, at_least_f32, check_reduces, like, no_weight
 
 
 class OuterState(NamedTuple):
     step: int  # calls so far, on the host
-    anchor: dict[str, Tensor]  # path -> the parameters after the last outer step, equal on all ranks
+    anchor: dict[str, Tensor]  # path -> the parameters after the last outer step, at least float32, equal on all ranks
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
     weight: Tensor  # the sum of the weights since the last message, 0-d float64
@@ -85,7 +85,7 @@ def outer_step(
     reduce = WindowMean(hook, over)
 
     def init(params: Tree) -> OuterState:
-        anchor = {path: leaf.detach().clone() for path, leaf in named_leaves(params).items()}
+        anchor = {path: leaf.detach().clone() for path, leaf in at_least_f32(named_leaves(params)).items()}
         pending = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
         live = torch.zeros((), dtype=torch.bool)
         return OuterState(0, anchor, hook.init(anchor), optimizer.init(anchor), no_weight(), pending, live)
@@ -103,9 +103,13 @@ def outer_step(
         state = settled(state)
         new = optimizer.step(state.anchor, state.pending, state.optimizer)
         anchor, outer = choose_state(state.live, new, (state.anchor, state.optimizer))
-        mixed = anchor if mix == 0 else {path: torch.lerp(anchor[path], p, mix) for path, p in values.items()}
+        mixed = anchor
+        if mix:
+            mixed = {path: torch.lerp(anchor[path], p.to(anchor[path].dtype), mix) for path, p in values.items()}
         waiting = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
-        return where(state.live, mixed, values), state._replace(anchor=anchor, optimizer=outer, pending=waiting)
+        return where(state.live, like(mixed, values), values), state._replace(
+            anchor=anchor, optimizer=outer, pending=waiting
+        )
 
     @counts_steps
     def update(

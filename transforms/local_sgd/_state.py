@@ -22,7 +22,7 @@ from ..reductions._mean import mean
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields
 from ._average import AverageState
-from ._window import WindowMean
+from ._window import WindowMean, like
 
 StatePolicy: TypeAlias = Literal["keep", "average", "reset"] | Mapping[str, int]
 
@@ -73,7 +73,7 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
         counts = {path: value for path, value in named.items() if _split(path)[1] == "step"}
         rest = {path: value for path, value in named.items() if path not in counts}
         average, hook, live = reduce(rest, state, weight, **extra)
-        new = {**average, **(pmax(counts, axis) if counts else {})}
+        new = {**like(average, rest), **(pmax(counts, axis) if counts else {})}
         return map_with_path(lambda path, old: torch.where(live, new[path], old), values), AverageState(hook)
 
     return Transform(init, update, Needs.LEAVES | Needs.PATHS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -34,6 +35,9 @@ class WindowMean:
     def __call__(self, values: Tree, state: Any, weight: Any, **extra: Any) -> tuple[Tree, Any, Tensor]:
         """The mean, the hook's new state, and whether any rank has weight, 0-d bool.
 
+        Sums of weight * value would overflow float16, and bfloat16 would round them: the mean is taken in at least
+        float32.
+
         Args:
             state: The outer state.
             weight: The weight of this rank's window.
@@ -43,7 +47,7 @@ class WindowMean:
         if factor is not None and readable_without_sync(factor):
             factor = factor.item()  # saves passes over the values
         extra = {**extra, "persistent": False, "weight": factor, "lane": {"weight": weight}}
-        new, inner = self._inner.update(values, state, None, **extra)
+        new, inner = self._inner.update(at_least_f32(values), state, None, **extra)
         sums = self._inner.transform.sums
         assert sums is not None
         return new, inner, sums(inner).lane["weight"] > 0
@@ -70,6 +74,15 @@ def check_reduces(name: str, hook: Transform) -> Transform:
             f"{name}: {hook!r} is no reduction that all parameters share; use mean, quantized_mean, error_feedback(...) and so on"
         )
     return hook
+
+
+def at_least_f32(values: Tree) -> Tree:
+    return optree.tree_map(lambda v: v.to(torch.promote_types(v.dtype, torch.float32)), values)
+
+
+def like(values: Tree, given: Tree) -> Tree:
+    """The values in the dtypes of the given tree."""
+    return optree.tree_map(lambda v, g: v.to(g.dtype), values, given)
 
 
 def no_weight() -> Tensor:

@@ -165,3 +165,17 @@ def test_many_ranks_in_one_process(pipeline: tx.Pipeline) -> None:
         if ranks == 8:
             assert max_diff(found, tx.simulate(one_rank, {"data": ranks}, targets, weights)) < 1e-9
         assert all(torch.isfinite(v).all() for v in found[0].values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("after", [tx.average_parameters("data"), tx.outer_step(MEAN, tx.sgd(1.0))])
+def test_sixteen_bits(after: tx.Transform, dtype: torch.dtype) -> None:
+    """Weights of many tokens overflow nothing, and the mean of equal parameters is that parameter."""
+
+    def one_rank(value: float, other: float, weight: float) -> Any:
+        p = {"a": torch.tensor([value], dtype=dtype), "b": torch.tensor([other], dtype=dtype)}
+        return after.update(p, after.init({"a": p["a"] * 0, "b": p["b"] * 0}), weight=weight)[0]
+
+    for found in tx.simulate(one_rank, {"data": 3}, [1.1, 1.1, 1.1], [60.0, 30.0, 0.0], [5000.0, 10000.0, 15000.0]):
+        assert found["a"].dtype is dtype and found["a"].tolist() == torch.tensor([1.1], dtype=dtype).tolist()
+        assert found["b"].tolist() == [20.0]
