@@ -19,9 +19,8 @@ from ..groups._nested_mesh import nested_mesh, world_size
 from ..transforms._axis_env import AxisName
 from ..transforms._check import whole_number
 from ..transforms._transform import Transform
-from ..transforms.combinators._chain import chain
 from ..transforms.combinators._conditional import every
-from ..transforms.local_sgd._average import average_every, hierarchical_average
+from ..transforms.local_sgd._average import average_every, hierarchical_average, nested
 from ..transforms.sync._buffers import average_buffers
 
 Buffers = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
@@ -83,8 +82,8 @@ class ModelAverager:
         """Average parameters in place, in the calls that the schedule says, and count the call.
 
         All ranks must call it equally often, with parameters of the same shapes in the same order. It sends one message
-        for each dtype and device; float16 travels as float32, so that no sum overflows, and for bfloat16 alone there is
-        a second message of a few bytes. Integer parameters, and integer buffers, become the maximum of all ranks.
+        for each dtype and device; parameters in 16 bits travel as float32. Integer parameters, and integer buffers,
+        become the maximum of all ranks.
 
         Args:
             params: Parameters, or param_groups of an optimizer. Parameters without a gradient are averaged as well.
@@ -123,9 +122,8 @@ class ModelAverager:
         for t in tensors:
             by_device.setdefault(t.device, []).append(t.detach())
         for given in by_device.values():
-            values = [t.float() if t.dtype is torch.float16 else t for t in given]
-            new, _ = transform.update(values, transform.init(values), step=self.step)
-            if new is not values:  # in the other calls a transform returns its input
+            new, _ = transform.update(given, transform.init(given), step=self.step)
+            if new is not given:  # in the other calls a transform returns its input
                 torch._foreach_copy_(given, new)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,12 +262,8 @@ class HierarchicalModelAverager(ModelAverager):
         periods: dict[int, AxisName] = {
             period: names[-1 - i :] for i, (period, _) in enumerate(self._levels())
         }  # "level0" is the last
-        larger = [*list(periods)[1:], None]
-        of_buffers = (
-            every(period, average_buffers(axes), -(-self.warmup_steps // period) * period, outer)
-            for (period, axes), outer in zip(periods.items(), larger, strict=True)
-        )
-        return hierarchical_average(periods, self.warmup_steps, over="world"), chain(*of_buffers)
+        of_buffers = nested(periods, self.warmup_steps, average_buffers)
+        return hierarchical_average(periods, self.warmup_steps, over="world"), of_buffers
 
 
 # torch's stand-in for a group, on ranks outside of it.
