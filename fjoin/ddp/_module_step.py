@@ -12,7 +12,8 @@ from torch import Tensor
 from ..groups._mesh import Mesh
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
-from ..reducer._step_check import CountsOfAll, StepCheck
+from ..reducer._late_counts import LateCounts
+from ..reducer._step_check import StepCheck
 from ..training._apply import run_ends
 from ..training._loss_weight import unscale
 from ..transforms._state_dict import restored, to_state_dict
@@ -72,7 +73,8 @@ class ModuleStep:
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         self._check = StepCheck(mesh.size, skips=skips is not None)
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
-        self._late: Counts | None = None  # this pass's message about the ranks that left out the step before
+        self._late_counts = LateCounts(pipeline.ends, mesh.shape)
+        self._counts: Counts | None = None  # this pass's message about the ranks that left out the step before
 
     def state_dict(self) -> dict[str, Any]:
         """The states as tensors and numbers."""
@@ -110,7 +112,7 @@ class ModuleStep:
             self.scaling.check()
         axes = self._plan.agree
         late = self._skips is None and self._plan.reduced(step).axes != axes
-        self._late = Counts(self._mesh, axes, 0.0, self._check.left_out) if late else None
+        self._counts = Counts(self._mesh, axes, 0.0, self._check.left_out) if late else None
 
     def unscale(self, out: DDPBucket) -> None:
         """Divide the gradients of a bucket, not yet sent, by the scale of the loss."""
@@ -151,8 +153,9 @@ class ModuleStep:
             sums = Counts(self._mesh, axes, weight, float(self._check.bad(outs))).wait()
             total = sums["weight"] if axes else math.nan
         sums.update(total=sums["weight"], loss=0.0)
-        late = [] if self._late is None else [CountsOfAll(1, self._late.wait())]
-        counts = None if axes == self._plan.agree else late
+        counts = None
+        if axes != self._plan.agree:
+            counts = [] if self._counts is None else self._late_counts.read(step, self._counts.wait)
         try:
             self.stepper.check_rates(self._watched)
         except (TypeError, ValueError) as error:

@@ -9,12 +9,12 @@ from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._bucket_hooks import StepHook
 from ..reducer._buckets import GradBuffer
-from ..reducer._step_check import CountsOfAll, Decision, StepCheck
+from ..reducer._late_counts import LateCounts
+from ..reducer._step_check import Decision, StepCheck
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
 from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._pipeline import Pipeline
-from ..transforms.plan._plan import axes_of
 from ._apply import changing, run_ends, step_bucket
 from ._deferred import DeferredMessages
 from ._state import StateData
@@ -29,7 +29,7 @@ class EndOfStep:
     ) -> None:  # fmt: skip
         self._pipeline, self._mesh, self._hook, self._step_check = pipeline, mesh, hook, step_check
         self._on_buffers = on_buffers
-        self._late: Callable[[], dict[str, Any]] | None = None
+        self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape)
         overlaps = pipeline.after is not None and pipeline.after.accepts("defer") and mesh.device.type == "cpu"
         self._deferred = deferred if overlaps and deferred.travel else None
 
@@ -46,10 +46,10 @@ class EndOfStep:
         Args:
             lane: The values of this rank.
             counts_of_all: Waits for the lane of all ranks that loop together, where the hook's messages do not carry it.
-                In a step without other messages it is read in the next step, so that no rank waits for another one.
+                Some steps leave it to the next one; see `LateCounts`.
         """
         hook, sums, divisor = self._hook.finish(body.hook, body.storage, outgoing, lane)
-        counts = None if counts_of_all is None else self._read_counts(body.step, counts_of_all)
+        counts = None if counts_of_all is None else self.late_counts.read(body.step, counts_of_all)
         decision = self._step_check.decide(body.step, sums, outgoing, divisor, self._hook.clip, counts)
         self._raise_or_count(body, decision)
         with changing(body):
@@ -59,18 +59,6 @@ class EndOfStep:
             self._run_after(body, buffers, lane["weight"], sums, decision)
         body.hook = decision.effect.keep(hook, body.hook)
         return sums
-
-    def late_counts(self) -> list[CountsOfAll]:
-        """The lane of the step before, where it has not been read yet."""
-        late, self._late = self._late, None
-        return [] if late is None else [CountsOfAll(2, late())]
-
-    def _read_counts(self, step: int, now: Callable[[], dict[str, Any]]) -> list[CountsOfAll]:
-        counts = self.late_counts()
-        if any(axes_of(part, self._mesh.shape, step) for part in (*self._pipeline.ends, self._on_buffers)):
-            return [*counts, CountsOfAll(1, now())]  # before the ranks change each other's values
-        self._late = now
-        return counts
 
     def bucket_by_bucket(
         self,

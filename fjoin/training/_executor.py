@@ -129,7 +129,7 @@ class Run:
         counts = self._counts
         if not self._count_buffers or self.pipeline.skips is not None or self._lane(step - 1) is counts:
             return
-        for late, sums in self._end.late_counts():
+        for late, sums in self._end.late_counts.take():
             raise_left_out(step - late, StepCheck.host(sums))
         words = self._count_buffers[0]
         counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.step_check.left_out), words)
