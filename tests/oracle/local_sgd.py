@@ -15,8 +15,10 @@ from torch import Tensor
 Grad = Callable[[int, int, Tensor], "Tensor | None"]
 
 
-def inner_steps(make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ranks: int) -> tuple[list[Tensor], Any]:
-    """The parameters of each rank, and a function that steps one of them."""
+def inner_steps(
+    make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ranks: int
+) -> tuple[list[Tensor], Any, Any]:
+    """The parameters and the optimizer of each rank, and a function that steps one of them."""
     params = [start.clone().requires_grad_() for _ in range(ranks)]
     optimizers = [make([p]) for p in params]
 
@@ -25,12 +27,26 @@ def inner_steps(make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ran
             params[rank].grad = grad
             optimizers[rank].step()
 
-    return params, step
+    return params, optimizers, step
+
+
+def average_states(optimizers: list[Any], weights: list[float], fields: tuple[str, ...]) -> None:
+    """Average fields of the states of one-parameter optimizers, and make their step counts the largest."""
+    states = [next(iter(optimizer.state.values()), None) for optimizer in optimizers]
+    known = [(state, w) for state, w in zip(states, weights, strict=True) if state]
+    for field in fields:
+        mean = sum(w * state[field] for state, w in known) / sum(weights)
+        for state, _ in known:
+            state[field].copy_(mean)
+    most = max(float(state["step"]) for state, _ in known)
+    for state, _ in known:
+        state["step"].fill_(most)
 
 
 def averaged(
     make: Callable[[Any], torch.optim.Optimizer], start: Tensor, ranks: int, steps: int, grad: Grad,
     due: Callable[[int], int], sizes: list[int], weight: Callable[[int, int], float] | None,
+    at_average: Callable[[int, list[Any], list[float]], None] = lambda step, optimizers, weights: None,
 ) -> list[Tensor]:  # fmt: skip
     """Local SGD in groups of neighbouring ranks: `due(step)` is the size of the groups that average after it, or 0.
 
@@ -38,8 +54,9 @@ def averaged(
         sizes: All sizes of groups.
         weight: The weight of a batch; None for torch's plain mean of all ranks. An average weighs a rank by its batches
             since the last average in groups of this size or a larger one.
+        at_average: `(step, optimizers, weights)`, called after an average over all ranks.
     """
-    params, step_one = inner_steps(make, start, ranks)
+    params, optimizers, step_one = inner_steps(make, start, ranks)
     windows = {size: [0.0] * ranks for size in sizes}
     for step in range(steps):
         for rank in range(ranks):
@@ -60,6 +77,8 @@ def averaged(
             with torch.no_grad():
                 for rank in group:
                     params[rank].copy_(mean)
+            if size == ranks:
+                at_average(step, optimizers, w)
     return [p.detach() for p in params]
 
 
@@ -77,7 +96,7 @@ def diloco(
     Returns:
         The parameters of each rank, and the global ones.
     """
-    params, step_one = inner_steps(make, start, ranks)
+    params, _, step_one = inner_steps(make, start, ranks)
     spans = [(0, start.numel())] if spans is None else spans
     globals_ = [start[a:b].clone().requires_grad_() for a, b in spans]
     outers = [outer([g]) for g in globals_]

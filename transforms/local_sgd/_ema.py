@@ -63,7 +63,8 @@ def ema(decay: float) -> Transform:
         named = named_leaves(values)
         device = device_of(named.values())
         has, started = to_device(device, has), to_device(device, state.started)
-        share = torch.where(has, torch.where(started, 1 - decay, 1.0), 0.0)
+        whole = torch.ones((), dtype=torch.float64, device=device)
+        share = torch.where(has, torch.where(started, whole * (1 - decay), whole), torch.zeros_like(whole))
         new = {}
         for path, value in named.items():
             old = state.average[path]

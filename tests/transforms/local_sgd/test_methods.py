@@ -167,3 +167,117 @@ def test_slow_mo(ranks: int) -> None:
         functools.partial(grad, ranks, True), 12, weight,
     )  # fmt: skip
     close(run(tx.slow_mo(ours, "data", every=12, lr=0.9, momentum=0.6), {"data": ranks}, True), want, start)
+
+
+@pytest.mark.parametrize("over", ["weight", "world"])
+@pytest.mark.parametrize("inner", list(INNER))
+@pytest.mark.parametrize("ranks, warmup", [(2, 7), (3, 20), (5, 0)])
+def test_post_local_sgd(ranks: int, warmup: int, inner: str, over: Any) -> None:
+    theirs, ours = INNER[inner]
+    weighted, start = over == "weight", problem(ranks)[0]
+
+    def gradient(rank: int, step: int, params: Tensor) -> Tensor | None:
+        if step >= warmup:
+            return grad(ranks, weighted, rank, step, params)
+        w = [weight(r, step) if weighted else 1.0 for r in range(ranks)]
+        each = [grad(ranks, False, r, step, params) for r in range(ranks)]
+        return sum(x * g for x, g in zip(w, each, strict=True)) / sum(w) if sum(w) else None  # type: ignore[operator,misc]
+
+    want = oracle.averaged(
+        theirs, start, ranks, STEPS, gradient,
+        lambda step: ranks if step >= warmup and (step - warmup) % 4 == 0 else 0, [ranks],
+        (lambda rank, step: weight(rank, step) if step >= warmup else 0.0) if weighted else None,
+    )  # fmt: skip
+    close(run(tx.post_local_sgd(ours, "data", 4, warmup, over=over), {"data": ranks}, weighted), want, start)
+
+
+POLICIES: dict[str, Any] = {"average": "average", "own periods": {"exp_avg": 12, "exp_avg_sq": 20}, "reset": "reset"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_policies_of_states(ranks: int, policy: str) -> None:
+    """Every rank has input in each step, so that all step counts are equal in torch too."""
+    start = problem(ranks)[0]
+
+    def uneven(rank: int, step: int) -> float:
+        return 1.0 + (rank + step) % 3
+
+    sums = {field: [0.0] * ranks for field in ("exp_avg", "exp_avg_sq")}
+
+    def at_average(step: int, optimizers: list[Any], weights: list[float]) -> None:
+        if policy == "average":
+            oracle.average_states(optimizers, weights, ("exp_avg", "exp_avg_sq"))
+        elif policy == "reset":
+            for optimizer in optimizers:
+                (state,) = optimizer.state.values()
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        else:
+            for field, period in POLICIES[policy].items():
+                for rank in range(ranks):
+                    sums[field][rank] += weights[rank]
+                if (step + 1) % period == 0:
+                    oracle.average_states(optimizers, sums[field], (field,))
+                    sums[field] = [0.0] * ranks
+
+    want = oracle.averaged(
+        torch_adam, start, ranks, STEPS, functools.partial(grad, ranks, False),
+        lambda step: 0 if (step + 1) % 4 else ranks, [ranks], uneven, at_average,
+    )  # fmt: skip
+    pipeline = tx.local_sgd(tx.adam(0.01), "data", 4, state=POLICIES[policy])
+
+    def one_rank() -> tuple[Tensor, Any]:
+        rank, params = int(tx.axis_index("data")), tree(start)
+        state = pipeline.init(params)
+        for step in range(STEPS):
+            g = grad(ranks, False, rank, step, flat(params))
+            assert g is not None
+            params, state = pipeline.step(params, tree(g), state, weight=uneven(rank, step))
+        return flat(params), state
+
+    close(tx.simulate(one_rank, {"data": ranks}), want, start)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
+def test_ema_is_torchs_averaged_model(decay: float) -> None:
+    model = torch.nn.Linear(3, 2).double()
+    theirs = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
+    average = tx.ema(decay)
+    params = {path: p.detach() for path, p in model.named_parameters()}
+    state = average.init(params)
+    for step in range(50):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.sin(p * step))
+        theirs.update_parameters(model)
+        params = {path: p.detach().clone() for path, p in model.named_parameters()}
+        unchanged, state = average.update(params, state, weight=2.0)
+        assert unchanged is params
+        _, state = average.update({path: p + 1 for path, p in params.items()}, state, weight=0.0)
+    for path, p in theirs.module.named_parameters():
+        torch.testing.assert_close(tx.ema_params(params, state)[path], p.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_gossip(ranks: int, over: Any) -> None:
+    gen = torch.Generator().manual_seed(ranks)
+    values = torch.randn(ranks, 3, generator=gen, dtype=torch.float64)
+    weights = torch.randint(0, 3, (20, ranks), generator=gen).double()
+    pairs, want = tx.gossip("data", over), values.clone()
+    for call in range(20):
+        shift = 2 ** (call % max(1, (ranks - 1).bit_length()))
+        w = {"weight": weights[call], "live": (weights[call] > 0).double(), "world": torch.ones(ranks).double()}[over]
+        theirs, w2 = want.roll(shift, 0), w.roll(shift)
+        both = (w + w2)[:, None]
+        want = torch.where(both > 0, (w[:, None] * want + w2[:, None] * theirs) / both.clamp(min=1e-30), want)
+
+    def one_rank(value: Tensor, own: Tensor) -> Tensor:
+        p, state = {"w": value}, pairs.init({"w": value})
+        for weight in own.tolist():
+            p, state = pairs.update(p, state, weight=weight)
+        return p["w"]
+
+    found = tx.simulate(one_rank, {"data": ranks}, list(values), list(weights.t()))
+    torch.testing.assert_close(torch.stack(found), want if ranks > 1 else values, rtol=1e-12, atol=1e-12)
