@@ -153,7 +153,8 @@ class DDPRun:
         if self._plan.early is None:
             return
         if not self._calls:
-            axes, buckets = self._mesh.axes, self._buckets  # the last pass's buckets, the same number on all ranks
+            axes = self._mesh.axes if self._plan.reduced(self.step).axes else {}
+            buckets = self._buckets  # the last pass's buckets, the same number on all ranks
             self._interleaver = Interleaver(axes) if travel(axes, buckets, "cpu") else None
             self._side = self._side or (SideStream(out.grads.device) if travel(axes, buckets, "cuda") else None)
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}

@@ -140,7 +140,8 @@ class BucketHook:
         if lane.buffer is None:
             lane.travel_alone(lane.fit(storage.layout))
         axes = self._mesh.axes
-        self._interleaver = Interleaver(axes) if self._in_waves else None
+        sends = bool(self._plan.reduced(step).axes)
+        self._interleaver = Interleaver(axes) if self._in_waves and sends else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
         first_bucket = self._carried(values)

@@ -76,14 +76,16 @@ def run_ends(
         with bind_axes(mesh.axes):
             new, fresh = effect.after(pipeline.after, masters, after, weight, step, **extra)
         after = copy_if_aliased(fresh, [*lent, *masters.values()])
-        assign_(masters, new)
-        for path, param in params.items():
-            if masters[path] is not param:
-                param.copy_(masters[path])
+        if new is not masters:  # a transform with a period returns its input in the other steps
+            assign_(masters, new)
+            for path, param in params.items():
+                if masters[path] is not param:
+                    param.copy_(masters[path])
     if pipeline.on_state is not None:
         held = state_fields(states)
         with bind_axes(mesh.axes):
             new, fresh = effect.after(pipeline.on_state, held, on_state, weight, step, params, **extra)
         on_state = copy_if_aliased(fresh, named_leaves(held).values())
-        assign_(named_leaves(held), named_leaves(new))
+        if new is not held:
+            assign_(named_leaves(held), named_leaves(new))
     return after, on_state

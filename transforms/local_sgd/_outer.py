@@ -117,7 +117,8 @@ def outer_step(
         defer: Defer | None = None, flush: bool = False, **extra: Any,
     ) -> tuple[Tree, OuterState]:  # fmt: skip
         del params, lane
-        call, named = state.step, named_leaves(values)
+        call, given = state.step, named_leaves(values)
+        named = given
         state = state._replace(step=call + (not flush), weight=state.weight + check_weight(weight))
         if flush:
             if delay and any(period.due(past) for past in range(max(call - delay, 0), call)):
@@ -131,7 +132,7 @@ def outer_step(
                 state = send(named, state, state.weight, defer, **{**extra, "step": period.window(call)})
             if period.due(call - delay):
                 named, state = use(named, state)
-        return map_with_path(lambda path, _: named[path], values), state
+        return (values if named is given else map_with_path(lambda path, _: named[path], values)), state
 
     return Transform(init, update, Needs.NOTHING)
 
