@@ -70,7 +70,7 @@ def gives_the_average_to_ranks_without_input(make: Callable[[], tx.Transform]) -
 
 
 def keeps_parameters_without_input(make: Callable[[], tx.Transform]) -> None:
-    """While no rank has input nothing changes, once what was trained before has been averaged."""
+    """While no rank has input nothing changes, except by the average of earlier training."""
     ranks = _trained(make, lambda rank, call: float(call < 3))
     for calls in ranks:
         last = calls[-1][1]

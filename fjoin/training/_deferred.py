@@ -77,7 +77,7 @@ class DeferredMessages:
         return result
 
     def advance(self) -> None:
-        """Begin the next messages of what is under way; once in each step."""
+        """Begin the next messages of all functions under way; once in each step."""
         for result in self._running:
             result.advance()
 
@@ -86,7 +86,7 @@ class DeferredMessages:
         self._running = [result for result in self._running if not result._task.done]
 
     def clear(self) -> None:
-        """Drop what is under way."""
+        """Drop all functions under way."""
         self._running.clear()
         if self._interleaver is not None:
             self._interleaver.clear()
