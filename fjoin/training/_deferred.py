@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from ..groups._axis import GroupAxis
 from ..groups._mesh import Mesh
-from ..reducer._interleave import Coroutine, Interleaver
+from ..reducer._interleave import Interleaver
 
 
-class DeferredResult:
-    """The result of a function whose messages are under way."""
+class _Begun:
+    """A function whose messages are under way."""
 
-    def __init__(self, messages: DeferredMessages, function: Callable[[], Any], calls: int) -> None:
-        self._messages, self._calls, self._age = messages, calls, 0
+    def __init__(
+        self, owner: DeferredMessages, values: tuple[Tensor, ...], function: Callable[[], Any], calls: int
+    ) -> None:
+        self._owner, self.values, self._calls, self._age = owner, values, calls, 0
         self._result: list[Any] = []
         self._stages = 1  # messages of the function that have begun
-        self._task = messages.run(lambda pause: self._result.append(function()))
+        self.task = owner.interleaver().start(lambda pause: self._result.append(function()))
 
     def advance(self) -> None:
         """Begin the next message where it is time for it, one call later."""
         self._age += 1
-        # The messages of a function are spread evenly over its calls; their number is known once it has run.
-        if not self._task.done and self._age < self._calls:
-            due = 1 + math.floor(self._age * self._messages.stages / self._calls)
-            while self._stages < due and not self._task.done:
+        # The messages of a function are spread evenly over its calls; their number is known once one has run.
+        if self._age < self._calls:
+            due = 1 + math.floor(self._age * self._owner.stages / self._calls)
+            while self._stages < due and not self.task.done:
                 self._begin_next()
 
     def _begin_next(self) -> None:
-        self._task.go_on()
-        self._stages += not self._task.done
+        self.task.go_on()
+        self._stages += not self.task.done
 
     def get(self) -> Any:
-        while not self._task.done:
+        while not self.task.done:
             self._begin_next()
         if not self._result:
-            raise RuntimeError("a message under way was dropped, since its step was closed or has failed")
-        self._messages.finished(self._stages)
+            raise RuntimeError("a message under way was dropped, since its step has failed")
+        self._owner.stages = self._stages
         return self._result[0]
 
 
@@ -52,41 +56,42 @@ class DeferredMessages:
     def __init__(self, mesh: Mesh) -> None:
         self._interleaver: Interleaver | None = None
         self._axes = mesh.axes
-        self._real = any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in mesh.axes.values())
-        self._running: list[DeferredResult] = []
+        # Whether messages can travel while this process computes.
+        self.travel = any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in mesh.axes.values())
+        self._begun: list[_Begun] = []
         self.stages = 1
 
-    @property
-    def travel(self) -> bool:
-        """Whether messages can travel while this process computes."""
-        return self._real
-
-    def run(self, function: Callable[[Callable[[], None]], Any]) -> Coroutine:
+    def interleaver(self) -> Interleaver:
         if self._interleaver is None:
             self._interleaver = Interleaver(self._axes)
-        return self._interleaver.start(function)
+        return self._interleaver
 
-    def __call__(self, function: Callable[[], Any], calls: int) -> DeferredResult:
-        """Start a function, up to its first message.
+    def begin(self, values: Mapping[str, Tensor], function: Callable[[], Any], calls: int) -> None:
+        """See `Prefetch`."""
+        self._begun.append(_Begun(self, tuple(values.values()), function, calls))
 
-        Args:
-            calls: The calls of `advance` until its result is needed.
-        """
-        result = DeferredResult(self, function, calls)
-        self._running.append(result)
-        return result
+    def result(self, values: Mapping[str, Tensor], function: Callable[[], Any]) -> Any:
+        """See `Prefetch`."""
+        tensors = tuple(values.values())
+        for begun in self._begun:
+            if len(begun.values) == len(tensors) and all(a is b for a, b in zip(begun.values, tensors, strict=True)):
+                found = begun.get()
+                self._begun.remove(begun)
+                return found
+        return function()
 
     def advance(self) -> None:
         """Begin the next messages of all functions under way; once in each step."""
-        for result in self._running:
-            result.advance()
+        for begun in self._begun:
+            begun.advance()
 
-    def finished(self, stages: int) -> None:
-        self.stages = stages
-        self._running = [result for result in self._running if not result._task.done]
+    @property
+    def under_way(self) -> int:
+        """The number of functions under way."""
+        return len(self._begun)
 
     def clear(self) -> None:
         """Drop all functions under way."""
-        self._running.clear()
+        self._begun.clear()
         if self._interleaver is not None:
             self._interleaver.clear()

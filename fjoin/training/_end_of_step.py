@@ -30,7 +30,7 @@ class EndOfStep:
         self._pipeline, self._mesh, self._hook, self._step_check = pipeline, mesh, hook, step_check
         self._on_buffers = on_buffers
         self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape)
-        overlaps = pipeline.after is not None and pipeline.after.accepts("defer") and mesh.device.type == "cpu"
+        overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
         self._deferred = deferred if overlaps and deferred.travel else None
 
     def together(
@@ -107,7 +107,7 @@ class EndOfStep:
         extra: dict[str, Any] = {}
         if self._deferred is not None:
             self._deferred.advance()
-            extra = {"defer": self._deferred} if effect.raises is False else {}
+            extra = {"prefetch": self._deferred} if effect.raises is False else {}
         self._run_ends(body, sums["weight"], effect, **extra)
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)
@@ -129,7 +129,8 @@ class EndOfStep:
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps."""
         with changing(body):
-            self._run_ends(body, 0.0, FLUSH, flush=True)
+            extra = {} if self._deferred is None else {"prefetch": self._deferred}
+            self._run_ends(body, 0.0, FLUSH, flush=True, **extra)
 
     def _raise_or_count(self, body: StateData, decision: Decision) -> None:
         if not decision.changes:

@@ -14,7 +14,6 @@ from .._errors import DonatedState, TornState
 from ..reducer._flat_params import Storage
 from ..reducer._hook_state import HookState
 from ..transforms._tree import path_string
-from ..transforms.local_sgd._outer import settled
 from ..transforms.optimizers._inject import with_hyperparameters
 from ..transforms.pipelines._fuse import PipelineState
 
@@ -49,10 +48,6 @@ class StateData:
         if callable(self.hook):
             self.hook = self.hook()
         return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
-
-    def settle(self) -> None:
-        """Wait for the messages whose results a later step uses."""
-        self.after = settled(self.after)
 
     def lose_window(self, calls: int) -> None:
         """Discard the micro-batches of an open window: the state is again that of the last completed step."""
@@ -155,7 +150,6 @@ class TrainState:
     def pipeline(self) -> Any:
         """The pipeline's state in the form of `pipeline.init` and `pipeline.step`: keyed by path, in views."""
         body = self._claim()
-        body.settle()
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
         state = PipelineState(body.hook_state(), optimizer, body.after, body.on_state, body.step, window)

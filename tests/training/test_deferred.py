@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -118,15 +119,39 @@ def test_a_step_does_not_wait_for_counts(pool: Any) -> None:
 
 
 def under_way(name: str) -> Any:
-    """Whether the state of the transform has a message under way after each step."""
+    """The number of reductions under way after each step, and parameters and anchor; rank 0 reads the state in each."""
     step = fjoin.train_step(loss, pipeline(name))
     state, seen = step.init(start()), []
-    for batch in batches(step.rank, 9):
+    for batch in batches(step.rank, 21):
         state, _ = step(state, batch)
-        seen.append(not isinstance(state._body.after.pending, dict))
-    return seen
+        seen.append(step._run._deferred.under_way)
+        if step.rank == 0:
+            state.clone().pipeline  # noqa: B018
+    return seen, state.clone().params, state.pipeline.after
 
 
-def test_the_state_waits_only_where_it_is_read(pool: Any) -> None:
-    for seen in pool.run(2, under_way, "one fragment"):
-        assert seen == [False] * 3 + [True, True, False, False, True, True]
+def test_the_state_can_be_read_on_one_rank_while_messages_are_under_way(pool: Any) -> None:
+    for name in ("one fragment", "encoded", "fragments"):
+        want = tx.simulate(lambda: purely(name, 21), {"data": 2})  # noqa: B023
+        for (seen, params, after), expected in zip(pool.run(2, under_way, name), want, strict=True):
+            if name == "one fragment":
+                assert seen == [0, 0, 0, 1, 1, 0, 0] + [1, 1, 0, 0] * 3 + [1, 1]
+            assert max_diff((params, after), expected) < (1e-5 if name != "encoded" else 1e-2)
+
+
+def resumed() -> Any:
+    """A run that goes on from a copy of its state, saved while a message is under way."""
+    step = fjoin.train_step(loss, pipeline("encoded"), donate=False)
+    state = step.init(start())
+    for batch in batches(step.rank, 5):
+        state, _ = step(state, batch)
+    again = copy.deepcopy(state._body.after)
+    for batch in batches(step.rank, 9)[5:]:
+        state, _ = step(state, batch)
+    return max_diff(again.pending, again.pending) == 0, state.clone().params
+
+
+def test_a_state_with_a_message_under_way_can_be_copied(pool: Any) -> None:
+    want = tx.simulate(lambda: purely("encoded", 9)[0], {"data": 2})
+    for (same, params), expected in zip(pool.run(2, resumed), want, strict=True):
+        assert same and max_diff(params, expected) < 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .._check import is_finite, whole_number
 from .._counter import Period, counts_steps
-from .._later import Defer, Later
+from .._later import Prefetch
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
 from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
@@ -24,8 +25,8 @@ class OuterState(NamedTuple):
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
     weight: Tensor  # the sum of the weights since the last message, 0-d float64
-    pending: dict[str, Tensor] | Later  # path -> the mean change that waits for its step; empty without a delay
-    live: Tensor  # whether any rank had weight in it, 0-d bool
+    pending: dict[str, Tensor]  # path -> this rank's change that waits for its use; empty without a delay
+    pending_weight: Tensor  # its weight, 0-d float64
 
 
 @factory
@@ -55,7 +56,8 @@ def outer_step(
 
     Returns:
         A `Transform` of parameters, for `fuse(..., after=...)`.
-        State: `OuterState(step, anchor, hook, optimizer, weight, pending, live)`.
+        State: `OuterState(step, anchor, hook, optimizer, weight, pending, pending_weight)`; the last three differ between
+        ranks.
 
     Raises:
         TypeError: `hook` is no reduction; `optimizer` is no optimizer.
@@ -86,66 +88,64 @@ def outer_step(
 
     def init(params: Tree) -> OuterState:
         anchor = {path: leaf.detach().clone() for path, leaf in at_least_f32(named_leaves(params)).items()}
-        pending = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
-        live = torch.zeros((), dtype=torch.bool)
-        return OuterState(0, anchor, hook.init(anchor), optimizer.init(anchor), no_weight(), pending, live)
+        return OuterState(
+            0, anchor, hook.init(anchor), optimizer.init(anchor), no_weight(), nothing(anchor), no_weight()
+        )
 
-    def send(
-        values: dict[str, Tensor], state: OuterState, weight: Tensor, defer: Defer | None, **extra: Any
-    ) -> OuterState:
-        change = {path: state.anchor[path] - value for path, value in values.items()}
-        kept = state._replace(weight=torch.zeros_like(weight))
-        if delay and defer is not None:
-            return kept._replace(pending=defer(lambda: reduce(change, state, weight, **extra), delay))
-        return _arrived(kept, *reduce(change, state, weight, **extra))
+    def nothing(anchor: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
 
-    def use(values: dict[str, Tensor], state: OuterState) -> tuple[dict[str, Tensor], OuterState]:
-        state = settled(state)
-        new = optimizer.step(state.anchor, state.pending, state.optimizer)
-        anchor, outer = choose_state(state.live, new, (state.anchor, state.optimizer))
+    def change(values: dict[str, Tensor], state: OuterState) -> OuterState:
+        """The state with this rank's change, and a new window."""
+        own = {path: state.anchor[path] - value for path, value in values.items()}
+        return state._replace(pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
+
+    def mean_of(state: OuterState, extra: dict[str, Any]) -> Callable[[], tuple[Any, State, Tensor]]:
+        return lambda: reduce(state.pending, state, state.pending_weight, **extra)
+
+    def use(
+        values: dict[str, Tensor], state: OuterState, found: tuple[Any, State, Tensor]
+    ) -> tuple[dict[str, Tensor], OuterState]:
+        mean, inner, live = found
+        new = optimizer.step(state.anchor, mean, state.optimizer)
+        anchor, outer = choose_state(live, new, (state.anchor, state.optimizer))
         mixed = anchor
         if mix:
             mixed = {path: torch.lerp(anchor[path], p.to(anchor[path].dtype), mix) for path, p in values.items()}
-        waiting = {path: torch.zeros_like(leaf) for path, leaf in anchor.items()} if delay else {}
-        return where(state.live, like(mixed, values), values), state._replace(
-            anchor=anchor, optimizer=outer, pending=waiting
+        state = state._replace(
+            anchor=anchor, hook=inner, optimizer=outer, pending=nothing(anchor), pending_weight=no_weight()
         )
+        return where(live, like(mixed, values), values), state
 
     @counts_steps
     def update(
         values: Tree, state: OuterState, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        defer: Defer | None = None, flush: bool = False, **extra: Any,
+        prefetch: Prefetch | None = None, flush: bool = False, **extra: Any,
     ) -> tuple[Tree, OuterState]:  # fmt: skip
         del params, lane
         call, given = state.step, named_leaves(values)
         named = given
         state = state._replace(step=call + (not flush), weight=state.weight + check_weight(weight))
+        begun = [past for past in range(max(call - delay, 0), call) if period.due(past)]  # and not used yet
+
+        def used(at: int) -> tuple[dict[str, Tensor], OuterState]:
+            function = mean_of(state, {**extra, "step": period.window(at)})
+            return use(named, state, prefetch.result(state.pending, function) if prefetch else function())
+
         if flush:
-            if delay and any(period.due(past) for past in range(max(call - delay, 0), call)):
-                named, state = use(named, state)
+            if begun:
+                named, state = used(begun[0])
             if period.open(call):
-                named, state = use(
-                    named, send(named, state, state.weight, None, **{**extra, "step": period.window(call) + 1})
-                )
-        else:
-            if period.due(call):
-                state = send(named, state, state.weight, defer, **{**extra, "step": period.window(call)})
-            if period.due(call - delay):
-                named, state = use(named, state)
+                state = change(named, state)
+                named, state = used(call + period.steps)
+            return map_with_path(lambda path, _: named[path], values), state
+        if period.due(call):
+            state = change(named, state)
+            if delay and prefetch is not None:
+                function = mean_of(state, {**extra, "step": period.window(call)})
+                prefetch.begin(state.pending, function, delay)
+        if period.due(call - delay):
+            named, state = used(call - delay)
         return (values if named is given else map_with_path(lambda path, _: named[path], values)), state
 
     return Transform(init, update, Needs.NOTHING)
-
-
-def _arrived(state: OuterState, mean: dict[str, Tensor], inner: State, live: Tensor) -> OuterState:
-    return state._replace(hook=inner, pending=mean, live=live)
-
-
-def settled(state: State) -> State:
-    """A state with the results of all messages under way; waits for them."""
-    if isinstance(state, OuterState):
-        return state if isinstance(state.pending, dict) else _arrived(state, *state.pending.get())
-    if isinstance(state, (tuple, list)):
-        parts = [settled(part) for part in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
-    return state
