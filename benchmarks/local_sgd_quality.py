@@ -1,0 +1,272 @@
+"""The loss after equal tokens, of the mean at every step and of local SGD, against the bytes that a rank sends.
+
+OMP_NUM_THREADS=1 python benchmarks/local_sgd_quality.py
+
+The demo's transformer, on simulated ranks with files of their own. Each run is one `tx.simulate` with engine="vmap" over
+two axes: cases (seeds and outer learning rates) and ranks. Finished runs are kept in --runs and not repeated; the page and
+the picture are written to the folder of --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fjoin
+from fjoin import transforms as tx
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+from _text_model import Batch, Decoder, batches_of, cross_entropy, source_files
+
+CONTEXT, SEQUENCES, HELD_OUT = 32, 2, 40_000
+MODEL = {"width": 32, "heads": 4, "layers": 2, "context": CONTEXT}
+INNER, WARMUP = 1e-2, 10  # the peak of the inner learning rate; its warm-up is 1/10 of the steps
+OUTER = (0.2, 0.4, 0.7, 1.0)  # the outer learning rates that are tried
+FRAGMENTS, DELAY, MIX = 4, 5, 0.5
+REFERENCE = "mean of gradients"
+
+
+class Method(NamedTuple):
+    make: Callable[[tx.Optimizer, int, Any, tx.Codec | None], tx.Pipeline]  # inner, steps, outer rate, wire
+    period: int = 1
+    tuned: bool = False  # whether it has an outer learning rate
+
+
+def _reduction(wire: tx.Codec | None) -> tx.Transform:
+    return tx.mean("data") if wire is None else tx.error_feedback(tx.quantized_mean("data", wire))
+
+
+def _post_local(period: int) -> Method:
+    """With a wire, from its parts: `post_local_sgd` has no wire."""
+
+    def make(inner: tx.Optimizer, steps: int, rate: Any, wire: tx.Codec | None) -> tx.Pipeline:
+        warmup = steps // WARMUP
+        if wire is None:
+            return tx.post_local_sgd(inner, "data", every=period, warmup_steps=warmup)
+        gradients = tx.switch_after(warmup, _reduction(wire), tx.noop())
+        outer = tx.outer_step(_reduction(wire), tx.sgd(1.0), period, first=0)
+        return tx.fuse(gradients, inner, tx.switch_after(warmup, tx.identity(), outer))
+
+    return Method(make, period)
+
+
+def _diloco(period: int, **streaming: Any) -> Method:
+    def make(inner: tx.Optimizer, steps: int, rate: Any, wire: tx.Codec | None) -> tx.Pipeline:
+        outer = tx.sgd(rate, momentum=0.9, nesterov=True)
+        return tx.diloco(inner, "data", every=period, outer=outer, wire=wire, **streaming)
+
+    return Method(make, period, tuned=True)
+
+
+def _local(period: int) -> Method:
+    return Method(lambda inner, n, rate, wire: tx.local_sgd(inner, "data", every=period, wire=wire), period)
+
+
+METHODS: dict[str, Method] = {
+    REFERENCE: Method(lambda inner, n, rate, wire: tx.fuse(_reduction(wire), inner)),
+    "local SGD, H = 10": _local(10),
+    "local SGD, H = 50": _local(50),
+    "post-local SGD, H = 10": _post_local(10),
+    "post-local SGD, H = 50": _post_local(50),
+    "DiLoCo, H = 10": _diloco(10),
+    "DiLoCo, H = 50": _diloco(50),
+    "streaming, H = 50": _diloco(50, fragments=FRAGMENTS, delay=DELAY, mix=MIX),
+}
+WIRES: dict[str, tx.Codec | None] = {"float32": None, "int4": tx.int4()}
+
+
+def train(method: str, wire: str, args: argparse.Namespace, peak: float = INNER) -> dict[str, Any]:
+    """Outer rate -> the losses of all seeds, on text to choose the rate by and on text to report."""
+    chosen, ranks, steps = METHODS[method], args.ranks, args.steps
+    rates = OUTER if chosen.tuned else (1.0,)
+    files = source_files(40_000 * ranks + 2 * HELD_OUT)
+    loaders = [batches_of(files[rank:-8:ranks], CONTEXT, SEQUENCES) for rank in range(ranks)]
+    starts, inputs, targets, tokens, outer = [], [], [], [], []
+    for rate, seed in itertools.product(rates, range(args.seeds)):
+        torch.manual_seed(seed)
+        apply, start, _ = fjoin.functional(Decoder(**MODEL))
+        order = torch.Generator().manual_seed(seed)
+        for loader in loaders:
+            batches = [b for b in loader if len(b.inputs) == SEQUENCES]
+            some = [batches[int(i)] for i in torch.randint(len(batches), (steps,), generator=order)]
+            starts.append({path: p.detach() for path, p in start.items()})
+            inputs.append(torch.stack([b.inputs for b in some]))
+            targets.append(torch.stack([b.targets for b in some]))
+            tokens.append(torch.tensor([float(b.tokens) for b in some]))
+            outer.append(torch.tensor(rate))
+    falling = tx.warmup_cosine(peak, warmup_steps=steps // 10, total_steps=steps)
+    inner = tx.adamw(falling, betas=(0.9, 0.99))
+
+    def loss_fn(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(apply(params, {}, x), Batch(x, y))
+
+    def one_rank(params: Any, xs: Tensor, ys: Tensor, weights: Tensor, rate: Tensor) -> Any:
+        pipeline = chosen.make(inner, steps, rate, WIRES[wire])
+        state = pipeline.init(params)
+        for step in range(steps):
+            grads = torch.func.grad(loss_fn)(params, xs[step], ys[step])
+            params, state = pipeline.step(params, grads, state, weight=weights[step])
+        params, state = pipeline.flush(params, state)
+        return tx.pmean(params, "data")
+
+    with sdpa_kernel(SDPBackend.MATH):  # the only one with a rule for vmap
+        axes = {"case": len(rates) * args.seeds, "data": ranks}
+        ends = tx.simulate(one_rank, axes, starts, inputs, targets, tokens, outer, engine="vmap")[::ranks]
+    tuning, test = (batches_of(some, CONTEXT, 64) for some in (files[-8:-4], files[-4:]))
+
+    def loss(params: Any, held_out: list[Batch]) -> float:
+        with torch.no_grad():
+            losses = [(cross_entropy(apply(params, {}, b.inputs), b).item(), b.tokens) for b in held_out]
+        return sum(x * n for x, n in losses) / sum(n for _, n in losses)
+
+    of_rate = {str(rate): ends[i * args.seeds : (i + 1) * args.seeds] for i, rate in enumerate(rates)}
+    return {
+        rate: {"tuning": [loss(p, tuning) for p in some], "test": [loss(p, test) for p in some]}
+        for rate, some in of_rate.items()
+    }
+
+
+def sent_bytes(method: str, wire: str, args: argparse.Namespace) -> tuple[float, float, int]:
+    """The bytes that a rank sends per step, as the mean over a late period and over the run, and at most in a step."""
+    torch.manual_seed(0)
+    _, start, _ = fjoin.functional(Decoder(**MODEL))
+    chosen = METHODS[method]
+    pipeline = chosen.make(tx.adamw(1e-3), args.steps, 0.7, WIRES[wire])
+    warmup = args.steps // WARMUP if method.startswith("post") else 0
+
+    def sent(step: int) -> int:
+        return tx.explain(pipeline, start, {"data": args.ranks}, bucket_bytes=10**9, at_step=step).sent_bytes
+
+    first = warmup + (-warmup) % chosen.period
+    period = [sent(step) for step in range(first, first + chosen.period)]
+    late = statistics.mean(period)
+    return late, (sent(0) * warmup + late * (args.steps - warmup)) / args.steps, max(period)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--only", nargs="+", default=[*METHODS], metavar="METHOD")
+    parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("build/local_sgd_quality.json"))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/RESULTS_LOCAL_SGD.md"))
+    parser.add_argument("--quick", action="store_true", help="2 ranks, 1 seed, few steps: a test of the script")
+    parser.add_argument("--inner", type=float, nargs="+", help=f"try these rates with the {REFERENCE}, and end")
+    args = parser.parse_args()
+    if args.quick:
+        args.ranks, args.seeds, args.steps = 2, 1, 10
+    torch.set_num_threads(1)
+    for rate in args.inner or ():
+        print(rate, statistics.mean(train(REFERENCE, "float32", args, rate)["1.0"]["tuning"]), flush=True)
+    if args.inner:
+        return
+    args.runs.parent.mkdir(parents=True, exist_ok=True)
+    runs = json.loads(args.runs.read_text()) if args.runs.exists() else {}
+    for method, wire in itertools.product(args.only, WIRES):
+        key = _key(method, wire, args)
+        if key not in runs:
+            start = time.perf_counter()
+            runs[key] = {"losses": train(method, wire, args)}
+            runs[key]["seconds"] = time.perf_counter() - start
+            runs[key]["sent"] = sent_bytes(method, wire, args)
+            args.runs.write_text(json.dumps(runs, indent=1))
+            print(f"{key}: {_best(runs[key])}, {runs[key]['seconds']:.1f} s", flush=True)
+    write(runs, args)
+
+
+def _key(method: str, wire: str, args: argparse.Namespace) -> str:
+    return f"{method}|{wire}|{args.ranks}|{args.seeds}|{args.steps}"
+
+
+def _best(run: dict[str, Any]) -> tuple[str, list[float]]:
+    """The outer rate with the least mean loss on the text for tuning, and the losses on the other text."""
+    rate, losses = min(run["losses"].items(), key=lambda one: statistics.mean(one[1]["tuning"]))
+    return rate, losses["test"]
+
+
+def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
+    size = sum(p.numel() for p in Decoder(**MODEL).parameters())
+    shown = [(m, w, run) for m in METHODS for w in WIRES if (run := runs.get(_key(m, w, args)))]
+    minutes = sum(run["seconds"] for _, _, run in shown) / 60
+    command = f"python benchmarks/local_sgd_quality.py --ranks {args.ranks} --seeds {args.seeds} --steps {args.steps}"
+    lines = [
+        "# Local SGD at equal tokens",
+        "",
+        f"`{command}`, torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}; {minutes:.0f} minutes on one core.",
+        "",
+        f"The demo's transformer with {size:,} parameters, on {args.ranks} simulated ranks with files of their own, {SEQUENCES} "
+        f"sequences of {CONTEXT} bytes",
+        f"per rank and step, weighted by tokens, {args.steps} steps. Loss: nats per byte of the mean of the ranks' parameters, on "
+        "text that no rank",
+        f"has seen: the mean of {args.seeds} seeds and their spread. `above`: above the {REFERENCE} in float32.",
+        "",
+        *SETTING,
+        "",
+        *FINDINGS,
+        "",
+        "![loss against bytes](local_sgd.png)",
+        "",
+        "| method | wire | outer rate | bytes per step | fewer | most in a step | fewer in the run | loss | spread | above |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    base, floor = shown[0][2]["sent"][0], statistics.mean(_best(shown[0][2])[1])
+    points = []
+    for method, wire, run in shown:
+        (rate, losses), (late, whole, most) = _best(run), run["sent"]
+        mean, spread = statistics.mean(losses), max(losses) - min(losses)
+        points.append((f"{method}, {wire}", late, mean, spread))
+        lines.append(
+            f"| {method} | {wire} | {rate if METHODS[method].tuned else '-'} | {late:,.0f} | {base / late:.3g} x | {most:,} | "
+            f"{base / whole:.3g} x | {mean:.3f} | {spread:.3f} | {100 * (mean / floor - 1):+.1f} % |"
+        )
+    lines += ["", "## All outer rates", "", "Mean loss of the seeds.", ""]
+    lines += ["| method | wire | " + " | ".join(map(str, OUTER)) + " |", "|---|---|" + "---|" * len(OUTER)]
+    for method, wire, run in shown:
+        if METHODS[method].tuned:
+            cells = [f"{statistics.mean(run['losses'][str(rate)]['test']):.3f}" for rate in OUTER]
+            lines.append(f"| {method} | {wire} | " + " | ".join(cells) + " |")
+    args.out.write_text("\n".join(lines) + "\n")
+    picture(points, args.out.parent / "local_sgd.png")
+
+
+SETTING = (
+    f"Inner: AdamW, betas 0.9 and 0.99, peak rate {INNER:g}, warm-up and cosine; the rate was chosen for the {REFERENCE} and is the",
+    "same for all. Outer: SGD with Nesterov momentum 0.9 (DiLoCo, streaming); of four rates the table has the one that is best on",
+    f"other text. Streaming: {FRAGMENTS} fragments, delay {DELAY}, mix {MIX:g}. Post-local SGD has the mean of gradients for the first tenth of",
+    "the steps. int4: with error feedback. Bytes: what a rank sends by a ring, as `tx.explain` says, in one bucket, with the step's",
+    "own counts, as the mean over one period (after a warm-up); `most in a step`: the largest step of it; `fewer in the run`: with",
+    "the warm-up.",
+)
+FINDINGS = ("",)
+
+
+def picture(points: list[tuple[str, float, float, float]], file: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 6), layout="constrained")
+    for i, (name, sent, mean, spread) in enumerate(sorted(points, key=lambda p: p[1])):
+        axes.errorbar(sent, mean, spread / 2, fmt="s" if "int4" in name else "o", markersize=4, linewidth=1)
+        axes.annotate(name, (sent, mean), textcoords="offset points", xytext=(5, (4, -10, 16, -22)[i % 4]), fontsize=7)
+    axes.set(xscale="log", xlabel="bytes sent per step", ylabel="loss, nats per byte")
+    axes.set_xlim(right=axes.get_xlim()[1] * 3)
+    figure.savefig(file, dpi=100)
+
+
+if __name__ == "__main__":
+    main()
