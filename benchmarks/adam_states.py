@@ -176,7 +176,7 @@ def _key(name: str, policy: str, period: int, args: argparse.Namespace) -> str:
 
 
 def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
-    minutes = sum(
+    seconds = sum(
         runs[_key(name, policy, period, args)]["seconds"]
         for name, problem in PROBLEMS.items()
         for policy, period in [("mean of gradients", 16), *itertools.product(POLICIES, problem.periods)]
@@ -185,15 +185,15 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
     lines = [
         "# Adam's states in local SGD",
         "",
-        f"`{command}`, torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}; {minutes / 60:.0f} minutes on "
-        "one core.",
+        f"`{command}`, torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}; {seconds / 60:.0f} minutes on "
+        "one busy core.",
         "",
         *QUESTION,
         "",
         f"Setting: {args.ranks} ranks, Adam with betas 0.9 and 0.999, {args.seeds} seeds, each with noise and data of its own,",
         "which are the same for all policies. " + FIGURES,
         "",
-        *FINDINGS,
+        *(() if args.quick else FINDINGS),
         "",
         "![loss over steps](adam_states.png)",
     ]
@@ -225,7 +225,21 @@ FIGURES = (
     "A cell has the loss of the averaged parameters above its\nleast value, as the mean over the averages in the last fifth of the "
     "steps: the median of the seeds, and in brackets the\nsmallest and the largest. `sent`: values sent at an average, per parameter."
 )
-FINDINGS = ("",)
+FINDINGS = (
+    "Result:",
+    "",
+    "- On iid data it does not matter whether the states are kept, averaged or averaged with own periods: the medians are within",
+    "  10 % of each other, in all 12 settings. That local states fail, as DES-LOC reports of Rosenbrock's function with 256 workers,",
+    "  is not seen in these settings.",
+    "- On non-iid data with H = 16 averaging helps once the run has converged (rates 0.01 and 0.03): the loss is 4 to 5 times smaller",
+    "  on Rosenbrock's function, 16 to 18 times on least squares. Own periods keep most of this on least squares (8 to 10 times),",
+    "  nothing on Rosenbrock's function. With H = 192 the three are within the spread; the drift of the parameters is larger there.",
+    "- A reset makes the first progress faster, and the final loss larger: on iid data 2.7 to 5000 times at the two larger rates.",
+    "  Without the step count the bias correction is off after a reset, and Adam's first step is 3.2 times too long. With the count",
+    "  reset too, the loss is up to 18 times smaller than with `reset`, and for H = 192 on iid data between 0.3 and 1.4 times that of",
+    "  kept states at the two larger rates. At the smallest rate, where the others have not converged, a reset of either kind gives",
+    "  the least loss in most settings.",
+)
 ABOUT = {
     "rosenbrock": "f(a, b) = (1 - a)^2 + 100 (b - a^2)^2 from (-1.2, 1); each gradient has Gaussian noise of 1.5. Non-iid: each "
     "rank\nhas a linear term in addition, Gaussian of 1.5; their sum over the ranks is 0, so the mean loss is f.",

@@ -10,6 +10,7 @@ the picture are written to the folder of --out.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -33,7 +34,7 @@ from _text_model import Batch, Decoder, batches_of, cross_entropy, source_files
 CONTEXT, SEQUENCES, HELD_OUT = 32, 2, 40_000
 MODEL = {"width": 32, "heads": 4, "layers": 2, "context": CONTEXT}
 INNER, WARMUP = 1e-2, 10  # the peak of the inner learning rate; its warm-up is 1/10 of the steps
-OUTER = (0.2, 0.4, 0.7, 1.0)  # the outer learning rates that are tried
+OUTER = (0.2, 0.4, 0.7)  # the outer learning rates that are tried, in float32, for one seed
 FRAGMENTS, DELAY, MIX = 4, 5, 0.5
 REFERENCE = "mean of gradients"
 
@@ -41,7 +42,8 @@ REFERENCE = "mean of gradients"
 class Method(NamedTuple):
     make: Callable[[tx.Optimizer, int, Any, tx.Codec | None], tx.Pipeline]  # inner, steps, outer rate, wire
     period: int = 1
-    tuned: bool = False  # whether it has an outer learning rate
+    fragments: int = 1
+    rate_of: str = ""  # the method for which its outer learning rate was chosen; empty: it has none
 
 
 def _reduction(wire: tx.Codec | None) -> tx.Transform:
@@ -67,17 +69,11 @@ def _diloco(period: int, **streaming: Any) -> Method:
         outer = tx.sgd(rate, momentum=0.9, nesterov=True)
         return tx.diloco(inner, "data", every=period, outer=outer, wire=wire, **streaming)
 
-    return Method(make, period, tuned=True)
-
-
-def _local(period: int) -> Method:
-    return Method(lambda inner, n, rate, wire: tx.local_sgd(inner, "data", every=period, wire=wire), period)
+    return Method(make, period, streaming.get("fragments", 1), f"DiLoCo, H = {period}")
 
 
 METHODS: dict[str, Method] = {
     REFERENCE: Method(lambda inner, n, rate, wire: tx.fuse(_reduction(wire), inner)),
-    "local SGD, H = 10": _local(10),
-    "local SGD, H = 50": _local(50),
     "post-local SGD, H = 10": _post_local(10),
     "post-local SGD, H = 50": _post_local(50),
     "DiLoCo, H = 10": _diloco(10),
@@ -87,19 +83,27 @@ METHODS: dict[str, Method] = {
 WIRES: dict[str, tx.Codec | None] = {"float32": None, "int4": tx.int4()}
 
 
-def train(method: str, wire: str, args: argparse.Namespace, peak: float = INNER) -> dict[str, Any]:
-    """Outer rate -> the losses of all seeds, on text to choose the rate by and on text to report."""
-    chosen, ranks, steps = METHODS[method], args.ranks, args.steps
-    rates = OUTER if chosen.tuned else (1.0,)
+@functools.cache
+def _batches(ranks: int) -> tuple[list[list[Batch]], list[Batch], list[Batch]]:
+    """Those of each rank; text to choose rates by; text to report."""
     files = source_files(40_000 * ranks + 2 * HELD_OUT)
     loaders = [batches_of(files[rank:-8:ranks], CONTEXT, SEQUENCES) for rank in range(ranks)]
+    whole = [[b for b in loader if len(b.inputs) == SEQUENCES] for loader in loaders]
+    return whole, batches_of(files[-8:-4], CONTEXT, 64), batches_of(files[-4:], CONTEXT, 64)
+
+
+def train(
+    method: str, wire: str, args: argparse.Namespace, seeds: int, rates: tuple[float, ...], peak: float = INNER
+) -> dict[str, Any]:
+    """Outer rate -> the losses of all seeds, on text to choose the rate by and on text to report."""
+    chosen, ranks, steps = METHODS[method], args.ranks, args.steps
+    loaders, tuning, test = _batches(ranks)
     starts, inputs, targets, tokens, outer = [], [], [], [], []
-    for rate, seed in itertools.product(rates, range(args.seeds)):
+    for rate, seed in itertools.product(rates, range(seeds)):
         torch.manual_seed(seed)
         apply, start, _ = fjoin.functional(Decoder(**MODEL))
         order = torch.Generator().manual_seed(seed)
-        for loader in loaders:
-            batches = [b for b in loader if len(b.inputs) == SEQUENCES]
+        for batches in loaders:
             some = [batches[int(i)] for i in torch.randint(len(batches), (steps,), generator=order)]
             starts.append({path: p.detach() for path, p in start.items()})
             inputs.append(torch.stack([b.inputs for b in some]))
@@ -122,16 +126,17 @@ def train(method: str, wire: str, args: argparse.Namespace, peak: float = INNER)
         return tx.pmean(params, "data")
 
     with sdpa_kernel(SDPBackend.MATH):  # the only one with a rule for vmap
-        axes = {"case": len(rates) * args.seeds, "data": ranks}
+        axes = {"case": len(rates) * seeds, "data": ranks}
         ends = tx.simulate(one_rank, axes, starts, inputs, targets, tokens, outer, engine="vmap")[::ranks]
-    tuning, test = (batches_of(some, CONTEXT, 64) for some in (files[-8:-4], files[-4:]))
+
+    most = 2 if args.quick else None
 
     def loss(params: Any, held_out: list[Batch]) -> float:
         with torch.no_grad():
-            losses = [(cross_entropy(apply(params, {}, b.inputs), b).item(), b.tokens) for b in held_out]
+            losses = [(cross_entropy(apply(params, {}, b.inputs), b).item(), b.tokens) for b in held_out[:most]]
         return sum(x * n for x, n in losses) / sum(n for _, n in losses)
 
-    of_rate = {str(rate): ends[i * args.seeds : (i + 1) * args.seeds] for i, rate in enumerate(rates)}
+    of_rate = {str(rate): ends[i * seeds : (i + 1) * seeds] for i, rate in enumerate(rates)}
     return {
         rate: {"tuning": [loss(p, tuning) for p in some], "test": [loss(p, test) for p in some]}
         for rate, some in of_rate.items()
@@ -149,17 +154,19 @@ def sent_bytes(method: str, wire: str, args: argparse.Namespace) -> tuple[float,
     def sent(step: int) -> int:
         return tx.explain(pipeline, start, {"data": args.ranks}, bucket_bytes=10**9, at_step=step).sent_bytes
 
-    first = warmup + (-warmup) % chosen.period
-    period = [sent(step) for step in range(first, first + chosen.period)]
-    late = statistics.mean(period)
-    return late, (sent(0) * warmup + late * (args.steps - warmup)) / args.steps, max(period)
+    # Messages begin at the ends of the fragments' periods, counted from the end of the warm-up, or at its first step.
+    due = [(i + 1) * chosen.period // chosen.fragments - 1 for i in range(chosen.fragments)] if not warmup else [warmup]
+    at = [sent(step) for step in due]
+    others = sent(due[0] + 1) * (chosen.period - len(at)) if len(at) < chosen.period else 0
+    late = (sum(at) + others) / chosen.period
+    return late, (sent(0) * warmup + late * (args.steps - warmup)) / args.steps, max(at)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--only", nargs="+", default=[*METHODS], metavar="METHOD")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("build/local_sgd_quality.json"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/RESULTS_LOCAL_SGD.md"))
@@ -167,33 +174,40 @@ def main() -> None:
     parser.add_argument("--inner", type=float, nargs="+", help=f"try these rates with the {REFERENCE}, and end")
     args = parser.parse_args()
     if args.quick:
-        args.ranks, args.seeds, args.steps = 2, 1, 10
+        args.ranks, args.seeds, args.steps, args.only = 2, 1, 6, [REFERENCE, *args.only[-2:]]
     torch.set_num_threads(1)
-    for rate in args.inner or ():
-        print(rate, statistics.mean(train(REFERENCE, "float32", args, rate)["1.0"]["tuning"]), flush=True)
+    for peak in args.inner or ():
+        print(peak, train(REFERENCE, "float32", args, 1, (1.0,), peak)["1.0"]["tuning"], flush=True)
     if args.inner:
         return
     args.runs.parent.mkdir(parents=True, exist_ok=True)
     runs = json.loads(args.runs.read_text()) if args.runs.exists() else {}
-    for method, wire in itertools.product(args.only, WIRES):
-        key = _key(method, wire, args)
+
+    def run(key: str, method: str, wire: str, seeds: int, rates: tuple[float, ...]) -> Any:
         if key not in runs:
             start = time.perf_counter()
-            runs[key] = {"losses": train(method, wire, args)}
+            runs[key] = {"losses": train(method, wire, args, seeds, rates), "sent": sent_bytes(method, wire, args)}
             runs[key]["seconds"] = time.perf_counter() - start
-            runs[key]["sent"] = sent_bytes(method, wire, args)
             args.runs.write_text(json.dumps(runs, indent=1))
-            print(f"{key}: {_best(runs[key])}, {runs[key]['seconds']:.1f} s", flush=True)
+            print(f"{key}: {runs[key]['losses']}, {runs[key]['seconds']:.1f} s", flush=True)
+        return runs[key]
+
+    for wire, method in itertools.product(WIRES, args.only):
+        rate = 1.0
+        if of := METHODS[method].rate_of:
+            found = run(_key("tuning", of, args), of, "float32", 1, OUTER)["losses"]
+            rate = min(OUTER, key=lambda one: found[str(one)]["tuning"][0])
+        run(_key(method, wire, args), method, wire, args.seeds, (rate,))
     write(runs, args)
 
 
 def _key(method: str, wire: str, args: argparse.Namespace) -> str:
-    return f"{method}|{wire}|{args.ranks}|{args.seeds}|{args.steps}"
+    return f"{method}|{wire}|{args.ranks}|{args.seeds}|{args.steps}{'|quick' * args.quick}"
 
 
-def _best(run: dict[str, Any]) -> tuple[str, list[float]]:
-    """The outer rate with the least mean loss on the text for tuning, and the losses on the other text."""
-    rate, losses = min(run["losses"].items(), key=lambda one: statistics.mean(one[1]["tuning"]))
+def _result(run: dict[str, Any]) -> tuple[str, list[float]]:
+    """The outer rate, and the losses of the seeds."""
+    [(rate, losses)] = run["losses"].items()
     return rate, losses["test"]
 
 
@@ -205,7 +219,7 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
     lines = [
         "# Local SGD at equal tokens",
         "",
-        f"`{command}`, torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}; {minutes:.0f} minutes on one core.",
+        f"`{command}`, torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}; {minutes:.0f} minutes on one busy core.",
         "",
         f"The demo's transformer with {size:,} parameters, on {args.ranks} simulated ranks with files of their own, {SEQUENCES} "
         f"sequences of {CONTEXT} bytes",
@@ -215,40 +229,41 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
         "",
         *SETTING,
         "",
-        *FINDINGS,
+        *(() if args.quick else FINDINGS),
         "",
         "![loss against bytes](local_sgd.png)",
         "",
         "| method | wire | outer rate | bytes per step | fewer | most in a step | fewer in the run | loss | spread | above |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    base, floor = shown[0][2]["sent"][0], statistics.mean(_best(shown[0][2])[1])
+    base, floor = shown[0][2]["sent"][0], statistics.mean(_result(shown[0][2])[1])
     points = []
     for method, wire, run in shown:
-        (rate, losses), (late, whole, most) = _best(run), run["sent"]
+        (rate, losses), (late, whole, most) = _result(run), run["sent"]
         mean, spread = statistics.mean(losses), max(losses) - min(losses)
         points.append((f"{method}, {wire}", late, mean, spread))
         lines.append(
-            f"| {method} | {wire} | {rate if METHODS[method].tuned else '-'} | {late:,.0f} | {base / late:.3g} x | {most:,} | "
+            f"| {method} | {wire} | {rate if METHODS[method].rate_of else '-'} | {late:,.0f} | {base / late:.3g} x | {most:,} | "
             f"{base / whole:.3g} x | {mean:.3f} | {spread:.3f} | {100 * (mean / floor - 1):+.1f} % |"
         )
-    lines += ["", "## All outer rates", "", "Mean loss of the seeds.", ""]
-    lines += ["| method | wire | " + " | ".join(map(str, OUTER)) + " |", "|---|---|" + "---|" * len(OUTER)]
-    for method, wire, run in shown:
-        if METHODS[method].tuned:
-            cells = [f"{statistics.mean(run['losses'][str(rate)]['test']):.3f}" for rate in OUTER]
-            lines.append(f"| {method} | {wire} | " + " | ".join(cells) + " |")
+    lines += ["", "## Outer rates", "", "Loss of one seed on the text for choosing, in float32.", ""]
+    lines += ["| method | " + " | ".join(map(str, OUTER)) + " |", "|---|" + "---|" * len(OUTER)]
+    for method in sorted({METHODS[m].rate_of for m, _, _ in shown} - {""}):
+        found = runs[_key("tuning", method, args)]["losses"]
+        cells = [f"{found[str(rate)]['tuning'][0]:.3f}" for rate in OUTER]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
     args.out.write_text("\n".join(lines) + "\n")
     picture(points, args.out.parent / "local_sgd.png")
 
 
 SETTING = (
-    f"Inner: AdamW, betas 0.9 and 0.99, peak rate {INNER:g}, warm-up and cosine; the rate was chosen for the {REFERENCE} and is the",
-    "same for all. Outer: SGD with Nesterov momentum 0.9 (DiLoCo, streaming); of four rates the table has the one that is best on",
-    f"other text. Streaming: {FRAGMENTS} fragments, delay {DELAY}, mix {MIX:g}. Post-local SGD has the mean of gradients for the first tenth of",
-    "the steps. int4: with error feedback. Bytes: what a rank sends by a ring, as `tx.explain` says, in one bucket, with the step's",
-    "own counts, as the mean over one period (after a warm-up); `most in a step`: the largest step of it; `fewer in the run`: with",
-    "the warm-up.",
+    f"Inner: AdamW, betas 0.9 and 0.99, peak rate {INNER:g}, warm-up and cosine. The rate was chosen for the {REFERENCE} and",
+    "is the same for all. Outer: SGD with Nesterov momentum 0.9 (DiLoCo, streaming). Its rate was chosen for each H on other",
+    f"text. Streaming: {FRAGMENTS} fragments, delay {DELAY}, mix {MIX:g}. Post-local SGD has the mean of gradients for the first tenth",
+    "of the steps. int4: with error feedback.",
+    "",
+    "Bytes: those that a rank sends by a ring, as `tx.explain` says, in one bucket, with the step's own counts: the mean over one",
+    "period, after a warm-up. `most in a step`: the largest step of the period. `fewer in the run`: with the warm-up.",
 )
 FINDINGS = ("",)
 
