@@ -34,7 +34,7 @@ from _text_model import Batch, Decoder, batches_of, cross_entropy, source_files
 CONTEXT, SEQUENCES, HELD_OUT = 32, 2, 40_000
 MODEL = {"width": 32, "heads": 4, "layers": 2, "context": CONTEXT}
 INNER, WARMUP = 1e-2, 10  # the peak of the inner learning rate; its warm-up is 1/10 of the steps
-OUTER = (0.1, 0.2, 0.4, 0.7)  # the outer learning rates that are tried, in float32, for one seed
+OUTER = (0.1, 0.2, 0.4, 0.7, 1.0)  # the outer learning rates that are tried, in float32, for one seed
 FRAGMENTS, DELAY, MIX = 4, 5, 0.5
 REFERENCE = "mean of gradients"
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--only", nargs="+", default=[*METHODS], metavar="METHOD")
     parser.add_argument("--runs", type=pathlib.Path, default=pathlib.Path("build/local_sgd_quality.json"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("benchmarks/RESULTS_LOCAL_SGD.md"))
@@ -221,7 +221,7 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
     lines = [
         "# Local SGD at equal tokens",
         "",
-        f"`{command}`, torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}; {minutes:.0f} minutes on one busy core.",
+        f"`{command}`, torch {torch.__version__}, fjoin {importlib.metadata.version('fjoin')}; {minutes:.0f} minutes of one busy core.",
         "",
         f"The demo's transformer with {size:,} parameters, on {args.ranks} simulated ranks with files of their own, {SEQUENCES} "
         f"sequences of {CONTEXT} bytes",
@@ -252,7 +252,7 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
     lines += ["| method | " + " | ".join(map(str, OUTER)) + " |", "|---|" + "---|" * len(OUTER)]
     for method in sorted({METHODS[m].rate_of for m, _, _ in shown} - {""}):
         found = runs[_key("tuning", method, args)]["losses"]
-        cells = [f"{found[str(rate)]['tuning'][0]:.3f}" for rate in OUTER]
+        cells = [f"{found[str(rate)]['tuning'][0]:.3f}" if str(rate) in found else "-" for rate in OUTER]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     args.out.write_text("\n".join(lines) + "\n")
     picture(points, args.out.parent / "local_sgd.png")
