@@ -249,11 +249,11 @@ def write(runs: dict[str, Any], args: argparse.Namespace) -> None:
             f"| {method} | {wire} | {rate if METHODS[method].rate_of else '-'} | {late:,.0f} | {base / late:.3g} x | {most:,} | "
             f"{base / whole:.3g} x | {mean:.3f} | {spread:.3f} | {100 * (mean / floor - 1):+.1f} % |"
         )
-    lines += ["", "## Outer rates", "", "Loss of one seed on the text for choosing, in float32; `-`: not run.", ""]
+    lines += ["", "## Outer rates", "", "Loss of one seed on the text for choosing, in float32.", ""]
     lines += ["| method | " + " | ".join(map(str, OUTER)) + " |", "|---|" + "---|" * len(OUTER)]
     for method in sorted({METHODS[m].rate_of for m, _, _ in shown} - {""}):
         found = runs[_key("tuning", method, args)]["losses"]
-        cells = [f"{found[str(rate)]['tuning'][0]:.3f}" if str(rate) in found else "-" for rate in OUTER]
+        cells = [f"{found[str(rate)]['tuning'][0]:.3f}" for rate in OUTER]
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     args.out.write_text("\n".join(lines) + "\n")
     picture(points, args.out.parent / "local_sgd.png")
