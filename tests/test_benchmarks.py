@@ -1,0 +1,21 @@
+"""The quality studies of benchmarks/ run, with few ranks and steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.mark.parametrize("script", ["adam_states.py", "local_sgd_quality.py"])
+def test_study(script: str, tmp_path: Path) -> None:
+    files = ["--runs", str(tmp_path / "runs.json"), "--out", str(tmp_path / "page.md")]
+    command = [sys.executable, str(BENCHMARKS / script), "--quick", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("# ") and "|---|" in page and "nan" not in page
