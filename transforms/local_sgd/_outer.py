@@ -130,7 +130,7 @@ def outer_step(
 
         def used(at: int) -> tuple[dict[str, Tensor], OuterState]:
             function = mean_of(state, {**extra, "step": period.window(at)})
-            return use(named, state, prefetch.result(state.pending, function) if prefetch else function())
+            return use(named, state, prefetch.result(state.pending, function) if prefetch and delay else function())
 
         if flush:
             if begun:

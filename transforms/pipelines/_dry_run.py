@@ -102,8 +102,8 @@ class DryRun:
         elif per_bucket:
             self._update_buckets(part, step, lane)
         else:
-            state = part.init(self.values)
-            _update(part, self.values, self.params, state, step, lane=lane, lane_dtype=self._dtype)
+            state, extra = part.init(self.values), {"lane": lane, "lane_dtype": self._dtype}
+            _update(part, self.values, self.params, state, step, prefetch=_AtOnce(self._notes), **extra)
         return tuple(self._notes)
 
     def lane_messages(self, step: int) -> tuple[tuple[Message, ...], ...]:
@@ -158,6 +158,22 @@ class DryRun:
                 {"lane": self._lane} if i == carrier else {"first_bucket": FirstBucket(lambda: MeanState(total, {}))}
             )
             part.update(flat, part.init(flat), flat, weight=None, **extra)
+
+
+class _AtOnce:
+    """A `Prefetch` that records all messages in the call that begins them."""
+
+    def __init__(self, notes: list[Message]) -> None:
+        self._notes = notes
+
+    def begin(self, values: Any, function: Callable[[], Any], calls: int) -> None:
+        function()
+
+    def result(self, values: Any, function: Callable[[], Any]) -> Any:
+        before = len(self._notes)
+        found = function()
+        del self._notes[before:]
+        return found
 
 
 def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Skips | None, tuple[Transform, ...]]:
