@@ -82,20 +82,20 @@ def averages(name: str, rounds: int, bucket_bytes: int, mixed: bool) -> Any:
     step = fjoin.train_step(loss, pipeline, bucket_bytes=bucket_bytes)
     state, gen = step.init(start(dtype)), torch.Generator().manual_seed(step.rank)
     mesh, apart, unequal = fjoin.mesh({"data": -1}), 0, 0
-    for _ in range(rounds):
+    for number in range(rounds):
         for i in range(3):
             state, _ = step(state, torch.randn(4, 8, generator=gen).to(dtype))
+            if i < 2 and number >= 10:
+                continue
             after = state.pipeline.after
             shared: Any = (state.params, getattr(after, "anchor", ()), getattr(after, "optimizer", ()))
+            flat = torch.cat([leaf.reshape(-1).double() for leaf in optree.tree_leaves(shared)])
             with fjoin.bind(mesh):
-                gaps = [
-                    (tx.pmax(leaf, "data") - tx.pmin(leaf, "data")).abs().max().item()
-                    for leaf in optree.tree_leaves(shared)
-                ]
+                differ = bool((tx.pmax(flat, "data") != tx.pmin(flat, "data")).any())
             if i == 2:
-                unequal += max(gaps) != 0
+                unequal += differ
             else:
-                apart += max(gaps) > 0
+                apart += differ
     return apart, unequal
 
 
@@ -111,7 +111,7 @@ def test_averages_are_equal_to_the_bit(
 ) -> None:
     """In many buckets too; between them the ranks differ."""
     for apart, unequal in pool.run(ranks, averages, name, rounds, bucket_bytes, mixed):
-        assert unequal == 0 and apart == 2 * rounds
+        assert unequal == 0 and apart == 20
 
 
 def nested(steps: int) -> Any:
