@@ -51,15 +51,12 @@ def _reduction(wire: tx.Codec | None) -> tx.Transform:
 
 
 def _post_local(period: int) -> Method:
-    """With a wire, from its parts: `post_local_sgd` has no wire."""
+    """With a wire, that of the gradients in the warm-up too."""
 
     def make(inner: tx.Optimizer, steps: int, rate: Any, wire: tx.Codec | None) -> tx.Pipeline:
         warmup = steps // WARMUP
-        if wire is None:
-            return tx.post_local_sgd(inner, "data", every=period, warmup_steps=warmup)
-        gradients = tx.switch_after(warmup, _reduction(wire), tx.noop())
-        outer = tx.outer_step(_reduction(wire), tx.sgd(1.0), period, first=0)
-        return tx.fuse(gradients, inner, tx.switch_after(warmup, tx.identity(), outer))
+        local = tx.post_local_sgd(inner, "data", every=period, warmup_steps=warmup, wire=wire)
+        return tx.fuse(tx.switch_after(warmup, _reduction(wire), tx.noop()), inner, local.after)
 
     return Method(make, period)
 

@@ -78,6 +78,7 @@ PIPELINES = {
     "local SGD, reset": tx.local_sgd(MOMENTUM, "data", 2, over="live", state="reset"),
     "local SGD, a period of its own": tx.local_sgd(MOMENTUM, "data", 2, over="world", state={"momentum": 3}),
     "post-local SGD": tx.post_local_sgd(MOMENTUM, ("node", "local"), 2, 1, local="local", state="average"),
+    "post-local SGD, encoded": tx.post_local_sgd(MOMENTUM, "data", 2, 1, wire=tx.int8()),
     "hierarchical": tx.fuse(tx.noop(), MOMENTUM, after=tx.hierarchical_average({1: "local", 2: ("node", "local")})),
     "DiLoCo": tx.diloco(MOMENTUM, "data", 2, tx.sgd(0.7, momentum=0.9, nesterov=True)),
     "DiLoCo between nodes": tx.diloco(MOMENTUM, "node", 2, tx.adam(0.1), hook=tx.mean("local")),

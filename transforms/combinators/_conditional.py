@@ -32,7 +32,8 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     Args:
         step: The number of calls of `before`; at least 0.
         before: The transform for calls 0 to step - 1.
-        after: The transform for the later calls; its state starts as `after.init(params)`.
+        after: The transform for the later calls. Its state starts as `after.init(params)`; for parameters, after an
+            optimizer, of the parameters at the switch.
 
     Returns:
         A `Transform` with state `SwitchState(step, before, after)`.
@@ -65,6 +66,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         *,
         donated: bool = False,
         flush: bool = False,
+        persistent: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
         name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
@@ -75,10 +77,11 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
             state,
             params,
             donated=donated,
-            **{**extra, "step": own},
+            **{**extra, "step": own, "persistent": persistent},
             **flush_kwargs(phases[name].transform, flush),
         )
-        return grads, state._replace(step=state.step + (not flush), **{name: new})
+        later = {"after": after.init(grads)} if persistent and state.step == step - 1 and not flush else {}
+        return grads, state._replace(step=state.step + (not flush), **{name: new}, **later)
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)

@@ -62,10 +62,7 @@ def local_sgd(
     [tensor(-2.), tensor(-2.)]
     """
     whole_number("local_sgd: every", every, 1)
-    if wire is None:
-        after = run_every(every, average_parameters(axis, over))
-    else:
-        after = outer_step(reduction("local_sgd", axis, wire), sgd(1.0), every, over=over)
+    after = _averages("local_sgd", axis, every, None, over, wire)
     on_state = on_state_of("local_sgd", state, inner, axis, every, None, over)
     return fuse(noop() if hook is None else hook, inner, after, on_state)
 
@@ -73,7 +70,8 @@ def local_sgd(
 @factory
 def post_local_sgd(
     inner: Optimizer, axis: AxisName, every: int, warmup_steps: int, *, local: AxisName | None = None,
-    over: Over = "weight", state: StatePolicy = "keep", then: Transform | None = None,
+    over: Over = "weight", wire: Codec | Transform | None = None, state: StatePolicy = "keep",
+    then: Transform | None = None,
 ) -> Pipeline:  # fmt: skip
     """The mean of the gradients over all ranks for the first steps, then local SGD.
 
@@ -87,6 +85,7 @@ def post_local_sgd(
         warmup_steps: The number of steps with the mean of all gradients.
         local: The axes, among those of `axis`, over which gradients are averaged in all steps.
         over: The weights of the ranks, in means of gradients and of parameters; see `average_parameters`.
+        wire: As for `local_sgd`; for the averages of the parameters only.
         state: As for `local_sgd`.
         then: A transform of the averaged gradients, such as `clip_by_global_norm(1.0)`.
 
@@ -109,12 +108,21 @@ def post_local_sgd(
     whole_number("post_local_sgd: warmup_steps", warmup_steps, 0)
     rest = outer_axes("post_local_sgd", axis, local)
     gradients = switch_after(warmup_steps, mean(axis, over), noop() if local is None else mean(local, over))
-    after = switch_after(warmup_steps, identity(), run_every(every, average_parameters(rest, over), first=0))
+    after = switch_after(warmup_steps, identity(), _averages("post_local_sgd", rest, every, 0, over, wire))
     on_state = on_state_of("post_local_sgd", state, inner, rest, every, 0, over)
     if on_state is not None:
         on_state = switch_after(warmup_steps, identity(), on_state)
     return fuse(chain(gradients, *(() if then is None else (check_transform(then, "post_local_sgd: then"),))),
                 inner, after, on_state)  # fmt: skip
+
+
+def _averages(
+    name: str, axis: AxisName, every: int, first: int | None, over: Over, wire: Codec | Transform | None
+) -> Transform:
+    """The averages of the parameters; with a wire, of their changes since the last one."""
+    if wire is None:
+        return run_every(every, average_parameters(axis, over), first)
+    return outer_step(reduction(name, axis, wire), sgd(1.0), every, first, over=over)
 
 
 def outer_axes(name: str, axis: AxisName, local: AxisName | None) -> AxisName:

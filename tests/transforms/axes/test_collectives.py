@@ -161,6 +161,21 @@ def test_trees_travel_packed() -> None:
                            "c": torch.ones(4, dtype=torch.float64) * 2, "d": torch.tensor(2)})  # fmt: skip
 
 
+def test_large_trees_travel_in_several_messages() -> None:
+    """Up to 25 MB each; a leaf is never split."""
+    from fjoin.transforms._axis_env import bind_axes
+    from fjoin.transforms.pipelines._recorder import Recorder
+
+    notes: list[Any] = []
+    tree = [torch.full((10**6 * n,), float(n), dtype=dtype) for n, dtype in ((3, torch.float32), (1, torch.float64))]
+    tree = [*tree, torch.ones(3 * 10**6), torch.full((7 * 10**6,), 2.0), torch.ones(()), torch.ones(1)]
+    with bind_axes({"data": Recorder("data", 4, notes, {"data": 4})}):
+        tx.psum(tree, "data")
+    assert [m.payload_bytes for m in notes] == [24 * 10**6, 8 * 10**6, 28 * 10**6, 8]
+    out, _ = tx.simulate(lambda: tx.psum(tree, "data"), {"data": 2})
+    assert same_bits(out, [2 * leaf for leaf in tree])
+
+
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 def test_empty_trees_and_tensors(engine: Any) -> None:
     assert tx.simulate(lambda x: tx.psum({}, "data"), {"data": 2}, [0.0, 0.0], engine=engine) == [{}, {}]

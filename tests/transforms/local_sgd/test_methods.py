@@ -188,7 +188,34 @@ def test_post_local_sgd(ranks: int, warmup: int, inner: str, over: Any) -> None:
         lambda step: ranks if step >= warmup and (step - warmup) % 4 == 0 else 0, [ranks],
         (lambda rank, step: weight(rank, step) if step >= warmup else 0.0) if weighted else None,
     )  # fmt: skip
-    close(run(tx.post_local_sgd(ours, "data", 4, warmup, over=over), {"data": ranks}, weighted), want, start)
+    for wire in (None, tx.mean("data")):
+        got = run(tx.post_local_sgd(ours, "data", 4, warmup, over=over, wire=wire), {"data": ranks}, weighted)
+        close(got, want, start)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_a_wire_of_post_local_sgd_sends_the_changes_since_the_warm_up(warmup: int) -> None:
+    """Changes since the start would be larger, and their codes coarser."""
+    sent = []
+
+    def noted(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
+        sent.append(flat(grads))
+        return grads, state
+
+    wire = tx.chain(tx.Transform(lambda params: (), noted), tx.mean("data"))
+    start = problem(2)[0] + 100.0
+    pipeline = tx.post_local_sgd(tx.sgd(0.1), "data", 4, warmup, wire=wire)
+
+    def one_rank(rank: int) -> None:
+        params = tree(start)
+        state = pipeline.init(params)
+        for step in range(warmup + 1):
+            g = grad(2, False, rank, step, flat(params))
+            assert g is not None
+            params, state = pipeline.step(params, tree(g), state)
+
+    tx.simulate(one_rank, {"data": 2}, [0, 1])
+    assert len(sent) == 2 and max(change.abs().max() for change in sent) < 20.0
 
 
 POLICIES: dict[str, Any] = {"average": "average", "own periods": {"exp_avg": 12, "exp_avg_sq": 20}, "reset": "reset"}
