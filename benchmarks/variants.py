@@ -28,7 +28,7 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.reducer import _interleave as _interleaver
 from fjoin.reducer._flat_params import Storage
-from fjoin.transforms.plan._buckets import make_layout
+from fjoin.transforms.layout._buckets import make_layout
 
 with contextlib.redirect_stderr(io.StringIO()):  # the import prints a deprecation notice that filters do not catch
     from torch.distributed.optim.functional_adamw import _FunctionalAdamW

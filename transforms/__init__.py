@@ -5,6 +5,7 @@ combine      chain  identity  stateless  masked  partition  in_fragments  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
 agree        mean  sum_over  noop  all_gather_mean  majority_vote  adasum  average_buffers  broadcast_buffers
+shard        scatter_mean  zero
 local SGD    local_sgd  post_local_sgd  slow_mo  diloco  gossip  ema  ema_params  outer_step
              average_parameters  average_every  hierarchical_average  average_state  reset_state
 wire         cast  compress  quantized  quantized_mean  error_feedback  ef21  loco  dgc
@@ -174,6 +175,7 @@ from .pipelines._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .pipelines._pipeline import Pipeline as Pipeline
 from .pipelines._skip_nonfinite import SkipState as SkipState
 from .pipelines._skip_nonfinite import skip_if_nonfinite as skip_if_nonfinite
+from .pipelines._zero import zero as zero
 from .power_sgd._mean import PowerSGDState as PowerSGDState
 from .power_sgd._power_sgd import batched_power_sgd as batched_power_sgd
 from .power_sgd._power_sgd import power_sgd as power_sgd
@@ -200,6 +202,8 @@ from .schedules._schedules_of_parts import one_cycle as one_cycle
 from .schedules._schedules_of_parts import piecewise as piecewise
 from .schedules._schedules_of_parts import tabulated as tabulated
 from .schedules._schedules_of_parts import warmup as warmup
+from .sharding._gather import GatherState as GatherState
+from .sharding._scatter_mean import scatter_mean as scatter_mean
 from .step_param._optimizer import Optimizer as Optimizer
 from .sync._batch_norm import BatchNormState as BatchNormState
 from .sync._batch_norm import sync_batch_norm as sync_batch_norm

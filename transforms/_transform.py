@@ -122,6 +122,14 @@ class Transform(Specified):
         return self.reduces.sums if self.reduces else None
 
     @functools.cached_property
+    def sharded_over(self) -> str | None:
+        """The axis over which the result is sharded, by a `scatter_mean`; None where each rank gets all of it."""
+        if self.spec.name == "scatter_mean":
+            return str(self.spec["axis"])
+        inside = (child.sharded_over for child in self.spec.children if isinstance(child, Transform))
+        return next(filter(None, inside), None)
+
+    @functools.cached_property
     def keywords(self) -> Collection[str]:
         """The names in the signature of `update`."""
         return inspect.signature(self.update).parameters.keys()

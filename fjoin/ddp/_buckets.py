@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._axis import Work
 from ..reducer._buckets import GradBuffer
-from ..transforms.plan._buckets import Bucket
+from ..transforms.layout._buckets import Bucket
 
 
 def gradients(bucket: GradBucket) -> list[Tensor]:

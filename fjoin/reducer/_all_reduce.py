@@ -12,7 +12,7 @@ from torch import Tensor
 from ..groups._axis import Work
 from ..groups._mesh import Mesh
 from ..transforms.combinators._clip import ClipState, clip_factor
-from ..transforms.plan._buckets import lane_bucket
+from ..transforms.layout._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._mean import MeanState
 from ._buckets import GradBuffer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..groups._axis import Work
 from ..transforms._tree import check_dense
-from ..transforms.plan._buckets import Bucket
+from ..transforms.layout._buckets import Bucket
 from ._flat_params import Storage, views
 
 

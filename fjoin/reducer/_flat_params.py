@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transforms._tree import fields, with_fields
+from ..transforms.layout._buckets import Bucket, Span
 from ..transforms.optimizers._mixed_precision import master_of
-from ..transforms.plan._buckets import Bucket, Span
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
 

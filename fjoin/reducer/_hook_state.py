@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..transforms._bucketwise import merge
-from ..transforms.plan._buckets import Bucket
+from ..transforms.layout._buckets import Bucket
 from ._flat_params import views
 
 # The path of a flat bucket in a tree of one tensor; no parameter has this path.

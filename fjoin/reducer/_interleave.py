@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..groups._axis import GroupAxis
 from ..transforms._axis_env import Axis, bind_axes, bound
-from ..transforms.plan._buckets import Bucket
+from ..transforms.layout._buckets import Bucket
 
 
 class _Abandon(BaseException):

@@ -15,7 +15,7 @@ from ..transforms._axis_env import bind_axes
 from ..transforms._lane import encode_lane, host_words, lane_dtype, rank_bit, step_lane, words_per_scalar
 from ..transforms._tree import to_device
 from ..transforms.axes._collectives import axis_index
-from ..transforms.plan._buckets import Bucket
+from ..transforms.layout._buckets import Bucket
 
 
 class StepLane:

@@ -9,9 +9,10 @@ from torch import Tensor
 from ..groups._consistency import check_program, same_values
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..transforms._tree import named_leaves
+from ..transforms.layout._buckets import make_layout
+from ..transforms.layout._pieces import labels
 from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._loss_scale import refuse_float16
-from ..transforms.plan._buckets import make_layout
 from ..transforms.plan._plan import warn_if_silent
 from ..transforms.step_param._state_fields import state_fields
 from ._executor import Run
@@ -32,11 +33,7 @@ def make_state_data(
     if pipeline.skips and pipeline.skips.scaled:
         refuse_float16(flat)
 
-    def label(path: str) -> Any:
-        part = pipeline.optimizer.at(path)
-        return id(part) if part.elementwise else path
-
-    layout = make_layout(flat, label, bucket_bytes)
+    layout = make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
     run.number()
     check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, accumulate, run.weighs, buffers, sync)
     run.check_loss(buffers is not None)

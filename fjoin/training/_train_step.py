@@ -10,8 +10,8 @@ from ..groups._mesh import Mesh, check_mesh
 from ..transforms._check import flag, whole_number
 from ..transforms._transform import Transform, check_transform
 from ..transforms.combinators._chain import identity
+from ..transforms.layout._buckets import BUCKET_BYTES
 from ..transforms.pipelines._pipeline import Pipeline
-from ..transforms.plan._buckets import BUCKET_BYTES
 from ..transforms.plan._plan import make_plan
 from ._executor import Run
 from ._loss import Loss

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms.plan._buckets import make_layout
+from fjoin.transforms.layout._buckets import make_layout
 
 
 def test_any_tree_of_parameters() -> None:

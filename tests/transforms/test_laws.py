@@ -166,8 +166,9 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     ],
 }
 SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulated", "warmup", "warmup_cosine"}
-PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "slow_mo"}
+PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "slow_mo", "zero"}
 OF_STATES = {"average_state", "reset_state"}  # these take the state of an optimizer
+SHARDED = {"scatter_mean"}  # its result is slices; see tests/transforms/sharding
 
 
 CODECS: dict[str, list[Callable[[], tx.Codec]]] = {
@@ -222,7 +223,7 @@ LOSSY: dict[str, list[Callable[[], tx.Transform]]] = {
 
 def test_every_public_factory_has_a_row() -> None:
     public = {name for name, value in vars(tx).items() if name in _FACTORIES and inspect.isfunction(value)}
-    assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | OF_STATES | CODECS.keys()
+    assert public == TRANSFORMS.keys() | OPTIMIZERS.keys() | SCHEDULES | PIPELINES | OF_STATES | SHARDED | CODECS.keys()
 
 
 def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from .._check import flag
 from .._spec import Spec, factory
 from .._transform import Needs, Reduction, Transform, check_transform, donate_kwargs, flush_kwargs, init_empty
 from .._tree import State, Tree
+from ..layout._pieces import pieces_here
 
 
 @factory
@@ -53,7 +54,12 @@ def chain(*transforms: Transform) -> Transform:
             )
 
     def init(params: Tree) -> State:
-        return tuple(part.init(params) for part in parts)
+        states = []
+        for i, part in enumerate(parts):
+            states.append(part.init(params))
+            if part.sharded_over and parts[i + 1 :]:
+                params = pieces_here(params, part.sharded_over).own(params)
+        return tuple(states)
 
     def update(
         grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None,
@@ -63,7 +69,7 @@ def chain(*transforms: Transform) -> Transform:
             raise ValueError(
                 f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state"
             )
-        new = list(state)
+        new, whole = list(state), grads
         for i, part in enumerate(parts):
             if flush and not part.accepts("flush"):
                 continue
@@ -85,6 +91,9 @@ def chain(*transforms: Transform) -> Transform:
             if part.sums:
                 sums = part.sums(new[i])
                 weight, lane = sums.total, sums.lane
+            if part.sharded_over and parts[i + 1 :]:
+                extra["sharded_over"] = part.sharded_over
+                params = None if params is None else pieces_here(whole, part.sharded_over).own(params)
         return grads, tuple(new)
 
     reducing = [i for i, part in enumerate(parts) if part.reduces]

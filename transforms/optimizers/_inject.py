@@ -185,5 +185,11 @@ def _injected(part: Optimizer) -> Optimizer:
             first.scheduled[name].copy_(value)
 
     return Optimizer(
-        init_param, step_param, one_param(step_params_), step_params_, elementwise=part.elementwise, check=part.check
+        init_param,
+        step_param,
+        one_param(step_params_),
+        step_params_,
+        elementwise=part.elementwise,
+        check=part.check,
+        cost=part.cost,
     )

@@ -85,7 +85,13 @@ def _with_master(part: Optimizer, dtype: torch.dtype) -> Optimizer:
         torch._foreach_copy_(params, masters)
 
     return Optimizer(
-        init_param, step_param, one_param(step_params_), step_params_, elementwise=part.elementwise, check=part.check
+        init_param,
+        step_param,
+        one_param(step_params_),
+        step_params_,
+        elementwise=part.elementwise,
+        check=part.check,
+        cost=part.cost,
     )
 
 

@@ -102,7 +102,12 @@ def muon(
         param = param * (1 - rate * weight_decay).to(param.dtype)
         return param - (rate * factor).to(param.dtype) * direction.to(param.dtype), MuonState(state.step + 1, velocity)
 
-    return from_kernel(init_param, step_param, by_formula(step_param), elementwise=False, check=check)
+    return from_kernel(init_param, step_param, by_formula(step_param), elementwise=False, check=check, cost=_products)
+
+
+def _products(shape: torch.Size) -> float:
+    """The time of the products of matrices in a Newton-Schulz iteration."""
+    return float(shape[0] * shape[1] * min(shape))
 
 
 def _orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

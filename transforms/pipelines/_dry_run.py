@@ -23,7 +23,7 @@ from .._lane import encode_lane, lane_dtype, mask_words, step_lane
 from .._transform import Transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
-from ..plan._buckets import Bucket, lane_bucket
+from ..layout._buckets import Bucket, lane_bucket
 from ..plan._plan import make_plan, takes_flat
 from ..reductions._mean import MeanState
 from ..step_param._optimizer import Optimizer

@@ -15,8 +15,8 @@ from .._tree import Tree
 from ..combinators._chain import stages
 from ..combinators._fragments import fragments_alone
 from ..combinators._partition import parts_alone
+from ..layout._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..optimizers._mixed_precision import masters_of
-from ..plan._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..plan._phases import Phase, changes_with_steps, phases, shown
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields

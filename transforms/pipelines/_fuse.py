@@ -16,12 +16,15 @@ from .._transform import Transform, check_transform
 from .._tree import State, Tree, all_finite, check_same, map_with_path, path_string, to_device
 from .._weights import check_weight
 from ..axes._collectives import axis_size, psum
+from ..codecs._codec import Codec
+from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of, with_masters
 from ..plan._plan import Plan, make_plan
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
 from ._effect import FLUSH, Effect, flag
 from ._pipeline import Pipeline, Skips
+from ._sharding import sharding_of
 
 
 class PipelineState(NamedTuple):
@@ -31,12 +34,14 @@ class PipelineState(NamedTuple):
     on_state: State
     step: int  # steps so far, skipped ones included, on the host; periods count by it
     window: Tensor  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    gather: State = ()  # of a sharded pipeline whose parameters are gathered in code
 
 
 @factory
 def fuse(
-    hook: Transform, optimizer: Optimizer, after: Transform | None = None, on_state: Transform | None = None
-) -> Pipeline:
+    hook: Transform, optimizer: Optimizer, after: Transform | None = None, on_state: Transform | None = None,
+    gather: Codec | None = None,
+) -> Pipeline:  # fmt: skip
     """One training step as a pure function: gradient transform, optimizer, parameter transform.
 
     `fjoin.train_step` runs the same pipeline bucket by bucket during the backward pass, with the same result.
@@ -48,15 +53,22 @@ def fuse(
             input where no rank has weight.
         on_state: The transform of the optimizer's new state, for example `every(4, average_state("data"))`. It gets a
             tree path -> name -> tensor.
+        gather: For a hook with a `scatter_mean`: the codec of the parameters' changes, which every rank adds to its
+            parameters. The exact values are kept on their owners. None: the parameters themselves are gathered.
+
+    Where the hook shards, by a `scatter_mean`, each rank steps its own piece, and the ranks gather the parameters. The
+    optimizer's state, and `after`, are of this rank's slices.
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
         `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`.
-        State: `PipelineState(hook, optimizer, after, on_state, step, window)`.
+        State: `PipelineState(hook, optimizer, after, on_state, step, window, gather)`.
 
     Raises:
         TypeError: an argument of the wrong kind; at `step`: a leaf of another dtype.
-        ValueError: at `step`: gradients or state that do not fit the parameters.
+        ValueError: at `step`: gradients or state that do not fit the parameters. Two shardings, or a transform that cannot
+            work on pieces.
+        UnboundAxis: at `init` of a sharded pipeline: nothing binds its axis.
 
     Same as: torch's _hook_then_optimizer, for any hook and optimizer.
 
@@ -77,11 +89,12 @@ def fuse(
     if on_state is not None:
         check_transform(on_state, "fuse: on_state")
 
-    return pipeline_of(hook, optimizer, after, on_state)
+    return pipeline_of(hook, optimizer, after, on_state, gather)
 
 
 def pipeline_of(
-    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None, skips: Skips | None = None,
+    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None,
+    gather: Codec | None = None, skips: Skips | None = None,
     prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads,
 ) -> Pipeline:  # fmt: skip
     """The pipeline of these parts.
@@ -91,12 +104,18 @@ def pipeline_of(
         prepare: `(grads, state) -> grads`, applied before the hook; the state is that of `skips`.
     """
     plans: dict[tuple[tuple[str, int], ...], Plan] = {}
+    sharding = sharding_of(hook, optimizer, after, on_state, gather)
 
     def init(params: Tree) -> State:
-        slots = optimizer.init(params)
+        pieces = sharding.pieces(params) if sharding else None
+        own = pieces.own(params) if pieces else params
+        slots = optimizer.init(own)
+        with bind_pieces(pieces):
+            hook_state = hook.init(params)
         state = PipelineState(
-            hook.init(params), slots, after.init(masters_of(params, slots)) if after else (),
-            on_state.init(state_fields(_by_path(params, slots))) if on_state else (), 0, _nothing(),
+            hook_state, slots, after.init(masters_of(own, slots)) if after else (),
+            on_state.init(state_fields(_by_path(own, slots))) if on_state else (), 0, _nothing(),
+            sharding.init(own, slots) if sharding else (),
         )  # fmt: skip
         return skips.begin(state) if skips else state
 
@@ -112,11 +131,12 @@ def pipeline_of(
         check_lane(lane)
         if lane and "weight" in lane:
             raise ValueError("'weight' in the lane is taken by the ranks' weights; choose another name")
-        own = check_weight(weight)
-        grads, hook_state = hook.update(
-            prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,
-            **extra,
-        )  # fmt: skip
+        own, pieces = check_weight(weight), sharding.pieces(params) if sharding else None
+        with bind_pieces(pieces):
+            grads, hook_state = hook.update(
+                prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,
+                **extra,
+            )  # fmt: skip
         own = old.window + own
         if grads is None:  # accumulating: no step in this call
             inner = old._replace(hook=hook_state, window=own)
@@ -125,10 +145,12 @@ def pipeline_of(
         if axes not in plans:
             plans[axes] = make_plan(hook, dict(axes))
         effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, weight is None, bool(skips))
-        new = params, old.optimizer
+        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        new = held, old.optimizer
         if effect.steps is not False:
-            new = effect.where(optimizer.step(params, grads, old.optimizer), new)
-        params, inner = end(*new, old, effect, agreed, **extra)
+            new = effect.where(optimizer.step(held, grads, old.optimizer), new)
+        held, inner = end(*new, old, effect, agreed, **extra)
+        params, inner = gathered(pieces, params, held, inner, effect)
         inner = inner._replace(hook=effect.keep(hook_state, old.hook), step=old.step + 1, window=torch.zeros_like(own))
         return params, effect.update_counters(skips, outer._replace(inner=inner)) if skips else inner
 
@@ -151,12 +173,26 @@ def pipeline_of(
             slots = map_with_path(lambda path, _: replaced[path], params)
         return params, old._replace(optimizer=slots, after=after_state, on_state=slots_state)
 
+    def gathered(
+        pieces: Pieces | None, params: Tree, own: Tree, state: PipelineState, effect: Effect
+    ) -> tuple[Tree, PipelineState]:
+        """The whole parameters, from those that this rank has stepped."""
+        if sharding is None or pieces is None:
+            return own, state
+        if effect.steps is False and (after is None or gather is not None):
+            return params, state
+        new, found = sharding.gather(pieces, params, own, state.optimizer, state.gather)
+        return new if gather is None else effect.where(new, params), state._replace(gather=found)
+
     def flush(params: Tree, state: Any) -> tuple[Tree, State]:
         old = state.inner if skips else state
-        params, inner = end(params, old.optimizer, old, FLUSH, 0.0, flush=True)
+        pieces = sharding.pieces(params) if sharding else None
+        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        held, inner = end(held, old.optimizer, old, FLUSH, 0.0, flush=True)
+        params, inner = gathered(pieces, params, held, inner, Effect(True))
         return params, state._replace(inner=inner) if skips else inner
 
-    return Pipeline(init, step, flush, hook, optimizer, after, on_state, skips=skips)
+    return Pipeline(init, step, flush, hook, optimizer, after, on_state, gather, skips=skips)
 
 
 def _judge(
@@ -182,6 +218,8 @@ def _judge(
         fine = bad == 0
     elif axes:
         agreed = own * axis_size(axes)
+    if skips and equal and (sharded := plan.hook.sharded_over):
+        fine = psum((~fine).to(torch.float64), sharded) == 0
     return Effect(flag(agreed > 0), flag(fine)), agreed
 
 

@@ -109,4 +109,4 @@ def guarded(
             f"dynamic_loss_scale"
         )
 
-    return pipeline_of(part.hook, part.optimizer, part.after, part.on_state, skips, prepare)
+    return pipeline_of(part.hook, part.optimizer, part.after, part.on_state, part.gather, skips, prepare)

@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 def encoded_mean(
     wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None,
     memory: ResidualMemory | None, reduce: Callable[..., Reduced] = coded_mean, donated: bool = False,
-    persistent: bool = False,
+    persistent: bool = False, into: Callable[[Tensor], Tree] | None = None,
 ) -> Encoded:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
 
@@ -39,6 +39,7 @@ def encoded_mean(
         reduce: The reduction of one message: `coded_mean` or a function like it.
         donated: Whether the mean may be written over the gradients.
         persistent: Whether the gradients are returned instead of zeros where no rank has weight.
+        into: From the flat mean to the result; by default a tree like the gradients.
 
     Raises:
         RuntimeError: something differentiates through the gradients.
@@ -75,7 +76,7 @@ def encoded_mean(
     elif over == "world":
         ranks = axis_size(axis)
         full, total = full * (total / ranks).to(torch.float32), torch.full_like(total, ranks)
-    out = unless_idle(counted, unravel(full, grads), grads, persistent)
+    out = into(full) if into else unless_idle(counted, unravel(full, grads), grads, persistent)
     return Encoded(out, total, decode_lane(reduced.words, lane or {}, 1))
 
 

@@ -36,6 +36,8 @@ class Optimizer(Specified):
         elementwise: Whether it may be called on a flat buffer of many parameters.
         select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
         check: `params -> None`, raises for parameters that it does not support.
+        cost: `shape -> float`, the relative time of a step on one parameter, by which whole parameters are shared out
+            among ranks; see `scatter_mean`. By default the number of elements.
         spec: The optimizer as data; `factory` fills it in.
     """
 
@@ -46,6 +48,7 @@ class Optimizer(Specified):
     elementwise: bool = True
     select: Callable[[str], Optimizer] | None = None
     check: Callable[[Tree], Any] | None = None
+    cost: Callable[[torch.Size], float] = torch.Size.numel
     spec: Spec = Spec("")
     forms: Forms = field(init=False)
 

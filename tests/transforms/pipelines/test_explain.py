@@ -9,7 +9,7 @@ import torch
 from helpers import raises_text
 
 from fjoin import transforms as tx
-from fjoin.transforms.plan._buckets import make_layout
+from fjoin.transforms.layout._buckets import make_layout
 
 
 def test_explain_covers_what_runs_now_and_then() -> None:

@@ -45,6 +45,7 @@ def make_layout(
     label: Callable[[str], Hashable],
     bucket_bytes: int = BUCKET_BYTES,
     direct_bytes: int = DIRECT_BYTES,
+    owner: Mapping[str, int] | None = None,
 ) -> tuple[Bucket, ...]:
     """Groups parameters into buckets in reverse order, which is about the order of backward.
 
@@ -53,27 +54,29 @@ def make_layout(
         label: A function path -> label. Leaves of one bucket with equal labels are adjacent, in one span.
         bucket_bytes: A bucket is closed once it has this size; the first of several buckets earlier.
         direct_bytes: A tensor of this size is a bucket of its own.
+        owner: Path -> rank, for leaves that only this rank steps. They have buckets of their own, ordered by rank.
     """
+    owner = owner or {}
     done: list[tuple[int, Bucket]] = []  # (when its last gradient is expected, bucket)
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}  # paths, bytes
+    filling: dict[tuple[torch.dtype, torch.device, bool], tuple[list[str], int]] = {}  # paths, bytes
 
     def size(path: str) -> int:
         return params[path].numel() * params[path].element_size()
 
     first_bytes = min(FIRST_BYTES, bucket_bytes) if sum(map(size, params)) > bucket_bytes else bucket_bytes
     for when, path in enumerate(reversed(list(params))):
-        key = (params[path].dtype, params[path].device)
-        if size(path) >= direct_bytes:
+        key = (params[path].dtype, params[path].device, path in owner)
+        if size(path) >= direct_bytes and path not in owner:
             done.append((when, _bucket(params, [path], label, direct=True)))
             continue
         paths, filled = filling.get(key, ([], 0))
         paths.append(path)
         filling[key] = paths, filled + size(path)
         if filled + size(path) >= (bucket_bytes if done else first_bytes):
-            done.append((when, _bucket(params, paths, label)))
+            done.append((when, _bucket(params, sorted(paths, key=lambda p: owner.get(p, 0)), label)))
             del filling[key]
     for paths, _ in filling.values():
-        done.append((len(params), _bucket(params, paths, label)))
+        done.append((len(params), _bucket(params, sorted(paths, key=lambda p: owner.get(p, 0)), label)))
     return tuple(bucket for _, bucket in sorted(done, key=lambda pair: pair[0]))
 
 

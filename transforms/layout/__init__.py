@@ -1,0 +1,1 @@
+"""Buckets of parameters, and the pieces of buckets that ranks own."""

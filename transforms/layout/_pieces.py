@@ -1,0 +1,211 @@
+"""Pieces of buckets: the part of each bucket that one rank of an axis owns."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._tree import Tree, flatten_in_insertion_order, map_with_path
+from ..axes._collectives import axis_index, axis_size
+from ._buckets import ALIGN_BYTES, BUCKET_BYTES, DIRECT_BYTES, Bucket, make_layout
+
+if TYPE_CHECKING:
+    from ..step_param._optimizer import Optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Buckets that are cut into one piece for each rank of an axis.
+
+    Bucket k is cut at `bounds[k]`, ranks + 1 positions in elements; the piece of rank r is
+    [bounds[k][r], bounds[k][r + 1]). Of a leaf, a rank owns the slice that lies in its piece: flat, in logical order,
+    and empty where none does. Leaves in `whole` are never cut: they have their own shape on one rank, and a shape of
+    zeros on the others.
+    """
+
+    axis: str
+    rank: int
+    buckets: tuple[Bucket, ...]
+    bounds: tuple[tuple[int, ...], ...]
+    shapes: Mapping[str, torch.Size]
+    whole: frozenset[str]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.bounds[0]) - 1 if self.bounds else 1
+
+    def sizes(self, k: int) -> tuple[int, ...]:
+        """The number of elements of each rank's piece of a bucket, padding included."""
+        return tuple(stop - start for start, stop in zip(self.bounds[k], self.bounds[k][1:], strict=False))
+
+    def sizes_without_padding(self, k: int) -> tuple[int, ...]:
+        """The number of elements of the leaves in each rank's piece of a bucket."""
+        found = (self.slices_in(k, rank).values() for rank in range(self.ranks))
+        return tuple(sum(stop - start for start, stop in spans) for spans in found)
+
+    @functools.cached_property
+    def slices(self) -> dict[str, tuple[int, int]]:
+        """Path -> (start, stop), this rank's slice of the flat leaf."""
+        return {path: span for k in range(len(self.buckets)) for path, span in self.slices_in(k, self.rank).items()}
+
+    def slices_in(self, k: int, rank: int) -> dict[str, tuple[int, int]]:
+        """Path -> (start, stop), a rank's slices of the leaves in one bucket."""
+        (low, high), found = self.bounds[k][rank : rank + 2], {}
+        for path, at in zip(self.buckets[k].paths, self.buckets[k].offsets, strict=True):
+            n = self.shapes[path].numel()
+            start, stop = (min(max(x - at, 0), n) for x in (low, high))
+            found[path] = (start, stop) if start < stop else (0, 0)
+        return found
+
+    def shape(self, path: str) -> torch.Size:
+        """The shape of this rank's slice."""
+        start, stop = self.slices[path]
+        if path not in self.whole:
+            return torch.Size([stop - start])
+        whole = self.shapes[path]
+        return whole if stop - start == whole.numel() and stop else torch.Size([0] * max(len(whole), 1))
+
+    def own(self, tree: Tree) -> Tree:
+        """This rank's slices of the leaves, views where the leaves are contiguous."""
+
+        def one(path: str, leaf: Tensor) -> Tensor:
+            start, stop = self.slices[path]
+            return leaf.reshape(-1)[start:stop].view(self.shape(path))
+
+        return map_with_path(one, tree)
+
+    def pack(self, k: int, leaves: Mapping[str, Tensor]) -> Tensor:
+        """A bucket's leaves as one flat tensor, with zeros between them."""
+        return _joined(self.buckets[k], [leaves[path] for path in self.buckets[k].paths])
+
+    def leaves(self, k: int, flat: Tensor) -> dict[str, Tensor]:
+        """Path -> leaf, views of a bucket's flat tensor."""
+        bucket = self.buckets[k]
+        return {
+            path: flat[at : at + self.shapes[path].numel()].view(self.shapes[path])
+            for path, at in zip(bucket.paths, bucket.offsets, strict=True)
+        }
+
+    def pack_own(self, k: int, slices: Mapping[str, Tensor]) -> Tensor:
+        """This rank's piece of a bucket, from its slices."""
+        bucket, low, high = self.buckets[k], *self.bounds[k][self.rank : self.rank + 2]
+        piece = slices[bucket.paths[0]].new_zeros(high - low)
+        for path, part in self.leaves_own(k, piece).items():
+            part.copy_(slices[path])
+        return piece
+
+    def leaves_own(self, k: int, piece: Tensor) -> dict[str, Tensor]:
+        """Path -> slice, views of this rank's piece of a bucket."""
+        bucket, low, found = self.buckets[k], self.bounds[k][self.rank], {}
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True):
+            start, stop = self.slices[path]
+            begin = max(at + start - low, 0) if stop else 0
+            found[path] = piece[begin : begin + stop - start].view(self.shape(path))
+        return found
+
+
+def _joined(bucket: Bucket, leaves: list[Tensor]) -> Tensor:
+    if len(leaves) == 1 and leaves[0].numel() == bucket.numel:
+        return leaves[0].reshape(-1)
+    parts: list[Tensor] = []
+    at = 0
+    for leaf, offset in zip(leaves, bucket.offsets, strict=True):
+        if offset > at:
+            parts.append(leaf.new_zeros(offset - at))
+        parts.append(leaf.reshape(-1))
+        at = offset + leaf.numel()
+    return torch.cat([*parts, leaves[0].new_zeros(bucket.numel - at)])
+
+
+def cut(
+    params: Mapping[str, Tensor], optimizer: Optimizer | None, axis: str, ranks: int, rank: int,
+    bucket_bytes: int = BUCKET_BYTES, direct_bytes: int = DIRECT_BYTES,
+) -> Pieces:  # fmt: skip
+    """Buckets, and their pieces.
+
+    Elementwise parameters are cut into equal pieces, at multiples of 64 bytes, so that kernels compute the same bits as
+    on the whole bucket. Parameters whose optimizer needs the whole leaf have one owner each, balanced by the
+    optimizer's cost, and buckets of their own.
+
+    Args:
+        params: Path -> tensor, in the order in which the model registered them.
+        optimizer: The optimizer; None: all parameters are elementwise, and of one kind.
+        axis, ranks, rank: The axis, its size, and this rank's index.
+    """
+    owner = {} if optimizer is None else owners(params, optimizer, ranks)
+    label = (lambda path: 0) if optimizer is None else labels(optimizer)
+    buckets = make_layout(params, label, bucket_bytes, direct_bytes, owner)
+    shapes = {path: leaf.shape for path, leaf in params.items()}
+    bounds = []
+    for bucket in buckets:
+        if bucket.paths[0] in owner:
+            of = [owner[path] for path in bucket.paths]
+            starts = [next((at for at, o in zip(bucket.offsets, of, strict=True) if o >= r), bucket.numel)
+                      for r in range(1, ranks)]  # fmt: skip
+            bounds.append((0, *starts, bucket.numel))
+        else:
+            align = ALIGN_BYTES // bucket.dtype.itemsize
+            size = -(-bucket.numel // (ranks * align)) * align
+            bounds.append(tuple(min(r * size, bucket.numel) for r in range(ranks + 1)))
+    return Pieces(axis, rank, buckets, tuple(bounds), shapes, frozenset(owner))
+
+
+def labels(optimizer: Optimizer) -> Callable[[str], Hashable]:
+    """Path -> label: equal for parameters that one kernel may step together."""
+
+    def label(path: str) -> Hashable:
+        part = optimizer.at(path)
+        return id(part) if part.elementwise else path
+
+    return label
+
+
+def owners(params: Mapping[str, Tensor], optimizer: Optimizer, ranks: int) -> dict[str, int]:
+    """Path -> rank, for the parameters whose optimizer needs the whole leaf.
+
+    The costliest come first, each to the rank with the least cost so far.
+    """
+    cost = {path: optimizer.at(path).cost(p.shape) for path, p in params.items() if not optimizer.at(path).elementwise}
+    load, found = [0.0] * ranks, {}
+    for path in sorted(cost, key=lambda path: -cost[path]):
+        found[path] = min(range(ranks), key=load.__getitem__)
+        load[found[path]] += cost[path]
+    return found
+
+
+class _Bound(threading.local):
+    pieces: Pieces | None = None
+
+
+_BOUND = _Bound()
+
+
+def bound_pieces() -> Pieces | None:
+    """The pieces bound in this thread."""
+    return _BOUND.pieces
+
+
+@contextlib.contextmanager
+def bind_pieces(pieces: Pieces | None) -> Iterator[None]:
+    """Bind pieces in this thread inside a with block, for transforms that shard and for those behind them."""
+    before, _BOUND.pieces = _BOUND.pieces, pieces
+    try:
+        yield
+    finally:
+        _BOUND.pieces = before
+
+
+def pieces_here(tree: Tree, axis: str) -> Pieces:
+    """The bound pieces; without them, those of a tree of elementwise parameters, in one bucket per dtype and device."""
+    if (bound := bound_pieces()) is not None:
+        return bound
+    paths, leaves, _ = flatten_in_insertion_order(tree)
+    named: dict[str, Any] = dict(zip(paths, leaves, strict=True))
+    return cut(named, None, axis, axis_size(axis), int(axis_index(axis)), 2**62, 2**62)

@@ -1,0 +1,153 @@
+"""The sharding of a pipeline: which part of each parameter a rank steps, and how the parameters are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .._transform import Needs, Transform
+from .._tree import Tree, flatten_in_insertion_order, map_with_path, named_leaves
+from ..axes._collectives import axis_index, axis_size
+from ..codecs._codec import Codec, check_codec
+from ..combinators._chain import stages
+from ..layout._pieces import Pieces, cut
+from ..optimizers._mixed_precision import master_of
+from ..plan._plan import axes_of
+from ..sharding._gather import GatherState, gather, gather_changes
+from ..step_param._optimizer import Optimizer
+
+# The transforms that may hold a scatter_mean: they hand on what it returns.
+_AROUND = ("scatter_mean", "chain", "compress", "cast", "error_feedback", "accumulate")
+
+
+class Sharding:
+    """The pieces of a pipeline's parameters.
+
+    Args:
+        axis: The axis over which the hook shards.
+        optimizer: The optimizer, which may need whole leaves.
+        codec: The codec of the changes of the parameters; None: the parameters themselves are gathered.
+    """
+
+    def __init__(self, axis: str, optimizer: Optimizer, codec: Codec | None) -> None:
+        self.axis, self._optimizer, self.codec = axis, optimizer, codec
+        self._made: dict[Any, Pieces] = {}
+
+    def pieces(self, params: Tree) -> Pieces:
+        """The pieces of these parameters, by their paths, shapes and dtypes, and the ranks of the bound axis."""
+        ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
+        paths, leaves, _ = flatten_in_insertion_order(params)
+        key = (ranks, rank, *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)))
+        if key not in self._made:
+            self._made[key] = cut(dict(zip(paths, leaves, strict=True)), self._optimizer, self.axis, ranks, rank)
+        return self._made[key]
+
+    def init(self, own: Tree, slots: Any) -> Any:
+        """The state of the gather."""
+        if self.codec is None:
+            return ()
+        named, states = named_leaves(own), _leaves_of(own, slots)
+        return GatherState(
+            0, {path: leaf.detach().clone() for path, leaf in named.items() if master_of(states[path]) is None}
+        )
+
+    def held(self, pieces: Pieces, params: Tree, state: Any) -> Tree:
+        """This rank's slices of the parameters, or their exact values."""
+        own = pieces.own(params)
+        if not isinstance(state, GatherState):
+            return own
+        return map_with_path(lambda path, leaf: state.master.get(path, leaf), own)
+
+    def gather(self, pieces: Pieces, params: Tree, own: Tree, slots: Any, state: Any) -> tuple[Tree, Any]:
+        """The new parameters and the state of the gather, from the new slices.
+
+        Args:
+            params: The old parameters.
+            own: The new slices.
+            slots: The new states of the optimizer.
+        """
+        if self.codec is None:
+            return gather(pieces, own, params), state
+        states, named = _leaves_of(own, slots), named_leaves(own)
+        exact = {path: leaf if (m := master_of(states[path])) is None else m for path, leaf in named.items()}
+        new = gather_changes(pieces, exact, params, self.codec, state.step)
+        return new, GatherState(state.step + 1, {path: named[path] for path in state.master})
+
+
+def _leaves_of(own: Tree, slots: Any) -> dict[str, Any]:
+    """Path -> optimizer state."""
+    found: dict[str, Any] = {}
+    map_with_path(lambda path, _, state: found.setdefault(path, [state]), own, slots)
+    return {path: state for path, (state,) in found.items()}
+
+
+def sharding_of(
+    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None, codec: Codec | None
+) -> Sharding | None:
+    """The sharding of a pipeline of these parts; None where its hook does not shard.
+
+    Raises:
+        ValueError: two shardings; a stage behind one that cannot work on slices; a transform after the optimizer that
+            reduces over the same axis; `gather` without a sharding.
+    """
+    found = [part for part in _walk(hook) if part.spec.name == "scatter_mean"]
+    if codec is not None:
+        check_codec("fuse: gather", codec)
+    if not found:
+        if codec is not None:
+            raise ValueError(f"fuse: gather={codec!r} encodes sharded parameters, but {hook!r} holds no scatter_mean")
+        return None
+    if len(found) > 1:
+        raise ValueError(
+            f"fuse: {hook!r} shards twice; shard over one axis, and average over the others: "
+            f"chain(scatter_mean('local'), mean('node'))"
+        )
+    axis = str(found[0].spec["axis"])
+    for part in _around(hook):
+        if part.spec.name not in _AROUND:
+            raise ValueError(
+                f"fuse: {part!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
+            )
+    for part in _behind(hook):
+        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE) and not part.accepts("sharded_over"):
+            raise ValueError(
+                f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves; put it before, or "
+                f"give its update the keyword sharded_over, the axis over which it must sum"
+            )
+    for part in filter(None, (after, on_state)):
+        if axis in axes_of(part, (axis,)):
+            raise ValueError(
+                f"fuse: {part!r} communicates over {axis!r}, but the ranks of {axis!r} hold different pieces; use it over the other axes"
+            )
+        if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE):
+            raise ValueError(f"fuse: {part!r} cannot work on the pieces that {found[0]!r} leaves each rank")
+    return Sharding(axis, optimizer, codec)
+
+
+def _walk(part: Transform) -> Iterator[Transform]:
+    yield part
+    for child in part.spec.children:
+        if isinstance(child, Transform):
+            yield from _walk(child)
+
+
+def _around(part: Transform) -> Iterator[Transform]:
+    """The transforms that hold the one that shards, and that one itself."""
+    if part.sharded_over:
+        yield part
+        for child in part.spec.children:
+            if isinstance(child, Transform):
+                yield from _around(child)
+
+
+def _behind(part: Transform) -> Iterator[Transform]:
+    """The stages behind the one that shards."""
+    parts = stages(part)
+    at = next((i for i, stage in enumerate(parts) if stage.sharded_over), len(parts))
+    yield from parts[at + 1 :]
+    if at < len(parts) and parts[at] is not part:
+        yield from _behind(parts[at])
+    elif at < len(parts):
+        for child in part.spec.children:
+            if isinstance(child, Transform):
+                yield from _behind(child)

@@ -1,0 +1,75 @@
+"""ZeRO: any pipeline with a sharded mean in the place of its mean."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from .._spec import _FACTORIES, factory
+from .._transform import Transform, check_transform
+from ..axes._primitive import names
+from ..codecs._codec import Codec
+from ..combinators._chain import chain
+from ..reductions._compress import compress
+from ..reductions._mean import mean
+from ..sharding._scatter_mean import scatter_mean
+from ..step_param._optimizer import Optimizer
+from ._fuse import fuse
+from ._pipeline import Pipeline
+
+
+@factory
+def zero(
+    hook: Transform, optimizer: Optimizer, axis: str, *, after: Transform | None = None,
+    on_state: Transform | None = None, gather: Codec | None = None,
+) -> Pipeline:  # fmt: skip
+    """ZeRO, stage 1: the optimizer's state and its work are shared out among the ranks of an axis.
+
+    `fuse` with a hook in which each `mean` over `axis` is a `scatter_mean`. A mean over several axes becomes a
+    scatter_mean over `axis` and a mean over the others.
+
+    Args:
+        hook: A transform of the gradients that holds one `mean` or `quantized_mean` over `axis`.
+        optimizer: Any optimizer.
+        axis: The axis over which to shard.
+        after, on_state, gather: As for `fuse`.
+
+    Returns:
+        A `Pipeline`: `fuse(scatter_mean(axis), optimizer)` for the hook `mean(axis)`, and so on.
+
+    Raises:
+        ValueError: `hook` holds no mean over `axis`; as `fuse`.
+        TypeError: as `fuse`.
+
+    Same as: torch's ZeroRedundancyOptimizer and DeepSpeed's stage 1.
+    Source: Rajbhandari et al., ZeRO, arXiv:1910.02054.
+
+    >>> from fjoin import transforms as tx
+    >>> tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(1e-3), "data").hook
+    chain(scatter_mean('data'), clip_by_global_norm(1.0))
+    """
+    if not isinstance(axis, str):
+        raise TypeError(f"zero takes the name of one axis, got {axis!r}")
+    sharded = _sharded(check_transform(hook, "zero: hook"), axis)
+    if not sharded.sharded_over:
+        raise ValueError(f"zero: {hook!r} holds no mean over {axis!r}; write zero(mean({axis!r}), ...)")
+    return fuse(sharded, optimizer, after, on_state, gather)
+
+
+def _sharded(part: Any, axis: str) -> Any:
+    """The transform, with scatter_mean in the place of mean."""
+    if isinstance(part, tuple):
+        return tuple(_sharded(one, axis) for one in part)
+    if not isinstance(part, Transform) or part.spec.name not in _FACTORIES:
+        return part
+    args = dict(part.spec.args)
+    if part.spec.name in ("mean", "quantized_mean") and axis in names(args["axis"]):
+        rest = tuple(one for one in names(args["axis"]) if one != axis)
+        found = scatter_mean(axis, args["over"])
+        if "codec" in args:
+            found = compress(args["codec"], found, args["seed"])
+        return chain(found, mean(rest if len(rest) > 1 else rest[0], args["over"])) if rest else found
+    make = _FACTORIES[part.spec.name]
+    bound = inspect.signature(make).bind_partial()
+    bound.arguments.update({name: _sharded(value, axis) for name, value in args.items()})
+    return make(*bound.args, **bound.kwargs)

@@ -1,0 +1,1 @@
+"""Sharded reductions: a mean that leaves each rank its piece, and the gather of parameters."""

@@ -1,0 +1,74 @@
+"""Gathers the parameters from the pieces of all ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._tree import Tree, map_with_path, named_leaves
+from ..axes._collectives import axis_index
+from ..axes._ragged import all_to_all_single
+from ..codecs._codec import Codec
+from ..codecs._stochastic import StochasticEncoder
+from ..layout._pieces import Pieces
+
+
+class GatherState(NamedTuple):
+    """The exact values of this rank's slices, where a codec sends their changes."""
+
+    step: int  # calls so far, on the host; it keys the random bits
+    master: dict[str, Tensor]  # path -> slice; without the parameters of which the optimizer keeps a master copy
+
+
+def gather(pieces: Pieces, slices: Tree, like: Tree) -> Tree:
+    """The whole parameters, from every rank's slices.
+
+    Args:
+        slices: This rank's slices.
+        like: A tree of the structure of the parameters.
+    """
+    own, whole = named_leaves(slices), {}
+    for k in range(len(pieces.buckets)):
+        whole.update(pieces.leaves(k, _from_all(pieces.pack_own(k, own), pieces, pieces.sizes(k))))
+    return map_with_path(lambda path, _: whole[path], like)
+
+
+def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, step: int) -> Tree:
+    """The whole parameters, moved by the encoded changes of every rank's slices.
+
+    Every rank, the owner included, adds the decoded changes, so all have equal parameters. What the code loses is in
+    the next change, since that starts from these parameters.
+
+    Args:
+        slices: The exact new values of this rank's slices, in the dtype of the parameters or a wider one.
+        params: The old parameters, equal on all ranks.
+        step: It keys the random bits of a stochastic codec.
+    """
+    own, old, new = named_leaves(slices), named_leaves(params), {}
+    codec = codec.keyed(0, step) if codec.stochastic and codec.key is None else codec
+    before = named_leaves(pieces.own(params))
+    for k in range(len(pieces.buckets)):
+        changes = pieces.pack_own(
+            k, {path: (own[path] - old_.to(own[path].dtype)).float() for path, old_ in before.items()}
+        )
+        sizes = pieces.sizes(k)
+        widths = [codec.width(n) if n else 0 for n in sizes]
+        encoder = StochasticEncoder(codec, changes, None, int(axis_index(pieces.axis)) if codec.stochastic else 0)
+        codes = changes.new_zeros(0, dtype=torch.uint8)
+        if changes.numel():
+            codes = encoder.encode(changes.unsqueeze(0), encoder.positions.unsqueeze(0))[0]
+        data = _from_all(codes, pieces, tuple(widths)).split(widths)
+        parts = [codec.decode(row.unsqueeze(0), n)[0] for row, n in zip(data, sizes, strict=True) if n]
+        moved = pieces.leaves(k, torch.cat(parts) if parts else changes)
+        new.update({path: (old[path].float() + change).to(old[path].dtype) for path, change in moved.items()})
+    return map_with_path(lambda path, _: new[path], params)
+
+
+def _from_all(own: Tensor, pieces: Pieces, sizes: tuple[int, ...]) -> Tensor:
+    """The pieces of all ranks, one after the other."""
+    if pieces.ranks == 1:
+        return own
+    given = (sizes[pieces.rank],) * pieces.ranks
+    return all_to_all_single(own.repeat(pieces.ranks), pieces.axis, input_split_sizes=given, output_split_sizes=sizes)
