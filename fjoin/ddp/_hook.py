@@ -23,6 +23,7 @@ from ..transforms._axis_env import bind_axes, bound
 from ..transforms._bucketwise import merge, restrict
 from ..transforms._transform import Transform, donate_kwargs
 from ..transforms.combinators._chain import stages
+from ..transforms.layout._pieces import Pieces
 from ..transforms.pipelines._dry_run import DryRun
 from ..transforms.pipelines._explain import explain_run
 from ..transforms.pipelines._explanation import Explanation
@@ -55,6 +56,7 @@ class DDPRun:
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
+        self.pieces: Pieces | None = None
         self.pipeline_step = None if pipeline is None else ModuleStep(pipeline, plan, mesh, params, self._transforms)
         held = {path: p.detach() for path, p in params.items()}
         self.hook_state: tuple[Any, ...] = copy_if_aliased(tuple(part.init(held) for part in self._stages), self.flats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -70,6 +70,17 @@ class _Message:
                 raise
             return False
         return True
+
+
+class _All:
+    """The work of several messages."""
+
+    def __init__(self, works: list[_Message]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def _named(new: str, old: str) -> Any:
@@ -155,6 +166,26 @@ class GroupAxis(Axis):
         works = [self._swap(piece, to) for piece, to in both]
         rows[self.rank].copy_(flat)
         return works
+
+    def gather_(self, flat: Tensor, sizes: Sequence[int]) -> Work:
+        """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
+        self._open()
+        parts = list(flat.split(list(sizes)))
+        own, works = parts[self.rank], []
+        if flat.device.type != "cpu" and len(set(sizes)) == 1:
+            gather = _named("all_gather_single", "all_gather_into_tensor")
+            works.append(gather(flat, own, group=self.group, async_op=True))
+        else:
+            ops = []
+            for shift in range(1, self.size):
+                to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
+                if own.numel():
+                    ops.append(dist.P2POp(dist.isend, own, group=self.group, group_peer=to))
+                if parts[source].numel():
+                    ops.append(dist.P2POp(dist.irecv, parts[source], group=self.group, group_peer=source))
+            works += dist.batch_isend_irecv(ops) if ops else []
+        cpu = flat.device.type == "cpu"
+        return _All([_Message(self, work, cpu) for work in works])
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""

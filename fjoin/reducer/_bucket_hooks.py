@@ -12,8 +12,9 @@ from ..groups._axis import Work
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes, bound
 from ..transforms._bucketwise import FirstBucket, restrict
-from ..transforms._transform import donate_kwargs
+from ..transforms._transform import Transform, donate_kwargs
 from ..transforms.combinators._chain import stages
+from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.plan._plan import Plan, takes_flat
 from ._buckets import GradBuffer
 from ._flat_params import Storage, assign_, copy_if_aliased
@@ -111,14 +112,24 @@ class BucketHook:
         layout, early = storage.layout, self._early
         buckets: tuple[Any, ...] = ()
         if early is not None and self.flat:
-            buckets = tuple(early.init({FLAT: flat}) for flat in storage.flats)
+            buckets = tuple(self._init_flat(early, k, storage) for k in range(len(layout)))
         elif early is not None:
-            full = early.init(by_path)
+            with bind_pieces(storage.pieces):
+                full = early.init(by_path)
             buckets = tuple(restrict(full, by_path, bucket.paths) for bucket in layout)
-        count = len(stages(early)) if early is not None and buckets else 0
-        rest = tuple(part.init(by_path) for part in self._stages[count:])
-        buckets, rest = copy_if_aliased((buckets, rest), storage.flats)
-        return HookState(buckets, rest, Form(layout, storage.shapes, self.flat, count, len(self._stages)))
+        count, rest = len(stages(early)) if early is not None and buckets else 0, []
+        for i, part in enumerate(self._stages):
+            if i >= count:
+                rest.append(part.init(by_path))
+            if part.sharded_over and storage.pieces is not None:
+                by_path = storage.pieces.own(by_path)
+        buckets, after = copy_if_aliased((buckets, tuple(rest)), storage.flats)
+        form = Form(layout, storage.shapes, self.flat, count, len(self._stages), storage.pieces)
+        return HookState(buckets, after, form)
+
+    def _init_flat(self, early: Transform, k: int, storage: Storage) -> Any:
+        with bind_pieces(storage.pieces and storage.pieces.flat(k, FLAT)):
+            return early.init({FLAT: storage.flats[k]})
 
     def loss_factor(self, share: float) -> float:
         """The factor of the loss: share * unit where micro-batches are added, otherwise 1."""
@@ -131,7 +142,8 @@ class BucketHook:
         axes, layout = self._mesh.axes, storage.layout
         self._in_waves = travel(axes, layout, "cpu")
         self._side = SideStream(layout[0].device) if travel(axes, layout, "cuda") else None
-        return [GradBuffer(bucket, storage.shapes, 0) for bucket in layout]
+        pieces = storage.pieces
+        return [GradBuffer(bucket, storage.shapes, 0, pieces and pieces.only(k)) for k, bucket in enumerate(layout)]
 
     def start(self, state: HookState, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
@@ -151,14 +163,23 @@ class BucketHook:
             else:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(Call(self, bucket_state, params, values["weight"], first_bucket, first))
+            pieces = storage.pieces if self._early is not None and self._early.sharded_over else None
+            if pieces is not None:
+                pieces = pieces.flat(i, FLAT) if self.flat else pieces.only(i)
+            self._calls.append(Call(self, bucket_state, params, values["weight"], first_bucket, first, pieces))
 
-    def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(self, *args: Any, pieces: Pieces | None = None, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket; returns their gradients and state."""
         assert self._early is not None
-        return self._early.update(
-            *args, lane_dtype=self._lane.dtype, unit=self.unit, step=self._step, **donate_kwargs(self._early), **extra
-        )
+        with bind_pieces(pieces):
+            return self._early.update(
+                *args,
+                lane_dtype=self._lane.dtype,
+                unit=self.unit,
+                step=self._step,
+                **donate_kwargs(self._early),
+                **extra,
+            )
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
@@ -208,6 +229,8 @@ class BucketHook:
         state = HookState(buckets, after, old.form)
         for out in outgoing:
             self._step_check.observe(out)
+        if (axis := self._plan.hook.sharded_over) is not None:
+            self._step_check.share_bad(outgoing, self._mesh.axes[axis])
         if self._equal:
             last = self._last_sums(state)
             return state, self._lane.once(self._step_check.from_tensors({**last.lane, "total": last.total})), 1.0
@@ -239,8 +262,10 @@ class Call:
     """One bucket's call of the hook in one step."""
 
     def __init__(
-        self, run: GivesCalls, old: Any, params: dict[str, Tensor], weight: float, lane: Any, first: Any
-    ) -> None:
+        self, run: GivesCalls, old: Any, params: dict[str, Tensor], weight: float, lane: Any, first: Any,
+        pieces: Pieces | None = None,
+    ) -> None:  # fmt: skip
+        self._pieces = pieces
         self._run, self._old, self._params, self._weight = run, old, params, weight
         self._lane = lane if first is None else None
         self._first, self.done = first, False
@@ -257,19 +282,22 @@ class Call:
         out, self._pause, run = self.out, pause, self._run
         first_bucket = None if self._first is None else FirstBucket(self._state_of_first)
         grads = {FLAT: out.grads} if run.flat else out.by_path()
+        sharded = {} if self._pieces is None else {"pieces": self._pieces}
         new, state = run.update(
-            grads, self._old, self._params, weight=self._weight, lane=self._lane, first_bucket=first_bucket
+            grads, self._old, self._params, weight=self._weight, lane=self._lane, first_bucket=first_bucket, **sharded
         )
         self.state = copy_if_aliased(state, [out.grads, *self._params.values()])
         if new is None:
             raise ValueError(
                 "the hook returned None in the place of gradients; in a train_step every call must give them"
             )
-        if run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
+        if self._pieces is not None:
+            out.scatter(new[FLAT] if run.flat else self._pieces.pack_own(0, new))
+        elif run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
             out.grads = new[FLAT]
         else:
             assign_(grads, new)
-        if run.flat:
+        if run.flat and not out.scattered:
             out.clear_padding()  # a hook may have left any values there
         self.done = True
         self._pause = self._first = self._old = None  # a cycle would keep the old state until a garbage collection

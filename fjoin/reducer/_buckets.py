@@ -11,6 +11,7 @@ from torch import Tensor
 from ..groups._axis import Work
 from ..transforms._tree import check_dense
 from ..transforms.layout._buckets import Bucket
+from ..transforms.layout._pieces import Pieces
 from ._flat_params import Storage, views
 
 
@@ -21,10 +22,14 @@ class GradBuffer:
         buffer: The gradients, followed by the lane if this bucket carries it: the message of a plain reduction.
         grads: The gradients' part of the buffer, or a hook's result.
         lane: The lane's part of the buffer, maybe empty.
+        pieces: The pieces of this bucket; None where it is not sharded.
+        scattered: Whether `grads` is this rank's piece of the bucket.
     """
 
-    def __init__(self, bucket: Bucket, shapes: Mapping[str, torch.Size], lane_words: int) -> None:
-        self.bucket, self._shapes = bucket, shapes
+    def __init__(
+        self, bucket: Bucket, shapes: Mapping[str, torch.Size], lane_words: int, pieces: Pieces | None = None
+    ) -> None:
+        self.bucket, self._shapes, self.pieces, self.scattered = bucket, shapes, pieces, False
         numel = 0 if bucket.direct else bucket.numel
         self.buffer = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
         self._own = self.grads = self.buffer[:numel]
@@ -44,6 +49,7 @@ class GradBuffer:
     def start(self, leaves: list[Tensor]) -> None:
         """Prepare for the gradients of these leaves."""
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
+        self.scattered = False
         self.grads = self._own  # a hook may have replaced it by its result
         self.taken = [False] * len(leaves)
 
@@ -90,8 +96,15 @@ class GradBuffer:
             self.work.wait()
             self.work = None
 
+    def scatter(self, piece: Tensor) -> None:
+        """Take this rank's piece of the reduced gradients."""
+        self.grads, self.scattered = piece, True
+
     def by_path(self) -> dict[str, Tensor]:
-        """Path -> view of its gradient."""
+        """Path -> view of its gradient, or of this rank's slice of it."""
+        if self.scattered:
+            assert self.pieces is not None
+            return self.pieces.leaves_own(0, self.grads)
         found = self._views if self.grads is self._own else views(self.bucket, self.grads, self._shapes)
         return dict(zip(self.bucket.paths, found, strict=True))
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transforms._tree import fields, with_fields
 from ..transforms.layout._buckets import Bucket, Span
+from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
@@ -27,12 +28,21 @@ class Storage:
         flats: One flat tensor of parameters per bucket.
         leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
         slots: The optimizer's state of each bucket and span, on the flat range.
+        pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
+        exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
         float16: Whether some parameters are float16.
         has_masters: Whether the optimizer keeps master copies of some parameters.
     """
 
-    def __init__(self, layout: tuple[Bucket, ...], params: Mapping[str, Tensor], optimizer: Optimizer) -> None:
-        self.layout, self.optimizer = layout, optimizer
+    def __init__(
+        self,
+        layout: tuple[Bucket, ...],
+        params: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        pieces: Pieces | None = None,
+    ) -> None:
+        self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
+        self.exact: list[Tensor] = []
         self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes = {path: p.shape for path, p in params.items()}
         self.flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in layout]
@@ -56,17 +66,43 @@ class Storage:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_nodes": []}  # nodes cannot be copied
 
-    def make_slots(self) -> None:
-        """Initialise the optimizer's slots from the current parameters."""
+    def make_slots(self, exact: bool = False) -> None:
+        """Initialise the optimizer's slots from the current parameters.
+
+        Args:
+            exact: Whether this rank keeps exact values of its pieces, since a codec sends their changes.
+        """
+        if exact:
+            self.exact = [self.own(k, flat).clone() for k, flat in enumerate(self.flats)]
         self.set_slots(
             [
                 [
-                    (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, flat, span))
+                    (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, own, span, k))
                     for span in bucket.spans
                 ]
-                for bucket, flat in zip(self.layout, self.flats, strict=True)
+                for k, (bucket, own) in enumerate(zip(self.layout, self._stepped(), strict=True))
             ]
         )
+
+    def own(self, k: int, flat: Tensor) -> Tensor:
+        """The part of a bucket's buffer that this rank steps."""
+        if self.pieces is None:
+            return flat
+        start, stop = self.pieces.bounds[k][self.pieces.rank : self.pieces.rank + 2]
+        return flat[start:stop]
+
+    def _stepped(self) -> list[Tensor]:
+        """The values that this rank steps, of each bucket."""
+        return self.exact or [self.own(k, flat) for k, flat in enumerate(self.flats)]
+
+    def own_leaves(self) -> dict[str, Tensor]:
+        """Path -> the values that this rank steps: views of leaves, or of slices of them."""
+        if self.pieces is None:
+            return {path: leaf.detach() for path, leaf in self.leaves.items()}
+        found: dict[str, Tensor] = {}
+        for k, own in enumerate(self._stepped()):
+            found.update(self.pieces.leaves_own(k, own))
+        return {path: found[path] for path in self.shapes}
 
     def set_slots(self, slots: list[list[Any]]) -> None:
         self.slots = slots
@@ -79,18 +115,22 @@ class Storage:
         self._watched = list({id(part): (part.watched, state.step) for part, state in parts if part.watched}.values())
         self._ranges = [
             [
-                (part := self.optimizer.at(span.paths[0]), self._range(part, flat, span), span, slot)
+                (part := self.optimizer.at(span.paths[0]), self._range(part, own, span, k), span, slot)
                 for span, slot in zip(bucket.spans, slots, strict=True)
             ]
-            for bucket, flat, slots in zip(self.layout, self.flats, self.slots, strict=True)
+            for k, (bucket, own, slots) in enumerate(zip(self.layout, self._stepped(), self.slots, strict=True))
         ]
+        if self.pieces is not None:
+            self._ranges = _without_empty(self._ranges)
 
-    def _range(self, part: Optimizer, flat: Tensor, span: Span) -> Tensor:
-        """A span's part of a buffer: flat, or in the leaf's shape where the optimizer is not elementwise."""
-        piece = flat[span.start : span.stop]
+    def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:
+        """A span's part of the values that this rank steps: flat, or in the leaf's shape where the optimizer needs it."""
+        low, high = (0, len(own)) if self.pieces is None else self.pieces.bounds[k][self.pieces.rank :][:2]
+        piece = own[max(span.start - low, 0) : max(min(span.stop, high) - low, 0)]
         if part.elementwise:
             return piece
-        shape = self.shapes[span.paths[0]]
+        path = span.paths[0]
+        shape = self.shapes[path] if self.pieces is None else self.pieces.shape(path)
         return piece[: shape.numel()].view(shape)
 
     def check_rates(self) -> None:
@@ -104,7 +144,10 @@ class Storage:
 
     def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
         """(optimizer, parameters, gradients, slots) of each span, to be stepped in place."""
-        return [(part, param, self._range(part, grads, span), slot) for part, param, span, slot in self._ranges[bucket]]
+        return [
+            (part, param, self._range(part, grads, span, bucket), slot)
+            for part, param, span, slot in self._ranges[bucket]
+        ]
 
     def clear_grads(self) -> None:
         for leaf in self.leaves.values():
@@ -129,6 +172,8 @@ class Storage:
     def optimizer_states(self) -> dict[str, Any]:
         """Path -> the parameter's own optimizer state, views of the slots in its shape."""
         out: dict[str, Any] = {}
+        if self.pieces is not None:
+            return self._states_of_slices(self.pieces)
         for bucket, slots in zip(self.layout, self.slots, strict=True):
             offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
             for span, state in zip(bucket.spans, slots, strict=True):
@@ -145,10 +190,35 @@ class Storage:
                     out[path] = with_fields(state, own)
         return {path: out[path] for path in self.shapes}
 
+    def _states_of_slices(self, pieces: Pieces) -> dict[str, Any]:
+        """Path -> the state of this rank's slice of the parameter."""
+        out: dict[str, Any] = {}
+        counted = {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges}
+        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
+            low, offset = pieces.bounds[k][pieces.rank], dict(zip(bucket.paths, bucket.offsets, strict=True))
+            for span, state in zip(bucket.spans, slots, strict=True):
+                part = self.optimizer.at(span.paths[0])
+                # Only the states that are stepped count the steps.
+                common = fields(counted[id(part)])
+                for path in span.paths:
+                    start, stop = pieces.slices[path]
+                    at = max(offset[path] + start - max(span.start, low), 0) if stop else 0
+                    own = [
+                        shared
+                        if c
+                        else f
+                        if f is None or not part.elementwise
+                        else f.reshape(-1)[at : at + stop - start]
+                        for f, shared, c in zip(fields(state), common, part.common, strict=True)
+                    ]
+                    out[path] = with_fields(state, own)
+        return {path: out[path] for path in self.shapes}
+
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""
         new = object.__new__(Storage)
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
+        new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
         new.flats = [flat.clone() for flat in self.flats]
         new._make_leaves()
         slots: Any = self.slots
@@ -156,6 +226,16 @@ class Storage:
         for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
             leaf.grad = None if old.grad is None else old.grad.clone()
         return new
+
+
+def _without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
+    """The ranges without the empty ones; of each optimizer one range stays, which counts the steps."""
+    full = {id(part) for bucket in ranges for part, param, _, _ in bucket if param.numel()}
+    kept = []
+    for bucket in ranges:
+        kept.append([one for one in bucket if one[1].numel() or id(one[0]) not in full])
+        full |= {id(part) for part, _, _, _ in bucket}
+    return kept
 
 
 def copy_if_aliased(state: Any, lent: Iterable[Tensor]) -> Any:

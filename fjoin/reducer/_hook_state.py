@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..transforms._bucketwise import merge
 from ..transforms.layout._buckets import Bucket
+from ..transforms.layout._pieces import Pieces
 from ._flat_params import views
 
 # The path of a flat bucket in a tree of one tensor; no parameter has this path.
@@ -26,6 +27,7 @@ class Form:
     flat: bool  # whether buckets are flat tensors
     n_early: int  # the number of stages that run bucket by bucket
     stages: int  # the number of all stages
+    pieces: Pieces | None = None  # of a hook that shards
 
 
 class HookState(NamedTuple):
@@ -40,23 +42,25 @@ class HookState(NamedTuple):
         if form.n_early:
             parts = list(self.buckets)
             if form.flat:
-                parts = [_by_path(p, bucket, form.shapes) for p, bucket in zip(parts, form.layout, strict=True)]
+                parts = [_by_path(p, form, k) for k, p in enumerate(parts)]
             merged = merge(parts, form.shapes)
             early = merged if form.n_early > 1 else (merged,)
         whole = (*early, *self.rest)
         return whole if form.stages > 1 else whole[0] if whole else ()
 
 
-def _by_path(state: Any, bucket: Bucket, shapes: Mapping[str, torch.Size]) -> Any:
-    """A state on a flat bucket, with its flat tensors replaced by views of the leaves."""
+def _by_path(state: Any, form: Form, k: int) -> Any:
+    """A state on a flat bucket, with its flat tensors replaced by views of the leaves, or of this rank's slices."""
     if isinstance(state, dict):
         if state.keys() == {FLAT}:
-            value = state[FLAT]
+            value, bucket, pieces = state[FLAT], form.layout[k], form.pieces
             if isinstance(value, Tensor) and value.shape == (bucket.numel,):
-                return dict(zip(bucket.paths, views(bucket, value, shapes), strict=True))
+                return dict(zip(bucket.paths, views(bucket, value, form.shapes), strict=True))
+            if isinstance(value, Tensor) and pieces and value.shape == (pieces.sizes(k)[pieces.rank],):
+                return pieces.leaves_own(k, value)
             return dict.fromkeys(bucket.paths, value)
-        return {key: _by_path(part, bucket, shapes) for key, part in state.items()}
+        return {key: _by_path(part, form, k) for key, part in state.items()}
     if isinstance(state, (tuple, list)):
-        children = [_by_path(part, bucket, shapes) for part in state]
+        children = [_by_path(part, form, k) for part in state]
         return type(state)(*children) if hasattr(state, "_fields") else type(state)(children)
     return state

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._errors import DesyncError, NonFinite
 from ..groups._mesh import Mesh
+from ..transforms._axis_env import Axis
 from ..transforms._lane import decode_lane, host_lane, ranks_in
 from ..transforms.pipelines._effect import Effect
 from ._buckets import GradBuffer
@@ -68,6 +69,7 @@ class StepCheck:
         # The sum of the weights in the newest step for which the host knows it, the same on all ranks; None before the
         # first.
         self.weight: float | None = None
+        self._bad_pieces: Any = 0.0  # the number of ranks whose pieces of sharded gradients are not finite
 
     def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
@@ -109,6 +111,12 @@ class StepCheck:
             out.seen = out.grads.sum()
         elif out.grads.numel():
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
+
+    def share_bad(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
+        """Learn whether any rank's piece of the gradients is not finite: one small message, also where all are."""
+        bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64).reshape(1)
+        summed = axis.run_(bad)
+        self._bad_pieces = float(summed) if self.readable_without_sync(outgoing) else summed[0]
 
     def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
@@ -152,7 +160,7 @@ class StepCheck:
             return Decision(Effect(False))
         self.weight = sums["weight"]
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
-        fine = fine and not any(_masks(sums)) and not self.bad(outgoing)
+        fine = fine and not any(_masks(sums)) and not self._bad_pieces and not self.bad(outgoing)
         if clip is not None and fine and not math.isfinite(norm_of(outgoing).item()):
             for out in outgoing:  # finite gradients whose squares overflow float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
@@ -179,6 +187,7 @@ class StepCheck:
         fine = torch.isfinite(scalars).all() & (torch.stack(_masks(sums)) == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
+        fine = fine & (torch.as_tensor(self._bad_pieces, device=fine.device) == 0)
         live, lanes = sums["weight"] != 0, [CountsOfAll(0, sums)] if counts is None else counts
         other = torch.zeros_like(fine)
         if self.step_id:

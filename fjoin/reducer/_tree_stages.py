@@ -11,6 +11,7 @@ from torch import Tensor
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
 from ..transforms._transform import Transform
+from ..transforms.layout._pieces import Pieces, bind_pieces
 from ._buckets import GradBuffer
 from ._flat_params import assign_, copy_if_aliased
 
@@ -20,6 +21,7 @@ class HasParams(Protocol):
 
     leaves: dict[str, Tensor]
     flats: list[Tensor]
+    pieces: Pieces | None
 
 
 def run_stages(
@@ -40,14 +42,21 @@ def run_stages(
     params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
     of = {path: grad for out in outgoing for path, grad in out.by_path().items()}
     held = {path: of[path] for path in params}
-    grads, new = dict(held), []
-    with torch.no_grad(), bind_axes(mesh.axes):
+    grads, new, pieces = dict(held), [], storage.pieces
+    if pieces is not None and all(out.scattered for out in outgoing):
+        params, extra = pieces.own(params), {**extra, "sharded_over": pieces.axis}
+    with torch.no_grad(), bind_axes(mesh.axes), bind_pieces(pieces):
         for part, state in zip(parts, states, strict=True):
             grads, after = part.update(grads, state, params, **extra)
             new.append(copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
             if part.sums is not None:
                 sums = part.sums(after)
                 extra = {**extra, "weight": sums.total, "lane": sums.lane}
+            if part.sharded_over and pieces is not None:
+                params, extra = pieces.own(params), {**extra, "sharded_over": pieces.axis}
+                for k, out in enumerate(outgoing):
+                    out.scatter(pieces.pack_own(k, grads))
+                held = {path: grad for out in outgoing for path, grad in out.by_path().items()}
         assign_(held, grads)
     return tuple(new)
 

@@ -9,6 +9,7 @@ from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._bucket_hooks import StepHook
 from ..reducer._buckets import GradBuffer
+from ..reducer._gather_pieces import gather_changes_, gather_pieces
 from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import Decision, StepCheck
 from ..transforms._axis_env import bind_axes
@@ -109,6 +110,8 @@ class EndOfStep:
             self._deferred.advance()
             extra = {"prefetch": self._deferred} if effect.raises is False else {}
         self._run_ends(body, sums["weight"], effect, **extra)
+        if effect.steps is not False or self._pipeline.after is not None:
+            self._gather(body, effect)
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)
             with bind_axes(self._mesh.axes):
@@ -119,7 +122,7 @@ class EndOfStep:
     def _run_ends(self, body: StateData, weight: Any, effect: Effect, **extra: Any) -> None:
         pipeline, storage = self._pipeline, body.storage
         if pipeline.ends:
-            params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+            params = storage.own_leaves()
             states = storage.optimizer_states() if storage.has_masters or pipeline.on_state else {}
             body.after, body.on_state = run_ends(
                 pipeline, self._mesh, params, states, (body.after, body.on_state), storage.flats, weight, effect, body.step,
@@ -131,6 +134,16 @@ class EndOfStep:
         with changing(body):
             extra = {} if self._deferred is None else {"prefetch": self._deferred}
             self._run_ends(body, 0.0, FLUSH, flush=True, **extra)
+            self._gather(body, Effect(True))
+
+    def _gather(self, body: StateData, effect: Effect) -> None:
+        """Give all ranks the parameters that each of them has stepped."""
+        sharding, storage = self._pipeline.sharding, body.storage
+        if sharding is not None:
+            if sharding.codec is None:
+                gather_pieces(storage, self._mesh)
+            elif effect.steps is not False:
+                body.gather = gather_changes_(storage, sharding, self._mesh, body.gather, effect)
 
     def _raise_or_count(self, body: StateData, decision: Decision) -> None:
         if not decision.changes:

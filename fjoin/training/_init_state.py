@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..groups._consistency import check_program, same_values
 from ..reducer._flat_params import Storage, copy_if_aliased
+from ..transforms._axis_env import bind_axes
 from ..transforms._tree import named_leaves
 from ..transforms.layout._buckets import make_layout
 from ..transforms.layout._pieces import labels
@@ -33,13 +34,17 @@ def make_state_data(
     if pipeline.skips and pipeline.skips.scaled:
         refuse_float16(flat)
 
-    layout = make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
+    pieces = None
+    if pipeline.sharding is not None:
+        with bind_axes(mesh.axes):
+            pieces = pipeline.sharding.pieces(flat, bucket_bytes)
+    layout = pieces.buckets if pieces else make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
     run.number()
     check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, accumulate, run.weighs, buffers, sync)
     run.check_loss(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, (pipeline.hook, *pipeline.ends), tuple(mesh.shape), run.ranks, stacklevel=4)
-    storage = Storage(layout, flat, pipeline.optimizer)
+    storage = Storage(layout, flat, pipeline.optimizer, pieces)
     own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
     if sync == "broadcast":
         for tensor in [*storage.flats, *(own or {}).values()]:
@@ -48,8 +53,9 @@ def make_state_data(
                     tensor.copy_(axis.run("pbroadcast", tensor, 0))
     elif sync == "check":
         same_values(mesh, storage.leaves, own)
-    storage.make_slots()  # after `sync`, from the final parameters
-    held = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+    # After `sync`, from the final parameters.
+    storage.make_slots(exact=pipeline.sharding is not None and pipeline.sharding.codec is not None)
+    held = storage.own_leaves()
     hook = run.hook.init(storage)
     slots = storage.optimizer_states() if pipeline.ends else {}
     after: Any = ()

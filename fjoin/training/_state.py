@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._errors import DonatedState, TornState
 from ..reducer._flat_params import Storage
+from ..reducer._gather_pieces import gather_state
 from ..reducer._hook_state import HookState
 from ..transforms._tree import path_string
 from ..transforms.optimizers._inject import with_hyperparameters
@@ -30,6 +31,7 @@ class StateData:
     rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
     owner: object  # the token of the step that made it; only that step can run it
     buffers_state: Any = ()  # of the transform of the buffers
+    gather: int = 0  # the number of gathers of encoded changes
     buffers_before: dict[str, Tensor] | None = None  # the buffers before this step's first forward pass
     batches_before: int = 0  # the batches before this step's first call
     version_before: int = 0  # the version of the state given to this step's first call
@@ -152,7 +154,8 @@ class TrainState:
         body = self._claim()
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
-        state = PipelineState(body.hook_state(), optimizer, body.after, body.on_state, body.step, window)
+        gather = gather_state(body.storage, body.gather)
+        state = PipelineState(body.hook_state(), optimizer, body.after, body.on_state, body.step, window, gather)
         return state if body.outer is None else body.outer._replace(inner=state)
 
     @property

@@ -97,6 +97,11 @@ def train_step(
             f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by their "
             f"contents, got over={plan.over!r}"
         )
+    if overlap_step and pipeline.sharding is not None:
+        raise ValueError(
+            f"overlap_step=True steps buckets before all of them are known to be finite, but {pipeline.hook!r} leaves the ranks different "
+            f"pieces, and they would step apart; leave overlap_step out"
+        )
     if any(part.pauses for part in pipeline.ends):
         raise ValueError(
             "after=... or on_state=... holds accumulate(...), but parameters cannot be accumulated; use every(steps, ...)"

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +80,16 @@ class Pieces:
             return leaf.reshape(-1)[start:stop].view(self.shape(path))
 
         return map_with_path(one, tree)
+
+    def only(self, k: int) -> Pieces:
+        """The pieces of one bucket."""
+        return replace(self, buckets=(self.buckets[k],), bounds=(self.bounds[k],))
+
+    def flat(self, k: int, name: str) -> Pieces:
+        """The pieces of one bucket as a tree of one flat tensor."""
+        numel = self.buckets[k].numel
+        bucket = self.buckets[k]._replace(paths=(name,), offsets=(0,))
+        return Pieces(self.axis, self.rank, (bucket,), (self.bounds[k],), {name: torch.Size([numel])}, frozenset())
 
     def pack(self, k: int, leaves: Mapping[str, Tensor]) -> Tensor:
         """A bucket's leaves as one flat tensor, with zeros between them."""

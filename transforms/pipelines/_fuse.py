@@ -192,7 +192,7 @@ def pipeline_of(
         params, inner = gathered(pieces, params, held, inner, Effect(True))
         return params, state._replace(inner=inner) if skips else inner
 
-    return Pipeline(init, step, flush, hook, optimizer, after, on_state, gather, skips=skips)
+    return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)
 
 
 def _judge(

@@ -11,8 +11,8 @@ from torch import Tensor
 from .._spec import Spec, Specified
 from .._transform import Transform
 from .._tree import State, Tree
-from ..codecs._codec import Codec
 from ..step_param._optimizer import Optimizer
+from ._sharding import Sharding
 
 
 class Skips(NamedTuple):
@@ -33,7 +33,7 @@ class Pipeline(Specified):
         flush: `(params, state) -> (params, state)`, pure: runs now the transforms after the optimizer that would run in
             later steps, with the weights since their last run, and uses results that wait. For the end of a run.
         hook, optimizer, after, on_state: The parts of the pipeline; the last two may be None.
-        gather: The codec in which sharded parameters are gathered, or None.
+        sharding: For a pipeline whose hook shards: the pieces that ranks own.
         spec: The pipeline as data.
         skips: The state that counts skipped steps, for a pipeline that skips non-finite ones; None for others.
     """
@@ -45,7 +45,7 @@ class Pipeline(Specified):
     optimizer: Optimizer
     after: Transform | None = None
     on_state: Transform | None = None
-    gather: Codec | None = None
+    sharding: Sharding | None = None
     spec: Spec = Spec("")
     skips: Skips | None = None
 

@@ -10,6 +10,7 @@ from .._tree import Tree, flatten_in_insertion_order, map_with_path, named_leave
 from ..axes._collectives import axis_index, axis_size
 from ..codecs._codec import Codec, check_codec
 from ..combinators._chain import stages
+from ..layout._buckets import BUCKET_BYTES
 from ..layout._pieces import Pieces, cut
 from ..optimizers._mixed_precision import master_of
 from ..plan._plan import axes_of
@@ -33,13 +34,19 @@ class Sharding:
         self.axis, self._optimizer, self.codec = axis, optimizer, codec
         self._made: dict[Any, Pieces] = {}
 
-    def pieces(self, params: Tree) -> Pieces:
+    def pieces(self, params: Tree, bucket_bytes: int = BUCKET_BYTES) -> Pieces:
         """The pieces of these parameters, by their paths, shapes and dtypes, and the ranks of the bound axis."""
         ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
         paths, leaves, _ = flatten_in_insertion_order(params)
-        key = (ranks, rank, *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)))
+        key = (
+            ranks,
+            rank,
+            bucket_bytes,
+            *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)),
+        )
         if key not in self._made:
-            self._made[key] = cut(dict(zip(paths, leaves, strict=True)), self._optimizer, self.axis, ranks, rank)
+            named = dict(zip(paths, leaves, strict=True))
+            self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes)
         return self._made[key]
 
     def init(self, own: Tree, slots: Any) -> Any:

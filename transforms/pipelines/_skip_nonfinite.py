@@ -109,4 +109,5 @@ def guarded(
             f"dynamic_loss_scale"
         )
 
-    return pipeline_of(part.hook, part.optimizer, part.after, part.on_state, part.gather, skips, prepare)
+    codec = part.sharding.codec if part.sharding else None
+    return pipeline_of(part.hook, part.optimizer, part.after, part.on_state, codec, skips, prepare)

@@ -84,19 +84,21 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
         pieces, of = pieces_here(grads, axis), named_leaves(grads)
-        new = state_of_first(first_bucket) if first_bucket else _sum_lane(of, axis, weight, lane, over, lane_dtype)
+        new = None if first_bucket else _sum_lane(of, axis, weight, lane, over, lane_dtype)
         slices: dict[str, Tensor] = {}
+        sums: list[Tensor] = []
+        scale = unit if over == "weight" else 1.0
         for k, bucket in enumerate(pieces.buckets):
             if wire is not None and pieces.ranks > 1:
                 some = {path: of[path] for path in bucket.paths}
                 scatter = functools.partial(coded_scatter, sizes=pieces.sizes_without_padding(k))
                 into = functools.partial(_cut_like, pieces, some)
-                found = encoded_mean(wire, some, axis, weight, over, None, memory, scatter, into=into)
-                slices.update(found.out)
+                slices.update(encoded_mean(wire, some, axis, weight, over, None, memory, scatter, into=into).out)
             else:
-                scale = unit if over == "weight" else 1.0
-                piece = _scatter(pieces, k, pieces.pack(k, of), axis, weight, over, scale)
-                slices.update(pieces.leaves_own(k, _divided(piece, nonzero_or_one(new.total) * scale)))
+                sums.append(_scatter(pieces, k, pieces.pack(k, of), axis, weight, over, scale))
+        new = new or state_of_first(first_bucket)  # type: ignore[arg-type]
+        for k, piece in enumerate(sums):
+            slices.update(pieces.leaves_own(k, _divided(piece, nonzero_or_one(new.total) * scale)))
         return map_with_path(lambda path, _: slices[path], grads), new
 
     return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over), vmappable=False)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from optimizer_table import OPTIMIZERS
 from torch import Tensor
 

@@ -1,0 +1,67 @@
+"""Gathers the parameters from the pieces that the ranks have stepped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._axis import GroupAxis, Work
+from ..groups._mesh import Mesh
+from ..transforms._axis_env import Axis, bind_axes
+from ..transforms.optimizers._mixed_precision import master_of
+from ..transforms.pipelines._effect import Effect
+from ..transforms.pipelines._sharding import Sharding
+from ..transforms.sharding._gather import GatherState, gather_changes
+from ._flat_params import Storage, assign_
+
+
+def gather_pieces(storage: Storage, mesh: Mesh) -> None:
+    """Fill the buckets of parameters from all ranks' pieces, in place; all messages travel at once."""
+    pieces = storage.pieces
+    assert pieces is not None
+    axis: Axis = mesh.axes[pieces.axis]
+    if pieces.ranks == 1:
+        return
+    works = [_start(axis, flat, bounds, pieces.rank) for flat, bounds in zip(storage.flats, pieces.bounds, strict=True)]
+    for work in works:
+        if work is not None:
+            work.wait()
+    for flat in storage.flats:
+        torch.autograd.graph.increment_version(flat)
+
+
+def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work | None:
+    sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    if isinstance(axis, GroupAxis):
+        return axis.gather_(flat, sizes)
+    own = flat[bounds[rank] : bounds[rank + 1]]
+    flat.copy_(axis.run("all_to_all_single", own.repeat(len(sizes)), ((len(own),) * len(sizes), tuple(sizes))))
+    return None
+
+
+def gather_changes_(storage: Storage, sharding: Sharding, mesh: Mesh, step: int, effect: Effect) -> int:
+    """Move the parameters by the encoded changes of all ranks' pieces; returns the number of gathers so far.
+
+    Args:
+        step: The number of gathers before.
+    """
+    pieces, codec = storage.pieces, sharding.codec
+    assert pieces is not None and codec is not None
+    exact, states = storage.own_leaves(), storage.optimizer_states() if storage.has_masters else {}
+    exact = {path: own if (m := master_of(states.get(path))) is None else m for path, own in exact.items()}
+    params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
+    with bind_axes(mesh.axes):
+        new = gather_changes(pieces, exact, params, codec, step)
+    assign_(params, effect.where(new, params))
+    return step + 1
+
+
+def gather_state(storage: Storage, step: int) -> Any:
+    """The state of the gather in the form of the pure pipeline."""
+    if not storage.exact:
+        return ()
+    states = storage.optimizer_states() if storage.has_masters else {}
+    own = storage.own_leaves()
+    return GatherState(step, {path: leaf for path, leaf in own.items() if master_of(states.get(path)) is None})
