@@ -32,7 +32,10 @@ class AllReduceHook:
         scales: Whether gradients are multiplied by weights before they are summed.
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
         direct: Whether a bucket can be stepped as soon as its message and the lane's have arrived.
+        carries_lane: Whether a bucket's message may carry the lane.
     """
+
+    carries_lane = True
 
     def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, step_check: StepCheck) -> None:
         assert plan.reduce is not None
@@ -63,8 +66,11 @@ class AllReduceHook:
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
         layout, words = storage.layout, self._lane.fit(storage.layout)
-        carrier = lane_bucket(layout)
-        outgoing = [GradBuffer(bucket, storage.shapes, words if i == carrier else 0) for i, bucket in enumerate(layout)]
+        carrier, pieces = lane_bucket(layout) if self.carries_lane else None, storage.pieces
+        outgoing = [
+            GradBuffer(bucket, storage.shapes, words if i == carrier else 0, pieces and pieces.only(i))
+            for i, bucket in enumerate(layout)
+        ]
         if carrier is None:
             self._carrier = None
             self._lane.travel_alone(words)
@@ -119,6 +125,8 @@ class AllReduceHook:
             if not rest:
                 self._step_check.observe(out)  # while later messages are still under way
         sums = self.sums()
+        if not rest:
+            self.observed(outgoing)
         state, divisor = self.state(sums, outgoing), self.divisor(sums)
         if not rest:
             return state, sums, divisor
@@ -138,7 +146,11 @@ class AllReduceHook:
         )
         for out in outgoing:
             self._step_check.observe(out)
+        self.observed(outgoing)
         return (first, *new), sums, 1.0
+
+    def observed(self, outgoing: list[GradBuffer]) -> None:
+        """Called once all buckets have been observed."""
 
     def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
         """A function that makes the state that the pure hook would have after these messages."""

@@ -230,7 +230,7 @@ class BucketHook:
         for out in outgoing:
             self._step_check.observe(out)
         if (axis := self._plan.hook.sharded_over) is not None:
-            self._step_check.share_bad(outgoing, self._mesh.axes[axis])
+            self._step_check.share(outgoing, self._mesh.axes[axis])
         if self._equal:
             last = self._last_sums(state)
             return state, self._lane.once(self._step_check.from_tensors({**last.lane, "total": last.total})), 1.0

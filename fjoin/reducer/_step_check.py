@@ -105,18 +105,21 @@ class StepCheck:
         - otherwise their largest magnitude, on a device.
         """
         if self.norm:
-            wide = torch.promote_types(out.grads.dtype, torch.float32)
+            wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
             out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
         elif out.grads.device.type == "cpu" and not self.on_device:
             out.seen = out.grads.sum()
         elif out.grads.numel():
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 
-    def share_bad(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
-        """Learn whether any rank's piece of the gradients is not finite: one small message, also where all are."""
-        bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64).reshape(1)
-        summed = axis.run_(bad)
-        self._bad_pieces = float(summed) if self.readable_without_sync(outgoing) else summed[0]
+    def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
+        """Learn whether any rank's piece of the gradients is not finite, and their norm: one small message."""
+        bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
+        squares = [out.seen.double() ** 2 for out in outgoing] if self.norm else []
+        summed = axis.run_(torch.stack([bad, sum(squares, torch.zeros_like(bad))]))
+        self._bad_pieces = summed[0].item() if self.readable_without_sync(outgoing) else summed[0]
+        for i, out in enumerate(outgoing if self.norm else ()):
+            out.seen = torch.zeros_like(summed[1]) if i else summed[1].sqrt()
 
     def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""

@@ -17,6 +17,7 @@ from ..reducer._buckets import BucketQueue
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..reducer._grad_hooks import GradHooks
 from ..reducer._lane import StepLane
+from ..reducer._reduce_scatter import ReduceScatterHook
 from ..reducer._step_check import StepCheck, raise_left_out
 from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
@@ -62,7 +63,8 @@ class Run:
         self._early: AllReduceHook | None = None  # set where buckets are stepped as their messages arrive
         reduced, lane = plan.reduced(0).axes, self._lane(0)
         if plan.reduce is not None:
-            self.hook = plain = AllReduceHook(plan, mesh, lane, self.step_check)
+            kind = ReduceScatterHook if plan.reduce.sharded_over else AllReduceHook
+            self.hook = plain = kind(plan, mesh, lane, self.step_check)
             steps_early = overlap_step and plain.direct and pipeline.skips is None and lane is self._counts
             self._early = plain if steps_early else None
         else:

@@ -24,7 +24,9 @@ def start(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], float]:
     gen = torch.Generator().manual_seed(100 * rank + step)
-    return {path: torch.randn(shape, generator=gen).to(dtype) for path, shape in SHAPES.items()}, 1.0 + (rank + step) % 3
+    return {path: torch.randn(shape, generator=gen).to(dtype) for path, shape in SHAPES.items()}, 1.0 + (
+        rank + step
+    ) % 3
 
 
 def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -36,7 +38,11 @@ def train(pipeline: tx.Pipeline, sizes: dict[str, int], steps: int = 5, **option
 
     def one_rank(rank: int) -> Any:
         step = fjoin.train_step(
-            loss_fn, pipeline, mesh=fjoin.mesh(sizes), weight=lambda b: b[1], bucket_bytes=options.pop("bucket_bytes", 512)
+            loss_fn,
+            pipeline,
+            mesh=fjoin.mesh(sizes),
+            weight=lambda b: b[1],
+            bucket_bytes=options.pop("bucket_bytes", 512),
         )
         state = step.init(start(dtype))
         for b in step.join([batch(rank, i, dtype) for i in range(steps - rank % 3)], empty=batch(0, 0, dtype)):

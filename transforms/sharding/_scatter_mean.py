@@ -101,7 +101,9 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
             slices.update(pieces.leaves_own(k, _divided(piece, nonzero_or_one(new.total) * scale)))
         return map_with_path(lambda path, _: slices[path], grads), new
 
-    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over), vmappable=False)
+    return Transform(
+        init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over, fusable=True), vmappable=False
+    )
 
 
 def _sum_lane(
