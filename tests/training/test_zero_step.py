@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_table import OPTIMIZERS
+from sharded_table import PAIRS
 from torch import Tensor
 
 import fjoin
@@ -34,7 +35,7 @@ def loss_fn(params: Any, batch: Any) -> Tensor:
 
 
 def train(pipeline: tx.Pipeline, sizes: dict[str, int], steps: int = 5, **options: Any) -> list[Any]:
-    dtype = options.pop("dtype", torch.float32)
+    dtype, bucket_bytes = options.get("dtype", torch.float32), options.get("bucket_bytes", 512)
 
     def one_rank(rank: int) -> Any:
         step = fjoin.train_step(
@@ -42,7 +43,7 @@ def train(pipeline: tx.Pipeline, sizes: dict[str, int], steps: int = 5, **option
             pipeline,
             mesh=fjoin.mesh(sizes),
             weight=lambda b: b[1],
-            bucket_bytes=options.pop("bucket_bytes", 512),
+            bucket_bytes=bucket_bytes,
         )
         state = step.init(start(dtype))
         for b in step.join([batch(rank, i, dtype) for i in range(steps - rank % 3)], empty=batch(0, 0, dtype)):
@@ -69,3 +70,66 @@ def test_every_optimizer(name: str, i: int, ranks: int) -> None:
     want = train(tx.fuse(tx.chain(tx.mean("data"), tx.identity()), optimizer), {"data": ranks}, dtype=dtype)
     got = train(tx.zero(tx.mean("data"), optimizer, "data"), {"data": ranks}, dtype=dtype)
     same(got, want)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pipeline(name: str) -> None:
+    pair = PAIRS[name]
+    for sizes in [pair.axes] if pair.axes else [{"data": 2}, {"data": 3}]:
+        got, want = train(pair.sharded, sizes, **pair.options), train(pair.whole, sizes, **pair.options)
+        for one, other in zip(got, want, strict=True):
+            for path, value in other.params.items():
+                torch.testing.assert_close(
+                    one.params[path], value, rtol=pair.tolerance, atol=pair.tolerance, msg=f"{sizes} {path}"
+                )
+
+
+def flat(state: Any) -> dict[str, Any]:
+    return tx.to_state_dict(state)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "encoded", "encoded, masters", "feedback"])
+def test_the_step_is_the_pure_step(name: str) -> None:
+    """Values and states, of all ranks; buckets are those of the pure pipeline."""
+    encoded = {
+        "encoded": (tx.fuse(tx.compress(tx.int8(), tx.scatter_mean("data")), tx.sgd(0.1, momentum=0.9), gather=tx.int8()), {}),
+        "encoded, masters": (
+            tx.fuse(tx.scatter_mean("data"), tx.mixed_precision(tx.adamw(0.1)), gather=tx.int8()), {"dtype": torch.bfloat16}
+        ),
+        "feedback": (
+            tx.fuse(
+                tx.chain(tx.error_feedback(tx.compress(tx.int8(block=16), tx.scatter_mean("data"))), tx.clip_by_value(1.0)),
+                tx.adamw(0.1),
+            ), {},
+        ),
+    }  # fmt: skip
+    pipeline, options = encoded.get(name) or (PAIRS[name].sharded, PAIRS[name].options)
+    axes = PAIRS[name].axes if name in PAIRS else {}
+    sizes, dtype = axes or {"data": 3}, options.get("dtype", torch.float32)
+
+    def pure(rank: int) -> Any:
+        params = start(dtype)
+        state = pipeline.init(params)
+        for i in range(5):
+            grads, weight = batch(rank, i, dtype)
+            scale = state.scale.to(dtype) if hasattr(state, "scale") else 1.0
+            if i >= 5 - rank % 3:
+                weight = 0.0
+            params, state = pipeline.step(params, {p: g * scale for p, g in grads.items()}, state, weight=weight)
+        return pipeline.flush(params, state)
+
+    ranks = 1
+    for n in sizes.values():
+        ranks *= n
+    want = tx.simulate(pure, sizes, list(range(ranks)))
+    got = train(pipeline, sizes, bucket_bytes=5 * 2**20, **options)
+    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
+    for one, (params, state) in zip(got, want, strict=True):
+        for path, value in params.items():
+            torch.testing.assert_close(one.params[path], value, rtol=tolerance, atol=tolerance, msg=path)
+        mine, theirs = flat(one.pipeline), flat(state)
+        assert mine.keys() >= {key for key in theirs if "lane" not in key}
+        for key, value in theirs.items():
+            if isinstance(value, Tensor) and "lane" not in key:
+                assert mine[key].shape == value.shape, key
+                torch.testing.assert_close(mine[key], value, rtol=tolerance, atol=tolerance, msg=key, check_dtype=False)

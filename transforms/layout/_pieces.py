@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,6 @@ class Pieces:
     def sizes(self, k: int) -> tuple[int, ...]:
         """The number of elements of each rank's piece of a bucket, padding included."""
         return tuple(stop - start for start, stop in zip(self.bounds[k], self.bounds[k][1:], strict=False))
-
-    def sizes_without_padding(self, k: int) -> tuple[int, ...]:
-        """The number of elements of the leaves in each rank's piece of a bucket."""
-        found = (self.slices_in(k, rank).values() for rank in range(self.ranks))
-        return tuple(sum(stop - start for start, stop in spans) for spans in found)
 
     @functools.cached_property
     def slices(self) -> dict[str, tuple[int, int]]:
@@ -93,7 +89,19 @@ class Pieces:
 
     def pack(self, k: int, leaves: Mapping[str, Tensor]) -> Tensor:
         """A bucket's leaves as one flat tensor, with zeros between them."""
-        return _joined(self.buckets[k], [leaves[path] for path in self.buckets[k].paths])
+        parts = [part.reshape(-1) for part in self.with_padding(k, leaves).values()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def with_padding(self, k: int, leaves: Mapping[str, Tensor]) -> OrderedDict[str, Tensor]:
+        """A bucket's leaves by path, in their order, with zeros of names of their own between them."""
+        bucket, found, at = self.buckets[k], OrderedDict[str, Tensor](), 0
+        for path, stop in zip(bucket.paths, [*bucket.offsets[1:], bucket.numel], strict=True):
+            found[path] = leaves[path]
+            at += leaves[path].numel()
+            if at < stop:
+                found[f"(padding {stop})"] = leaves[path].new_zeros(stop - at)
+                at = stop
+        return found
 
     def leaves(self, k: int, flat: Tensor) -> dict[str, Tensor]:
         """Path -> leaf, views of a bucket's flat tensor."""
@@ -119,19 +127,6 @@ class Pieces:
             begin = max(at + start - low, 0) if stop else 0
             found[path] = piece[begin : begin + stop - start].view(self.shape(path))
         return found
-
-
-def _joined(bucket: Bucket, leaves: list[Tensor]) -> Tensor:
-    if len(leaves) == 1 and leaves[0].numel() == bucket.numel:
-        return leaves[0].reshape(-1)
-    parts: list[Tensor] = []
-    at = 0
-    for leaf, offset in zip(leaves, bucket.offsets, strict=True):
-        if offset > at:
-            parts.append(leaf.new_zeros(offset - at))
-        parts.append(leaf.reshape(-1))
-        at = offset + leaf.numel()
-    return torch.cat([*parts, leaves[0].new_zeros(bucket.numel - at)])
 
 
 def cut(

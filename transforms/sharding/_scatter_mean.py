@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -88,12 +87,12 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         slices: dict[str, Tensor] = {}
         sums: list[Tensor] = []
         scale = unit if over == "weight" else 1.0
-        for k, bucket in enumerate(pieces.buckets):
+        for k in range(len(pieces.buckets)):
             if wire is not None and pieces.ranks > 1:
-                some = {path: of[path] for path in bucket.paths}
-                scatter = functools.partial(coded_scatter, sizes=pieces.sizes_without_padding(k))
-                into = functools.partial(_cut_like, pieces, some)
-                slices.update(encoded_mean(wire, some, axis, weight, over, None, memory, scatter, into=into).out)
+                scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
+                into = functools.partial(_like, pieces, k, of)
+                given = pieces.with_padding(k, of)
+                slices.update(encoded_mean(wire, given, axis, weight, over, None, memory, scatter, into=into).out)
             else:
                 sums.append(_scatter(pieces, k, pieces.pack(k, of), axis, weight, over, scale))
         new = new or state_of_first(first_bucket)  # type: ignore[arg-type]
@@ -139,11 +138,6 @@ def _divided(piece: Tensor, divisor: Tensor) -> Tensor:
     return piece / divisor.to(piece.dtype)
 
 
-def _cut_like(pieces: Pieces, given: dict[str, Tensor], values: Tensor) -> dict[str, Tensor]:
-    """Path -> slice, in the dtypes of the given leaves, from the values of this rank's slices one after the other."""
-    sizes: Sequence[int] = [stop - start for start, stop in (pieces.slices[path] for path in given)]
-    parts = values.split(list(sizes)) if given else ()
-    return {
-        path: part.view(pieces.shape(path)).to(leaf.dtype)
-        for (path, leaf), part in zip(given.items(), parts, strict=True)
-    }
+def _like(pieces: Pieces, k: int, given: dict[str, Tensor], piece: Tensor) -> dict[str, Tensor]:
+    """Path -> slice of this rank's piece, in the dtypes of the given leaves."""
+    return {path: part.to(given[path].dtype) for path, part in pieces.leaves_own(k, piece).items()}

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import raises_text
 from optimizer_table import OPTIMIZERS
+from sharded_table import PAIRS
 from torch import Tensor
 
 from fjoin import transforms as tx
@@ -65,3 +67,86 @@ def test_every_optimizer(name: str, i: int, ranks: int) -> None:
     want = run(tx.fuse(tx.mean("data"), optimizer), {"data": ranks}, dtype)
     got = run(tx.zero(tx.mean("data"), optimizer, "data"), {"data": ranks}, dtype)
     same(got, want)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_pipeline(name: str) -> None:
+    pair, dtype = PAIRS[name], PAIRS[name].options.get("dtype", torch.float32)
+    for sizes in [pair.axes] if pair.axes else [{"data": 2}, {"data": 3}]:
+        got, want = run(pair.sharded, sizes, dtype), run(pair.whole, sizes, dtype)
+        for (params, _), (expected, _) in zip(got, want, strict=True):
+            for path, value in expected.items():
+                torch.testing.assert_close(params[path], value, rtol=pair.tolerance, atol=pair.tolerance, msg=path)
+
+
+def poisoned(rank: int, step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One element of one rank is not finite in step 4."""
+    if (rank, step) == (1, 4):
+        grads["c.weight"][0, 0] = float("inf")
+    return grads
+
+
+@pytest.mark.parametrize("name", ["skip", "scale"])
+def test_all_ranks_leave_out_a_step_of_which_one_piece_is_not_finite(name: str) -> None:
+    pair = PAIRS[name]
+    got, want = (run(p, {"data": 3}, change=poisoned) for p in (pair.sharded, pair.whole))
+    same(got, want)
+    assert [state.skipped.item() for _, state in got] == [1, 1, 1]
+
+
+def test_the_state_of_a_rank_is_that_of_its_slices() -> None:
+    adam = tx.adamw(0.1)
+    whole = run(tx.fuse(tx.mean("data"), adam), {"data": 3})[0][1].optimizer
+    ranks = [state.optimizer for _, state in run(tx.zero(tx.mean("data"), adam, "data"), {"data": 3})]
+    for path, state in whole.items():
+        found = torch.cat([own[path].exp_avg for own in ranks])
+        assert torch.equal(found, state.exp_avg.reshape(-1)), path
+        assert [own[path].step.item() for own in ranks] == [state.step.item()] * 3
+    sizes = [sum(own[path].exp_avg.numel() for path in own) for own in ranks]
+    assert max(sizes) <= 96 and sum(sizes) == sum(p.numel() for p in start().values())
+
+
+def test_muon_has_one_owner_per_matrix_balanced_by_cost() -> None:
+    optimizer = tx.partition({"*.weight": tx.muon(0.1), "*": tx.sgd(0.1, momentum=0.9)})
+    ranks = [state.optimizer for _, state in run(tx.zero(tx.mean("data"), optimizer, "data"), {"data": 2})]
+    owned = [{path for path in own if own[path].momentum.numel()} for own in ranks]
+    assert "a.weight" in owned[0] and {"b.weight", "c.weight"} <= owned[1]  # 441 against 297 + 64
+    assert ranks[0]["b.weight"].momentum.shape == (0, 0)
+    assert all(own[path].step.item() == STEPS - 1 for own in ranks for path in own)
+
+
+def test_encoded_means_and_changes_leave_all_ranks_equal() -> None:
+    """Both ways in int8: the parameters are equal to the bit, and near the exact values, which their owners keep."""
+    hook = tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data")))
+    adam = tx.adamw(0.01)
+    exact = run(tx.fuse(tx.mean("data"), adam), {"data": 3}, steps=60)
+    ranks = run(tx.fuse(hook, adam, gather=tx.int8()), {"data": 3}, steps=60)
+    start_ = start()
+    for path, first in ranks[0][0].items():
+        assert all(torch.equal(first, params[path]) for params, _ in ranks)
+        moved = (exact[0][0][path] - start_[path]).norm()
+        assert (first - exact[0][0][path]).norm() <= 0.1 * moved + 1e-6, path
+        master = torch.cat([state.gather.master[path].reshape(-1) for _, state in ranks])
+        assert torch.allclose(master, first.reshape(-1), atol=2e-4), path
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.scatter_mean("local")), tx.sgd(0.1)), ("shards twice",)),
+        (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.power_sgd("node")), tx.sgd(0.1)), ("power_sgd", "behind")),
+        (lambda: tx.fuse(tx.every(2, tx.scatter_mean("data")), tx.sgd(0.1)), ("every", "cannot hold")),
+        (lambda: tx.fuse(tx.masked(tx.scatter_mean("data"), "a"), tx.sgd(0.1)), ("masked", "cannot hold")),
+        (lambda: tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), tx.mean("data")), ("mean('data')", "different pieces")),
+        (lambda: tx.fuse(tx.mean("data"), tx.sgd(0.1), gather=tx.int8()), ("gather=int8", "no scatter_mean")),
+        (lambda: tx.zero(tx.mean("node"), tx.sgd(0.1), "data"), ("no mean over 'data'",)),
+    ],
+)  # fmt: skip
+def test_pipelines_that_cannot_be_sharded(make: Callable[[], Any], words: tuple[str, ...]) -> None:
+    raises_text(ValueError, make, *words)
+
+
+def test_other_input_that_cannot_be_used() -> None:
+    raises_text(TypeError, lambda: tx.scatter_mean(("node", "local")), "one axis", "chain(scatter_mean")  # type: ignore[arg-type]
+    pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
+    raises_text(tx.UnboundAxis, lambda: pipeline.init(start()), "'data'", "fjoin.bind")
