@@ -76,3 +76,48 @@ def announced(what: Explanation, step: int) -> list[Message]:
         return all(known[limit] for limit in when.split(", "))
 
     return [m for row in what.rows if runs(row.when) for m in row.messages]
+
+
+@contextlib.contextmanager
+def sent_to_others() -> Iterator[list[int]]:
+    """The bytes that each call of `torch.distributed` sends from this process to others; an all_reduce as by a ring."""
+    sent: list[int] = []
+    kept = {
+        name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather", "batch_isend_irecv")
+    }
+
+    def size(x: Tensor) -> int:
+        return x.numel() * x.element_size()
+
+    def all_reduce(x: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        n = dist.get_world_size(group)
+        sent.append(round(size(x) * 2 * (n - 1) / n))
+        return kept["all_reduce"](x, *args, group=group, **kwargs)
+
+    def all_to_all_single(
+        out: Tensor, x: Tensor, taken: Any = None, given: Any = None, group: Any = None, **kwargs: Any
+    ) -> Any:
+        n, rank = dist.get_world_size(group), dist.get_rank(group)
+        own = size(x) // n if given is None else size(x) // max(len(x), 1) * given[rank]
+        sent.append(size(x) - own)
+        return kept["all_to_all_single"](out, x, taken, given, group=group, **kwargs)
+
+    def all_gather(outs: Any, x: Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        sent.append(size(x) * (dist.get_world_size(group) - 1))
+        return kept["all_gather"](outs, x, *args, group=group, **kwargs)
+
+    def batch_isend_irecv(ops: list[Any]) -> Any:
+        sent.append(sum(size(op.tensor) for op in ops if op.op is dist.isend))
+        return kept["batch_isend_irecv"](ops)
+
+    new = {
+        "all_reduce": all_reduce, "all_to_all_single": all_to_all_single, "all_gather": all_gather,
+        "batch_isend_irecv": batch_isend_irecv,
+    }  # fmt: skip
+    for name, function in new.items():
+        setattr(dist, name, function)
+    try:
+        yield sent
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)

@@ -72,17 +72,6 @@ class _Message:
         return True
 
 
-class _All:
-    """The work of several messages."""
-
-    def __init__(self, works: list[_Message]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 def _named(new: str, old: str) -> Any:
     """A function of torch.distributed under its name from torch 2.13 on, or under its earlier name."""
     return getattr(dist, new if hasattr(dist, new) else old)
@@ -170,22 +159,25 @@ class GroupAxis(Axis):
     def gather_(self, flat: Tensor, sizes: Sequence[int]) -> Work:
         """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
         self._open()
-        parts = list(flat.split(list(sizes)))
-        own, works = parts[self.rank], []
-        if flat.device.type != "cpu" and len(set(sizes)) == 1:
+        start, cpu = sum(sizes[: self.rank]), flat.device.type == "cpu"
+        stop = start + sizes[self.rank]
+        own = flat[start:stop]
+        if not cpu and len(set(sizes)) == 1:
             gather = _named("all_gather_single", "all_gather_into_tensor")
-            works.append(gather(flat, own, group=self.group, async_op=True))
-        else:
-            ops = []
-            for shift in range(1, self.size):
-                to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
-                if own.numel():
-                    ops.append(dist.P2POp(dist.isend, own, group=self.group, group_peer=to))
-                if parts[source].numel():
-                    ops.append(dist.P2POp(dist.irecv, parts[source], group=self.group, group_peer=source))
-            works += dist.batch_isend_irecv(ops) if ops else []
-        cpu = flat.device.type == "cpu"
-        return _All([_Message(self, work, cpu) for work in works])
+            return _Message(self, gather(flat, own, group=self.group, async_op=True), cpu)
+        # Not isend and irecv, although no rank would need a copy: a wait for these that times out breaks the connection.
+        give, take = [own.numel()] * self.size, list(sizes)
+        give[self.rank] = take[self.rank] = 0
+        outer = self.rank in (0, self.size - 1)  # the parts of the others are adjacent
+        out = (flat[stop:] if self.rank == 0 else flat[:start]) if outer else flat.new_empty(sum(take))
+        sent = own if self.size == 2 else own.repeat(self.size - 1)
+        work = dist.all_to_all_single(out, sent, take, give, group=self.group, async_op=True)
+
+        def spread() -> None:
+            flat[:start].copy_(out[:start])
+            flat[stop:].copy_(out[start:])
+
+        return _Message(self, work, cpu, (lambda: None) if outer else spread)
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""

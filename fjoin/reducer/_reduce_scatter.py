@@ -40,18 +40,23 @@ class Scatter:
     def __init__(self, out: GradBuffer, axis: Axis) -> None:
         assert out.pieces is not None
         self._out, self._pieces = out, out.pieces
-        sizes, rank = self._pieces.sizes(0), self._pieces.rank
-        start, stop = self._pieces.bounds[0][rank : rank + 2]
-        self._own = out.buffer[start:stop]
-        arguments = ("all_to_all_single", out.buffer, (sizes, (stop - start,) * len(sizes)))
+        pieces, flat = self._pieces, out.buffer
+        start, stop = pieces.bounds[0][pieces.rank : pieces.rank + 2]
+        give, take = list(pieces.sizes(0)), [stop - start] * pieces.ranks
+        self._own, self._without_own = flat[start:stop], pieces.rank in (0, pieces.ranks - 1)
+        if self._without_own:  # the parts for the others are adjacent
+            flat = flat[stop:] if pieces.rank == 0 else flat[:start]
+            give[pieces.rank] = take[pieces.rank] = 0
+        arguments = ("all_to_all_single", flat, (tuple(give), tuple(take)))
         self._received = axis.begin(*arguments) if isinstance(axis, GroupAxis) else lambda: axis.run(*arguments)
 
     def wait(self) -> None:
         """Add the pieces in the order of the ranks, as an ordered sum of all would."""
-        own = self._own
-        first, *others = self._received().view(self._pieces.ranks, own.numel()).unbind(0)
-        if others:
-            torch.add(first, others[0], out=own)
-        for row in others[1:]:
-            own.add_(row)
-        self._out.scatter(own)
+        own, received = self._own, self._received()
+        rows = list(received.split(own.numel())) if received.numel() else []
+        if self._without_own:
+            rows.insert(self._pieces.rank, own)
+        total = rows[0] if rows else own
+        for row in rows[1:]:
+            total = torch.add(total, row, out=row if row is own else total)
+        self._out.scatter(total)

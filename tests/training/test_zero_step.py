@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import pytest
 import torch
+import torch.distributed as dist
 from optimizer_table import OPTIMIZERS
 from sharded_table import PAIRS
 from torch import Tensor
+from traffic import sent_to_others
 
 import fjoin
 from fjoin import transforms as tx
@@ -133,3 +136,52 @@ def test_the_step_is_the_pure_step(name: str) -> None:
             if isinstance(value, Tensor) and "lane" not in key:
                 assert mine[key].shape == value.shape, key
                 torch.testing.assert_close(mine[key], value, rtol=tolerance, atol=tolerance, msg=key, check_dtype=False)
+
+
+WIDE = {"a.weight": (70, 50), "a.bias": (70,), "b.weight": (50, 50), "b.bias": (50,), "big.bias": (1100, 1000)}
+COUNTED = {
+    "mean": tx.fuse(tx.mean("data"), tx.adamw(0.1)),
+    "zero": tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
+    "clip": tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(0.1), "data"),
+    "muon": tx.zero(tx.mean("data"), tx.partition({"*.weight": tx.muon(0.1), "*": tx.adamw(0.1)}), "data"),
+    "int8": tx.fuse(
+        tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), tx.adamw(0.1), gather=tx.int8()
+    ),
+}
+
+
+def sent_bytes(name: str) -> tuple[list[int], int, dict[str, Tensor]]:
+    """The bytes that this rank sends to others in each of three steps, counted at torch.distributed."""
+    gen = torch.Generator().manual_seed(dist.get_rank())
+    step = fjoin.train_step(loss_fn, COUNTED[name], weight=lambda b: b[1])
+    state = step.init({path: torch.ones(shape) for path, shape in WIDE.items()})
+    seen = []
+    for _ in range(4):
+        grads = {path: torch.randn(shape, generator=gen) for path, shape in WIDE.items()}
+        with sent_to_others() as sent:
+            state, _ = step(state, (grads, 1.0))
+        seen.append(sum(sent))
+    slots = sum(
+        t.numel() * 4 for t in optree.tree_leaves(state.pipeline.optimizer) if isinstance(t, Tensor) and t.dim()
+    )
+    return seen[1:], slots, state.clone().params  # in the first step the ranks compare their lanes too
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_real_ranks_send_what_is_announced(pool: Any, ranks: int) -> None:
+    params = {path: torch.ones(shape) for path, shape in WIDE.items()}
+    reference = 0
+    for name in COUNTED:
+        found = pool.run(ranks, sent_bytes, name)
+        what = tx.explain(COUNTED[name], params, {"data": ranks})
+        assert found[0][0] == [what.sent_bytes] * 3, name
+        for _, _, other in found[1:]:
+            assert all(torch.equal(other[path], value) for path, value in found[0][2].items()), name
+        total = sum(max(steps) for steps, _, _ in found)
+        if name == "mean":
+            reference, slots = total, found[0][1]
+        elif name in ("zero", "clip"):
+            assert total <= reference + 2000 * ranks  # the counts
+            assert max(own for _, own, _ in found) <= 1.03 * slots / ranks
+        elif name == "int8":
+            assert total <= 0.27 * reference

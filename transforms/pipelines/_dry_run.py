@@ -24,6 +24,7 @@ from .._transform import Transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..layout._buckets import Bucket, lane_bucket
+from ..layout._pieces import Pieces, bind_pieces
 from ..plan._plan import make_plan, takes_flat
 from ..reductions._mean import MeanState
 from ..step_param._optimizer import Optimizer
@@ -43,6 +44,7 @@ class DryRun:
         axes: Axis name -> number of ranks.
         layout: A function from a dict path -> leaf to buckets.
         on_buffers: The transform of the buffers, if any.
+        pieces: A function from a dict path -> leaf to the pieces that ranks own, for a pipeline that shards.
         module_words: For the buckets of a DistributedDataParallel, whose messages carry gradients only: the number of
             words in its message about used parameters, 0 if it sends none. None for other buckets.
 
@@ -54,7 +56,7 @@ class DryRun:
     def __init__(
         self, pipeline: Pipeline | Transform, params: Tree, axes: Mapping[str, int],
         layout: Callable[[dict[str, Tensor]], tuple[Bucket, ...]], on_buffers: Transform | None = None,
-        module_words: int | None = None,
+        module_words: int | None = None, pieces: Callable[[dict[str, Tensor]], Pieces] | None = None,
     ) -> None:  # fmt: skip
         self.pipeline = pipeline
         self.hook, self.optimizer, self.skips, ends = _parts(pipeline)
@@ -65,11 +67,15 @@ class DryRun:
         self._notes: list[Message] = []
         self._recorders = {name: Recorder(name, n, self._notes, sizes) for name, n in sizes.items()}
         paths, leaves, _ = flatten_in_insertion_order(params)
+        self.pieces: Pieces | None = None
         with self.running():
             self.params = {path: torch.zeros(p.shape, dtype=p.dtype) for path, p in zip(paths, leaves, strict=True)}
+            self.pieces = pieces(self.params) if pieces else None
             self.values: Tree = self.params
+            # The values that this rank steps.
+            self.own: dict[str, Tensor] = self.pieces.own(self.params) if self.pieces else self.params
             self.layout, self.plan = (
-                layout(self.params),
+                self.pieces.buckets if self.pieces else layout(self.params),
                 make_plan(self.hook, sizes, *ends, *(() if on_buffers is None else (on_buffers,))),
             )
         ranks, in_module = self._ranks(self.plan.reduced(0).axes), self._in_module
@@ -80,7 +86,8 @@ class DryRun:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context without data, with the axes bound."""
-        with FakeTensorMode(allow_non_fake_inputs=True), bind_axes(self._recorders), torch.no_grad():  # type: ignore[arg-type]
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, bind_axes(self._recorders), bind_pieces(self.pieces), torch.no_grad():  # type: ignore[arg-type]
             yield
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
@@ -99,11 +106,28 @@ class DryRun:
         lane = self._lane if in_hook and self.plan.reduced(step).equal else None
         if in_hook and part is self.plan.reduce:
             self._reduce(part)
+        elif in_hook and part is self.plan.clip:
+            pass  # the step knows the norm itself; of pieces it is in the message that says whether they are finite
         elif per_bucket:
             self._update_buckets(part, step, lane)
         else:
-            state, extra = part.init(self.values), {"lane": lane, "lane_dtype": self._dtype}
-            _update(part, self.values, self.params, state, step, prefetch=_AtOnce(self._notes), **extra)
+            state, extra = part.init(self.values), {"lane": lane, "lane_dtype": self._dtype, **self._sharded}
+            params = self.own if self.values is self.own else self.params
+            _update(part, self.values, params, state, step, prefetch=_AtOnce(self._notes), **extra)
+        return tuple(self._notes)
+
+    @property
+    def _sharded(self) -> dict[str, Any]:
+        """The keyword of the stages behind the one that shards."""
+        behind = self.pieces is not None and self.values is self.own
+        return {"sharded_over": self.pieces.axis} if behind and self.pieces else {}
+
+    def gather(self) -> tuple[Message, ...]:
+        """The messages with the parameters that the ranks have stepped."""
+        del self._notes[:]
+        if isinstance(self.pipeline, Pipeline) and self.pipeline.sharding and self.pieces:
+            sharding, slots = self.pipeline.sharding, self.pipeline.optimizer.init(self.own)
+            sharding.gather(self.pieces, self.params, self.own, slots, sharding.init(self.own, slots))
         return tuple(self._notes)
 
     def lane_messages(self, step: int) -> tuple[tuple[Message, ...], ...]:
@@ -129,25 +153,29 @@ class DryRun:
     def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
         """Run a stage bucket by bucket; the first bucket carries the lane."""
         assert self.plan.early is not None
-        flat, full, first_bucket = takes_flat(self.plan.early), part.init(self.params), None
-        for bucket in self.layout:
-            if flat:
-                some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
-                state = part.init(some)
-            else:
-                some = {path: self.params[path] for path in bucket.paths}
-                state = restrict(full, self.params, some)
-            own_lane = None if first_bucket else lane
-            _, new = _update(
-                part, some, some, state, step, lane=own_lane, first_bucket=first_bucket, lane_dtype=self._dtype
-            )
+        flat, full, first_bucket = takes_flat(self.plan.early), part.init(self.values), None
+        for k, bucket in enumerate(self.layout):
+            pieces = self.pieces and (self.pieces.flat(k, "") if flat else self.pieces.only(k))
+            with bind_pieces(pieces):
+                if flat:
+                    some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+                    some = pieces.own(some) if pieces and self._sharded else some
+                    state = part.init(some)
+                else:
+                    some = {path: self.values[path] for path in bucket.paths}
+                    state = restrict(full, self.params, some)
+                own_lane = None if first_bucket else lane
+                _, new = _update(
+                    part, some, some, state, step, lane=own_lane, first_bucket=first_bucket, lane_dtype=self._dtype,
+                    **self._sharded,
+                )  # fmt: skip
             first_bucket = first_bucket or FirstBucket(functools.partial(lambda first: first, new))
 
     def _reduce(self, part: Transform) -> None:
         """Run a plain reduction; one of its messages carries the lane, if there is a lane and a bucket for it."""
         assert part.reduces is not None and part.reduces.axis is not None
         axis, total = part.reduces.axis, torch.ones((), dtype=torch.float64)
-        carrier = None if self._in_module else lane_bucket(self.layout)
+        carrier = None if self._in_module or part.sharded_over else lane_bucket(self.layout)
         if self._in_module:
             psum(total.new_ones(1 if self._lane is None else 2), axis)
         elif carrier is None:
@@ -157,7 +185,8 @@ class DryRun:
             extra = (
                 {"lane": self._lane} if i == carrier else {"first_bucket": FirstBucket(lambda: MeanState(total, {}))}
             )
-            part.update(flat, part.init(flat), flat, weight=None, **extra)
+            with bind_pieces(self.pieces and self.pieces.flat(i, "flat")):
+                part.update(flat, part.init(flat), flat, weight=None, **extra)
 
 
 class _AtOnce:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from ._dry_run import DryRun
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._pipeline import Pipeline
+from ._sharding import Sharding
 
 MOST_RANKS = 2**20
 
@@ -78,7 +80,9 @@ def explain(
     def cut(leaves: dict[str, Tensor]) -> tuple[Bucket, ...]:
         return make_layout(leaves, lambda path: 0, bucket_bytes)
 
-    return explain_run(DryRun(pipeline, params, axes, cut, on_buffers), at_step, buffers)
+    sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
+    pieces = None if sharding is None else functools.partial(sharding.pieces, bucket_bytes=bucket_bytes)
+    return explain_run(DryRun(pipeline, params, axes, cut, on_buffers, pieces=pieces), at_step, buffers)
 
 
 def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, Tensor] | None = None) -> Explanation:
@@ -91,12 +95,13 @@ def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, T
             used = run.sum_of(torch.zeros(run.module_words), tuple(run.sizes))
             rows.append(Row("(parameters that are used)", Needs.LAYOUT, "each step", used, 0))
         if run.optimizer is not None:
-            rows += _optimizer_rows(run.optimizer, run.params)
+            rows += _optimizer_rows(run.optimizer, run.own)
         if isinstance(run.pipeline, Pipeline):
-            slots = run.pipeline.optimizer.init(run.params)
-            rows += _end_rows(run, at_step, run.pipeline.after, masters_of(run.params, slots))
+            slots = run.pipeline.optimizer.init(run.own)
+            rows += _end_rows(run, at_step, run.pipeline.after, masters_of(run.own, slots))
             fields = state_fields(slots)
             rows += _end_rows(run, at_step, run.pipeline.on_state, fields)
+            rows += _gather_rows(run, run.pipeline.sharding, slots)
         held = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
         rows += _end_rows(run, at_step, run.on_buffers, held)
         if run.skips is not None:
@@ -108,7 +113,25 @@ def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, T
 def _hook_rows(run: DryRun, at_step: int | None) -> list[Row]:
     early = run.plan.early
     count = len(stages(early)) if early is not None and run.layout else 0
-    return [row for i, part in enumerate(stages(run.hook)) for row in _rows(run, at_step, part, True, i < count)]
+    rows = []
+    for i, part in enumerate(stages(run.hook)):
+        rows += _rows(run, at_step, part, True, i < count)
+        if part.sharded_over and run.pieces is not None:
+            run.values = run.own
+    return rows
+
+
+def _gather_rows(run: DryRun, sharding: Sharding | None, slots: Any) -> list[Row]:
+    """The messages of a sharded pipeline beside those of its stages."""
+    if sharding is None:
+        return []
+    verdict = run.sum_of(torch.zeros(2, dtype=torch.float64), (sharding.axis,))
+    codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
+    state = _state_bytes(sharding.init(run.own, slots))
+    return [
+        Row("(whether all pieces are finite)", Needs.TREE, "each step", verdict, 0),
+        Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", run.gather(), state),
+    ]
 
 
 def _end_rows(run: DryRun, at_step: int | None, part: Transform | None, values: Tree) -> list[Row]:
