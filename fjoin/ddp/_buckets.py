@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..groups._axis import Work
 from ..reducer._buckets import GradBuffer
 from ..transforms.layout._buckets import Bucket
+from ..transforms.layout._pieces import Pieces
 
 
 def gradients(bucket: GradBucket) -> list[Tensor]:
@@ -42,14 +43,24 @@ class DDPBucket(GradBuffer):
 
     unit = 1.0
 
-    def __init__(self, paths: tuple[str, ...], bucket: GradBucket) -> None:
+    def __init__(self, paths: tuple[str, ...], bucket: GradBucket, pieces: Pieces | None = None) -> None:
         self.buffer = self.grads = bucket.buffer()
+        self.pieces, self.scattered = pieces and pieces.among(paths), False
         self.work: Work | None = None
         self.seen = torch.zeros((), device=self.grads.device)
         self._by_path = dict(zip(paths, gradients(bucket), strict=True))
         self.bucket = _bucket(paths, self.grads.numel(), self.grads)
 
+    def pack_own(self, slices: Mapping[str, Tensor]) -> Tensor:
+        """This rank's slices, one after the other."""
+        return torch.cat([slices[path].reshape(-1) for path in self.bucket.paths])
+
     def by_path(self) -> dict[str, Tensor]:
+        if self.scattered:
+            assert self.pieces is not None
+            shapes = {path: self.pieces.shape(path) for path in self.bucket.paths}
+            parts = self.grads.split([shape.numel() for shape in shapes.values()])
+            return {path: part.view(shape) for (path, shape), part in zip(shapes.items(), parts, strict=True)}
         return self._by_path
 
 

@@ -23,7 +23,7 @@ from ..transforms._axis_env import bind_axes, bound
 from ..transforms._bucketwise import merge, restrict
 from ..transforms._transform import Transform, donate_kwargs
 from ..transforms.combinators._chain import stages
-from ..transforms.layout._pieces import Pieces
+from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.pipelines._dry_run import DryRun
 from ..transforms.pipelines._explain import explain_run
 from ..transforms.pipelines._explanation import Explanation
@@ -31,6 +31,7 @@ from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
 from ..transforms.reductions._mean import MeanState
 from ._buckets import DDPBucket, divide, first_buckets
+from ._late_errors import after_backward
 from ._module_step import ModuleStep
 from ._unused_params import UsedParameters, keep_unused_state
 from ._weighted_sum import WeightedSum
@@ -56,10 +57,18 @@ class DDPRun:
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
         self.flats = [p.detach() for p in params.values()]
-        self.pieces: Pieces | None = None
-        self.pipeline_step = None if pipeline is None else ModuleStep(pipeline, plan, mesh, params, self._transforms)
         held = {path: p.detach() for path, p in params.items()}
-        self.hook_state: tuple[Any, ...] = copy_if_aliased(tuple(part.init(held) for part in self._stages), self.flats)
+        self.pieces: Pieces | None = None
+        if pipeline is not None and pipeline.sharding is not None:
+            # By the parameters, not by the module's buckets, which change after the first pass.
+            with bind_axes(mesh.axes):
+                self.pieces = pipeline.sharding.pieces(held)
+            if plan.reduce is not None:
+                self._plan = plan = plan._replace(reduce=None, early=plan.reduce)
+        self.pipeline_step = None
+        if pipeline is not None:
+            self.pipeline_step = ModuleStep(pipeline, plan, mesh, params, self._transforms, self.pieces)
+        self.hook_state: tuple[Any, ...] = copy_if_aliased(self._init(held), self.flats)
         self._lane: dict[str, float] | None = None
         # Whether the optimizer directly follows a plain sum; its kernels may then divide.
         self._bare = pipeline is not None and plan.reduce is not None and len(self._stages) == 1
@@ -81,6 +90,16 @@ class DDPRun:
         )
         self._used = UsedParameters(params, mesh) if asks else None
 
+    def _init(self, params: dict[str, Tensor]) -> tuple[Any, ...]:
+        """The states of the hook's stages; those behind one that shards get this rank's slices."""
+        states = []
+        with bind_axes(self._mesh.axes), bind_pieces(self.pieces):
+            for part in self._stages:
+                states.append(part.init(params))
+                if part.sharded_over and self.pieces is not None:
+                    params = self.pieces.own(params)
+        return tuple(states)
+
     def explain(self) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
         words = 0 if self._used is None else len(self.leaves)
@@ -95,7 +114,7 @@ class DDPRun:
             raise TypeError(
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
-        out = DDPBucket(tuple(self._path_of[p] for p in bucket.parameters()), bucket)
+        out = DDPBucket(tuple(self._path_of[p] for p in bucket.parameters()), bucket, self.pieces)
         # Without `index` and `is_last`: in a static graph's first pass all buckets have index 0, and none is last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if out.grads.is_cuda else None
@@ -163,7 +182,8 @@ class DDPRun:
         count = len(stages(self._plan.early))
         states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])
         old = states if count > 1 else states[0]
-        call = Call(self, old, params, self._weight, self._lane, self._calls[0] if self._calls else None)
+        pieces = out.pieces if self._plan.early.sharded_over else None
+        call = Call(self, old, params, self._weight, self._lane, self._calls[0] if self._calls else None, pieces)
         call.out = out
         self._calls.append(call)
         if self._interleaver is not None:
@@ -175,11 +195,12 @@ class DDPRun:
             else:
                 call()
 
-    def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(self, *args: Any, pieces: Pieces | None = None, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket; returns their gradients and state."""
         early = self._plan.early
         assert early is not None
-        return early.update(*args, lane_dtype=torch.float64, step=self.step, **donate_kwargs(early), **extra)
+        with bind_pieces(pieces):
+            return early.update(*args, lane_dtype=torch.float64, step=self.step, **donate_kwargs(early), **extra)
 
     # -- after the last bucket ----------------------------------------------------------------------------
 
@@ -223,9 +244,15 @@ class DDPRun:
         self.hook_state = new
         self.step += 1
         self._buckets = tuple(out.bucket for out in self._outs)
+        if self.pieces is not None:  # what the buckets hold is no gradient
+            after_backward(self._drop_grads)
         for future, out in zip(self._futures, self._outs, strict=True):
-            future.set_result(out.grads)
+            future.set_result(out.buffer if out.scattered else out.grads)
         self._forget()
+
+    def _drop_grads(self) -> None:
+        for p in self.leaves.values():
+            p.grad = None
 
     def _summed(self) -> tuple[MeanState, float]:
         """The sums of a plain reduction, and the remaining divisor of the gradients."""

@@ -16,8 +16,10 @@ from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import StepCheck
 from ..training._apply import run_ends
 from ..training._loss_weight import unscale
+from ..transforms._axis_env import bind_axes
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense, named_leaves
+from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._loss_scale import refuse_float16
@@ -37,6 +39,7 @@ class ModuleStep:
     Args:
         leaves: Path -> parameter.
         weighs: Whether the hook sums the ranks' weights into the lane, beside the divisor of its mean.
+        pieces: The pieces that ranks own, for a pipeline that shards.
 
     Attributes:
         stepper: Steps parameters; holds the optimizer's states.
@@ -44,8 +47,12 @@ class ModuleStep:
         scaling: For a pipeline in `dynamic_loss_scale`.
     """
 
-    def __init__(self, pipeline: Pipeline, plan: Plan, mesh: Mesh, leaves: Mapping[str, Tensor], weighs: bool) -> None:
+    def __init__(
+        self, pipeline: Pipeline, plan: Plan, mesh: Mesh, leaves: Mapping[str, Tensor], weighs: bool,
+        pieces: Pieces | None = None,
+    ) -> None:  # fmt: skip
         self.pipeline, self._plan, self._mesh, self._leaves, self._weighs = pipeline, plan, mesh, leaves, weighs
+        self._pieces = pieces
         self._skips = skips = pipeline.skips
         held = {path: p.detach() for path, p in leaves.items()}
         for path, p in held.items():
@@ -55,12 +62,16 @@ class ModuleStep:
         if pipeline.optimizer.check:
             pipeline.optimizer.check(held)
         self._flats = list(held.values())  # which the states of pure functions must not share
+        self.gather_state: Any = ()
+        held = self._own()
         self.outer: Any = skips.begin(()) if skips else None
         at = pipeline.optimizer.at
         items = [(path, at(path), p, None) for path, p in held.items()]
         self.stepper = ForeachStepper()
         self.stepper.begin(items)
         slots = self.stepper.states
+        if pipeline.sharding is not None:
+            self.gather_state = pipeline.sharding.init(held, dict(slots))
         self.after_state: Any = ()
         if pipeline.after:
             masters = masters_of(held, dict(slots))
@@ -76,12 +87,22 @@ class ModuleStep:
         self._late_counts = LateCounts(pipeline.ends, mesh.shape)
         self._counts: Counts | None = None  # this pass's message about the ranks that left out the step before
 
+    def _own(self) -> dict[str, Tensor]:
+        """Path -> the values that this rank steps: parameters, or slices of them."""
+        held = {path: p.detach() for path, p in self._leaves.items()}
+        sharding = self.pipeline.sharding
+        if self._pieces is None or sharding is None:
+            return held
+        own: dict[str, Tensor] = sharding.held(self._pieces, held, self.gather_state)
+        return own
+
     def state_dict(self) -> dict[str, Any]:
         """The states as tensors and numbers."""
         return {
             "outer": to_state_dict(self.outer),
             "after": to_state_dict(self.after_state),
             "on_state": to_state_dict(self.on_state),
+            "gather": to_state_dict(self.gather_state),
             "optimizer": {path: to_state_dict(state) for path, state in self.stepper.states.items()},
         }
 
@@ -94,13 +115,14 @@ class ModuleStep:
         outer = restored("the state of the outer", self.outer, state_dict["outer"])
         after = restored("the state of the after", self.after_state, state_dict["after"])
         on_state = restored("the state of on_state", self.on_state, state_dict["on_state"])
+        gather = restored("the state of the gather", self.gather_state, state_dict["gather"])
         saved, at = state_dict["optimizer"], self.pipeline.optimizer.at
         if self.stepper.states.keys() != saved.keys():
             raise ValueError(
                 f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
             )
         self.stepper.adopt(self.stepper.prepared((path, at(path), self._leaves[path], s) for path, s in saved.items()))
-        self.outer, self.after_state, self.on_state = outer, after, on_state
+        self.outer, self.after_state, self.on_state, self.gather_state = outer, after, on_state, gather
 
     def begin(self, step: int, scaled: bool) -> None:
         """Begin a pass.
@@ -161,6 +183,8 @@ class ModuleStep:
         except (TypeError, ValueError) as error:
             raise_after_backward(error)
             return Effect(True, False), total
+        if self._pieces is not None:
+            self._check.share(outs, self._mesh.axes[self._pieces.axis])
         decision = self._check.decide(step, sums, outs, 1.0, None, counts)
         if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
             raise_after_backward(missed)
@@ -174,25 +198,41 @@ class ModuleStep:
             scale = torch.tensor(divisor, dtype=torch.float64)
         else:
             divide(outs, divisor)
+        own = self._own()
         if decision.changes:
             items = [
-                (path, pipeline.optimizer.at(path), self._leaves[path].detach(), grad)
+                (path, pipeline.optimizer.at(path), own[path], grad)
                 for out in outs for path, grad in out.by_path().items() if used is None or path in used
             ]  # fmt: skip
             self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
         elif decision.error is not None and self._skips is None:
             return decision.effect, total
-        self._run_ends(sums["weight"], decision.effect, step)
+        self._run_ends(own, sums["weight"], decision.effect, step)
+        if decision.effect.steps is not False or pipeline.after is not None:
+            self._gather(own, decision.effect)
         return decision.effect, total
+
+    def _gather(self, own: dict[str, Tensor], effect: Effect) -> None:
+        """Give all ranks the parameters that each of them has stepped."""
+        pieces, sharding = self._pieces, self.pipeline.sharding
+        if pieces is None or sharding is None:
+            return
+        params = {path: p.detach() for path, p in self._leaves.items()}
+        with bind_axes(self._mesh.axes):
+            new, self.gather_state = sharding.gather(pieces, params, own, dict(self.stepper.states), self.gather_state)
+        torch._foreach_copy_(
+            list(params.values()), list((effect.where(new, params) if sharding.codec else new).values())
+        )
 
     def flush(self, step: int) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         with torch.no_grad():
-            self._run_ends(0.0, FLUSH, step, flush=True)
+            own = self._own()
+            self._run_ends(own, 0.0, FLUSH, step, flush=True)
+            self._gather(own, Effect(True))
 
-    def _run_ends(self, weight: float, effect: Effect, step: int, **extra: Any) -> None:
+    def _run_ends(self, held: dict[str, Tensor], weight: float, effect: Effect, step: int, **extra: Any) -> None:
         if self.pipeline.ends:
-            held = {path: p.detach() for path, p in self._leaves.items()}
             states, old, flats = self.stepper.states, (self.after_state, self.on_state), self._flats
             self.after_state, self.on_state = run_ends(
                 self.pipeline, self._mesh, held, states, old, flats, weight, effect, step, **extra

@@ -292,7 +292,7 @@ class Call:
                 "the hook returned None in the place of gradients; in a train_step every call must give them"
             )
         if self._pieces is not None:
-            out.scatter(new[FLAT] if run.flat else self._pieces.pack_own(0, new))
+            out.scatter(new[FLAT] if run.flat else out.pack_own(new))
         elif run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
             out.grads = new[FLAT]
         else:

@@ -100,6 +100,11 @@ class GradBuffer:
         """Take this rank's piece of the reduced gradients."""
         self.grads, self.scattered = piece, True
 
+    def pack_own(self, slices: Mapping[str, Tensor]) -> Tensor:
+        """This rank's piece, from its slices."""
+        assert self.pieces is not None
+        return self.pieces.pack_own(0, slices)
+
     def by_path(self) -> dict[str, Tensor]:
         """Path -> view of its gradient, or of this rank's slice of it."""
         if self.scattered:

@@ -54,8 +54,8 @@ def run_stages(
                 extra = {**extra, "weight": sums.total, "lane": sums.lane}
             if part.sharded_over and pieces is not None:
                 params, extra = pieces.own(params), {**extra, "sharded_over": pieces.axis}
-                for k, out in enumerate(outgoing):
-                    out.scatter(pieces.pack_own(k, grads))
+                for out in outgoing:
+                    out.scatter(out.pack_own(grads))
                 held = {path: grad for out in outgoing for path, grad in out.by_path().items()}
         assign_(held, grads)
     return tuple(new)

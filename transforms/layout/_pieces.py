@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,23 @@ class Pieces:
     def only(self, k: int) -> Pieces:
         """The pieces of one bucket."""
         return replace(self, buckets=(self.buckets[k],), bounds=(self.bounds[k],))
+
+    def among(self, paths: Collection[str]) -> Pieces:
+        """The pieces of some of the leaves, packed without gaps; their slices are the same."""
+        buckets, bounds = [], []
+        for k, bucket in enumerate(self.buckets):
+            if chosen := tuple(path for path in bucket.paths if path in paths):
+                at, offsets = 0, []
+                for path in chosen:
+                    offsets.append(at)
+                    at += self.shapes[path].numel()
+                sizes = [
+                    sum(stop - start for path, (start, stop) in self.slices_in(k, rank).items() if path in chosen)
+                    for rank in range(self.ranks)
+                ]
+                buckets.append(bucket._replace(paths=chosen, offsets=tuple(offsets), numel=at))
+                bounds.append((0, *itertools.accumulate(sizes)))
+        return replace(self, buckets=tuple(buckets), bounds=tuple(bounds))
 
     def flat(self, k: int, name: str) -> Pieces:
         """The pieces of one bucket as a tree of one flat tensor."""

@@ -1,0 +1,78 @@
+"""Sharded pipelines in a DistributedDataParallel: equal to the unsharded ones, from the first step on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from traffic import sent_to_others
+
+import fjoin
+from fjoin import transforms as tx
+
+ADAM = tx.adamw(0.01)
+MUON = tx.partition({("layers.0.weight", "layers.2.weight"): tx.muon(0.1), "*": ADAM})
+PIPELINES = {
+    "adam": (tx.zero(tx.mean("data"), ADAM, "data"), tx.fuse(tx.mean("data"), ADAM)),
+    "muon": (tx.zero(tx.mean("data"), MUON, "data"), tx.fuse(tx.mean("data"), MUON)),
+    "clip": (
+        tx.zero(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), ADAM, "data"),
+        tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), ADAM),
+    ),
+    "skip": (
+        tx.skip_if_nonfinite(tx.zero(tx.mean("data"), ADAM, "data")), tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), ADAM))
+    ),
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 3))
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.layers(x).view(-1, 3, 3, 3)).mean()
+
+
+def train(name: str, sharded: bool, steps: int, caps: float | None, join: bool) -> Any:
+    torch.manual_seed(0)
+    model = Model()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=caps)
+    handle = fjoin.ddp.register(ddp, PIPELINES[name][0 if sharded else 1])
+    gen, sent, none = torch.Generator().manual_seed(dist.get_rank()), [], True
+
+    def one() -> None:
+        nonlocal none
+        with sent_to_others() as messages:
+            ddp(torch.randn(9 * 2, 20, generator=gen)).backward()
+        sent.append(sum(messages))
+        none &= all(p.grad is None for p in model.parameters())
+        ddp.zero_grad()
+
+    if join:
+        with Join([ddp]):
+            for _ in range(steps - dist.get_rank()):
+                one()
+    else:
+        for _ in range(steps):
+            one()
+    return {path: p.detach().clone() for path, p in model.named_parameters()}, sent, none, handle.skipped
+
+
+@pytest.mark.parametrize("ranks, join", [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_sharded_pipeline_in_a_module(pool: Any, name: str, ranks: int, join: bool) -> None:
+    got, want = (pool.run(ranks, train, name, sharded, 5, 0.001, join) for sharded in (True, False))
+    for params, _, none, _ in got:
+        assert none, "gradients of pieces must not stay"
+        for path, value in want[0][0].items():
+            torch.testing.assert_close(params[path], value, rtol=2e-4, atol=2e-5, msg=path)
+            assert torch.equal(params[path], got[0][0][path])
+    total, reference = (sum(sum(sent) for _, sent, _, _ in found) for found in (got, want))
+    assert total <= reference + 400 * 5 * ranks  # with the counts of each step
