@@ -39,6 +39,10 @@ class Period(NamedTuple):
         """The number of the window that ends with this call, from 0."""
         return (call - self.first) // self.steps
 
+    def ended(self, calls: int) -> int:
+        """The number of windows that have ended after this many calls."""
+        return max(self.window(calls - 1) + 1, 0)
+
     def open(self, calls: int) -> bool:
         """Whether, after this many calls, a window has begun and not ended."""
         return calls > 0 and not self.ends(calls - 1)

@@ -77,8 +77,8 @@ class Transform(Specified):
               in the first bucket's call of this step. `Inner` passes it to a transform inside.
             - `unit`: a power of two that makes sums of weight * gradient fit float16; `mean` multiplies by it before it
               sums.
-            - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now. Other
-              transforms are not called.
+            - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now, and
+              those inside it. Other transforms are not called.
             - `donated`: no caller needs the gradients any more, so `update` may write into them.
         needs: The requirements of `update` on its input; by default the whole tree.
         reduces: The reduction, for a transform that carries the lane.

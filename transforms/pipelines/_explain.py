@@ -113,7 +113,7 @@ def _hook_rows(run: DryRun, at_step: int | None) -> list[Row]:
 
 def _end_rows(run: DryRun, at_step: int | None, part: Transform | None, values: Tree) -> list[Row]:
     """The rows of a transform at the end of a step, on other values than the gradients."""
-    run.values = values
+    run.values, run.at_end = values, True
     return [] if part is None else [row for stage in stages(part) for row in _rows(run, at_step, stage)]
 
 
@@ -130,7 +130,7 @@ def _rows(
         ]
     state_bytes = _state_bytes(part.init(run.values))
     rows: list[Row] = []
-    for when, step, ends in _phases(part, run.messages, at_step):
+    for when, step, ends in _phases(part, run.messages, at_step, run.at_end):
         messages = run.messages(part, step, in_hook, per_bucket)
         rows.append(Row(shown(part, step), part.needs, when, messages, 0 if rows else state_bytes, ends))
     return rows
@@ -153,8 +153,10 @@ def _lane_rows(run: DryRun, at_step: int | None) -> list[Row]:
     ]
 
 
-def _phases(part: Transform, sends: Callable[[Transform, int], Any], at_step: int | None) -> list[Phase]:
-    return phases(part, sends) if at_step is None else [Phase(f"step {at_step}", at_step)]
+def _phases(
+    part: Transform, sends: Callable[[Transform, int], Any], at_step: int | None, at_end: bool = False
+) -> list[Phase]:
+    return phases(part, sends, at_end) if at_step is None else [Phase(f"step {at_step}", at_step)]
 
 
 def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
