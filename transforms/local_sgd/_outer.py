@@ -44,6 +44,9 @@ def outer_step(
     call, and its mean is used `delay` calls later; the training between counts for the next message. Where no rank had
     input, parameters, anchor and outer state stay as they are.
 
+    For parameters in 16 bits without master copies and mix=0, the change is that from the anchor rounded to their dtype, so
+    that the float32 anchor gathers changes of less than one of their steps.
+
     Args:
         hook: The reduction of the changes: `mean`, `quantized_mean`, `error_feedback` of an encoded mean, and so on.
         optimizer: The outer optimizer; sgd(1.0) makes the anchor the mean of the parameters.
@@ -97,7 +100,9 @@ def outer_step(
 
     def change(values: dict[str, Tensor], state: OuterState) -> OuterState:
         """The state with this rank's change, and a new window."""
-        own = {path: state.anchor[path] - value for path, value in values.items()}
+        # Parameters that were set to the anchor have its value in their own dtype; the rounding is no change of theirs.
+        seen = state.anchor if mix else like(state.anchor, values)
+        own = {path: seen[path].to(state.anchor[path].dtype) - value for path, value in values.items()}
         return state._replace(pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
 
     def mean_of(state: OuterState, extra: dict[str, Any]) -> Callable[[], tuple[Any, State, Tensor]]:

@@ -167,6 +167,42 @@ def test_many_ranks_in_one_process(pipeline: tx.Pipeline) -> None:
         assert all(torch.isfinite(v).all() for v in found[0].values())
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_anchor_gathers_small_changes(dtype: torch.dtype, delay: int) -> None:
+    """One of four ranks moves by 2 in each step; bfloat16 has steps of 2 above 256, and of 1 below."""
+    pipeline = tx.diloco(tx.sgd(1.0), "data", 1 + delay, outer=tx.sgd(1.0), delay=delay)
+
+    def one_rank(rank: int) -> float:
+        p: Any = {"w": torch.full((1,), 256.0, dtype=dtype)}
+        state = pipeline.init(p)
+        for step in range(40):
+            live = step % 2 == 1 or not delay  # a message with a delay replaces what is trained meanwhile
+            grads = {"w": torch.full((1,), 2.0 * live * (rank == 0), dtype=dtype)}
+            p, state = pipeline.step(p, grads, state, weight=1.0)
+        return pipeline.flush(p, state)[0]["w"].item()
+
+    assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [246.0 if delay else 236.0] * 4
+
+
+@pytest.mark.parametrize("over", ["weight", "world"])
+def test_a_rank_without_input_has_no_change_by_rounding(over: Any) -> None:
+    pipeline = tx.diloco(tx.sgd(1.0), "data", 1, outer=tx.sgd(0.25), over=over)
+
+    def one_rank(rank: int) -> list[float]:
+        p: Any = {"w": torch.full((1,), 256.0, dtype=torch.bfloat16)}
+        state, seen = pipeline.init(p), []
+        for step in range(20):
+            grads = {"w": torch.full((1,), 2.0, dtype=torch.bfloat16)}
+            p, state = pipeline.step(p, grads, state, weight=float(step < 8 and rank == 0))
+            seen.append(state.after.anchor["w"].item())
+        return seen
+
+    share = 1.0 if over == "weight" else 0.25
+    want = [256.0 - 0.5 * share * min(step + 1, 8) for step in range(20)]
+    assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [want] * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("after", [tx.average_parameters("data"), tx.outer_step(MEAN, tx.sgd(1.0))])
 def test_sixteen_bits(after: tx.Transform, dtype: torch.dtype) -> None:
