@@ -191,3 +191,34 @@ def streaming() -> Any:
 def test_flush_with_messages_under_way(pool: Any) -> None:
     first, *others = pool.run(3, streaming)
     assert all(max_diff(first[0], anchors) == 0 for anchors, _ in others)
+
+
+DELAYED = {
+    "switch": tx.switch_after(6, outer(4, delay=2), tx.every(3, AVERAGE)),
+    "switch of periods": tx.switch_after(5, tx.every(2, outer(3, delay=2)), outer(4, delay=3)),
+    "period": tx.every(2, outer(3, delay=1)),
+}
+
+
+def delayed(name: str, rank: int) -> list[float]:
+    found = []
+    for steps in range(4, 10):
+        step = fjoin.train_step(product, then(DELAYED[name]), mesh=fjoin.mesh({"data": 2}), weight=abs)
+        state = step.init({"w": torch.zeros(1)})
+        for i in range(steps):
+            state, _ = step(state, 1.0 + 2 * rank + i)
+        state = step.flush(state)
+        found.append(state.params["w"].item())
+    return found
+
+
+def delayed_here(name: str) -> list[float]:
+    return delayed(name, fjoin.mesh({"data": 2}).rank)
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: Any, name: str) -> None:
+    want = tx.simulate(lambda rank: delayed(name, rank), {"data": 2}, [0, 1])
+    assert want[0] == want[1]
+    for found in pool.run(2, delayed_here, name):
+        assert found == pytest.approx(want[0], rel=1e-6)
