@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._check import whole_number
-from .._counter import Period, counts_steps
+from .._counter import Period, check_state, counts_steps
 from .._spec import factory
 from .._transform import Inner, Needs, Reduction, Transform, check_transform, flush_kwargs
 from .._tree import State, Tree, choose_state, device_of, to_device, zeros_like
@@ -69,6 +69,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         persistent: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
+        check_state(state, SwitchState)
         name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
         if flush and not phases[name].transform.accepts("flush"):
             return grads, state
@@ -149,6 +150,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
         flush: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
+        check_state(state, EveryState)
         call = state.step
         window = state.weight + check_weight(weight) if persistent else state.weight
         none = torch.zeros_like(window)

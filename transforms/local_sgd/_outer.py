@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._check import is_finite, whole_number
-from .._counter import Period, counts_steps
+from .._check import is_finite, is_number, whole_number
+from .._counter import Period, check_state, counts_steps
 from .._later import Prefetch
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
@@ -85,7 +85,7 @@ def outer_step(
         raise ValueError(
             f"outer_step: delay must be below steps={steps}, got {delay}; the next message would begin before"
         )
-    if not (is_finite(mix) and 0 <= mix < 1):
+    if not (is_number(mix) and is_finite(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
     reduce = WindowMean(hook, over)
 
@@ -128,6 +128,7 @@ def outer_step(
         prefetch: Prefetch | None = None, flush: bool = False, **extra: Any,
     ) -> tuple[Tree, OuterState]:  # fmt: skip
         del params, lane
+        check_state(state, OuterState)
         call, given = state.step, named_leaves(values)
         named = given
         state = state._replace(step=call + (not flush), weight=state.weight + check_weight(weight))
