@@ -42,7 +42,7 @@ def explain(
 
     The stages are run once on tensors without data, over axes that only record the messages; nothing is declared by
     hand. Gradients are split into the buckets of `fjoin.train_step`, and each stage runs on a bucket or on the whole
-    tree as it does there.
+    tree as it does there. The messages of an outer step with a delay are listed in the step in which the first begins.
 
     Args:
         pipeline: A `Pipeline`, or a `Transform` alone.
