@@ -254,8 +254,28 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _call(make: Callable[..., Any], args: tuple[tuple[str, Any], ...]) -> Any:
+    """The result of a factory with the arguments of a spec."""
+    bound = inspect.BoundArguments(inspect.signature(make), dict(args))  # type: ignore[arg-type]
+    return make(*bound.args, **bound.kwargs)
+
+
+class PickledBySpec:
+    """Pickles a factory and its arguments, where a factory made the object: the functions in it have no names."""
+
+    spec: Spec
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make = _FACTORIES.get(self.spec.name)
+        return super().__reduce_ex__(protocol) if make is None else (_call, (make, self.spec.args))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        del memo
+        return self  # nothing in it changes
+
+
 @dataclass(frozen=True, eq=False)
-class Specified:
+class Specified(PickledBySpec):
     """Equality, hash and repr by spec."""
 
     @property

@@ -77,8 +77,8 @@ class Transform(Specified):
               in the first bucket's call of this step. `Inner` passes it to a transform inside.
             - `unit`: a power of two that makes sums of weight * gradient fit float16; `mean` multiplies by it before it
               sums.
-            - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now. Other
-              transforms are not called.
+            - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now, and
+              those inside it. Other transforms are not called.
             - `donated`: no caller needs the gradients any more, so `update` may write into them.
         needs: The requirements of `update` on its input; by default the whole tree.
         reduces: The reduction, for a transform that carries the lane.
@@ -168,6 +168,8 @@ class Inner:
         """
         own = first_bucket.substate(self.field) if first_bucket is not None else None
         lent = donate_kwargs(self.transform, donated)
+        if not hasattr(state, self.field):
+            raise other_state(state)
         return self.transform.update(grads, getattr(state, self.field), params, first_bucket=own, **lent, **extra)
 
     def reduction(self, *own: str, same: bool = False) -> Reduction | None:
@@ -187,6 +189,14 @@ class Inner:
 
         _, axis, over, _ = self.transform.reduces
         return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
+
+
+def other_state(state: Any, expected: str = "the state") -> ValueError:
+    """The error for the state of another transform."""
+    return ValueError(
+        f"state is a {type(state).__name__}, expected {expected} that this transform's init or update returned; it is another "
+        f"pipeline's state"
+    )
 
 
 def donate_kwargs(to: Transform, donated: bool = True) -> dict[str, bool]:

@@ -18,8 +18,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
       schedulers work.
     - `state_dict` is that of `optim`, with the averager's step under "step". The states of torch's class can be loaded.
     - The optimizer's state is never averaged.
-    - It can be pickled and copied; a pickled averager returns to the default process group, see its class. As with any
-      torch.optim.Optimizer, the copy has no hooks.
+    - It can be copied, and pickled where `optim` can: a `fjoin.Optimizer` can if the arguments of its optimizer can. A
+      pickled averager returns to the default process group, see its class. As with any torch.optim.Optimizer, the copy
+      has no hooks.
     - It works with torch.amp.GradScaler: a rank that leaves out a step still takes part in the average.
 
     Args:

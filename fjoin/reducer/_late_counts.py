@@ -37,7 +37,7 @@ class LateCounts:
             now: Waits for the counts of this step.
         """
         counts = self.take()
-        if any(axes_of(part, self._sizes, step) for part in self._ends):
+        if any(axes_of(part, self._sizes, step, at_end=True) for part in self._ends):
             return [*counts, CountsOfAll(1, now())]  # before the ranks change each other's values
         self._late = now
         return counts

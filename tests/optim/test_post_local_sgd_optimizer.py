@@ -238,11 +238,18 @@ def test_a_state_without_a_step_warns() -> None:
     raises_text(ValueError, lambda: optimizer.load_state_dict({**optimizer.state_dict(), "step": -1}), "step", "-1")
 
 
+@pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
-def test_copies(how: str) -> None:
+def test_copies(how: str, ours: bool) -> None:
     model, optimizer = small()
+    if ours:
+        inner = tx.partition({"*bias": tx.sgd(tx.cosine(0.1, 99)), "*": tx.sgd(0.1, momentum=0.9)})
+        optimizer = fjoin.PostLocalSGDOptimizer(
+            fjoin.Optimizer(model.named_parameters(), inner), fjoin.PeriodicModelAverager(2, 3)
+        )
     steps(model, optimizer)
-    LR.StepLR(optimizer, 1)
+    if not ours:
+        LR.StepLR(optimizer, 1)
     both: Any
     if how == "torch.save":
         buffer = io.BytesIO()

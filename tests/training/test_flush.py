@@ -12,7 +12,15 @@ from helpers import max_diff, raises_text
 import fjoin
 from fjoin import transforms as tx
 
-SGD = tx.sgd(1.0)
+SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
+
+
+def then(after: tx.Transform) -> tx.Pipeline:
+    return tx.fuse(tx.noop(), SGD, after=after)
+
+
+def outer(steps: int, **more: Any) -> tx.Transform:
+    return tx.outer_step(tx.mean("data"), SGD, steps, **more)
 
 
 def product(params: Any, batch: Any) -> torch.Tensor:
@@ -50,6 +58,12 @@ CASES: dict[str, tuple[tx.Pipeline, int, list[float]]] = {
     "pending": (tx.diloco(SGD, "data", 2, tx.sgd(1.0), delay=1), 2, [-5.0, -5.0]),
     "pending, then open": (tx.diloco(SGD, "data", 3, tx.sgd(1.0), delay=2), 4, [-7.5, -7.5]),
     "later phase": (tx.post_local_sgd(SGD, "data", 3, 2), 4, [-10.0, -10.0]),
+    "chain": (then(tx.every(3, tx.chain(AVERAGE, tx.ema(0.9)))), 2, [-5.0, -5.0]),
+    "masked": (then(tx.every(3, tx.masked(AVERAGE, "w"))), 2, [-5.0, -5.0]),
+    "partition": (then(tx.every(3, tx.partition({"w": AVERAGE}))), 2, [-5.0, -5.0]),
+    "fragments": (then(tx.every(3, tx.in_fragments(AVERAGE))), 2, [-5.0, -5.0]),
+    "switch": (then(tx.every(3, tx.switch_after(0, tx.identity(), AVERAGE))), 2, [-5.0, -5.0]),
+    "period in a period": (then(tx.every(2, tx.every(2, AVERAGE))), 2, [-5.0, -5.0]),
     "not touched": (tx.fuse(tx.mean("data"), SGD, after=tx.stateless(lambda p: p + 1)), 2, [-3.0, -3.0]),
 }
 
@@ -65,6 +79,79 @@ def test_flush(name: str) -> None:
         assert params["w"].tolist() == [expected], name
         assert max_diff(got, params) < 1e-12 and state.step == of_step.step == steps
         assert max_diff((params, got), (again, twice)) < 1e-12
+
+
+NESTED = {
+    "every": tx.every(2, tx.every(2, AVERAGE)),
+    "every, from a later call": tx.every(2, tx.every(2, AVERAGE, first=2), first=3),
+    "outer": tx.every(2, outer(3)),
+    "outer, later": tx.every(2, outer(3, delay=1)),
+    "hierarchy": tx.every(2, tx.hierarchical_average({2: "data"})),
+    "in parts": tx.partition({"*": tx.every(2, tx.chain(tx.masked(tx.every(3, AVERAGE), "*"), tx.ema(0.5)))}),
+    "switch": tx.switch_after(3, tx.every(2, AVERAGE), tx.every(4, AVERAGE)),
+    "switch in a period": tx.every(2, tx.switch_after(2, tx.every(3, AVERAGE), outer(2))),
+    "switch from outer": tx.switch_after(3, outer(2, delay=1), tx.every(4, AVERAGE)),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_flush_reaches_all_windows(name: str) -> None:
+    """Two ranks move by 1 and by 3 in each step, with these weights: means move by 2.5.
+
+    A message with a delay replaces what a rank has trained since.
+    """
+    for steps in range(9):
+        batches = [[1.0] * steps, [3.0] * steps]
+        for run in purely, by_step:
+            found = tx.simulate(lambda own: run(then(NESTED[name]), own), {"data": 2}, batches)  # noqa: B023
+            first, second = (params["w"].item() for params, *_ in found)
+            assert first == second, (steps, run)
+            assert "delay" in repr(NESTED[name]) or first == pytest.approx(-2.5 * steps), (steps, run)
+
+
+@pytest.mark.parametrize("inner", [AVERAGE, tx.chain(AVERAGE, tx.ema(0.9))])
+def test_training_goes_on_after_a_flush_with_a_new_window(inner: tx.Transform) -> None:
+    def one_rank(batches: list[float]) -> float:
+        step = fjoin.train_step(product, then(tx.every(3, inner)), weight=lambda b: float(b != 0))
+        state = step.init({"w": torch.zeros(1)})
+        for i, batch in enumerate(batches):
+            state, _ = step(state, batch)
+            if i == 1:
+                state = step.flush(state)
+        return state.params["w"].item()
+
+    assert tx.simulate(one_rank, {"data": 2}, [[6.0, 6.0, 0.0], [0.0, 0.0, 3.0]]) == [-15.0, -15.0]
+
+
+def test_a_switch_averages_the_open_window() -> None:
+    """The third step, in which only rank 0 trains, is averaged at the switch, and the next window is that of rank 1."""
+    after = tx.switch_after(3, tx.every(2, AVERAGE), tx.every(2, AVERAGE))
+
+    def one_rank(batches: list[float]) -> Any:
+        step = fjoin.train_step(product, then(after), weight=lambda b: float(b != 0))
+        state, seen = step.init({"w": torch.zeros(1, dtype=torch.float64)}), []
+        pure = then(after)
+        params: Any = {"w": torch.zeros(1, dtype=torch.float64)}
+        pure_state = pure.init(params)
+        for batch in batches:
+            state, _ = step(state, batch)
+            grads = {"w": torch.full_like(params["w"], batch)}
+            params, pure_state = pure.step(params, grads, pure_state, weight=float(batch != 0))
+            assert state.params["w"].item() == params["w"].item()
+            seen.append(state.params["w"].item())
+        return seen
+
+    first, second = tx.simulate(one_rank, {"data": 2}, [[1.0, 1.0, 8.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0, 1.0]])
+    assert first == [-1.0, -2.0, -10.0, -10.0, -12.0] and second == [-1.0, -2.0, -10.0, -11.0, -12.0]
+
+
+def test_close_warns_of_a_window_within_a_period() -> None:
+    step = fjoin.train_step(product, then(tx.every(2, tx.every(2, AVERAGE))))
+    state = step.init({"w": torch.zeros(1)})
+    for _ in range(2):
+        state, _ = step(state, 1.0)
+    with pytest.warns(UserWarning, match=r"after step 1 a window of every\(2, every\(2"):
+        step.close()
 
 
 def test_close_warns_of_steps_that_are_not_averaged() -> None:
@@ -104,3 +191,34 @@ def streaming() -> Any:
 def test_flush_with_messages_under_way(pool: Any) -> None:
     first, *others = pool.run(3, streaming)
     assert all(max_diff(first[0], anchors) == 0 for anchors, _ in others)
+
+
+DELAYED = {
+    "switch": tx.switch_after(6, outer(4, delay=2), tx.every(3, AVERAGE)),
+    "switch of periods": tx.switch_after(5, tx.every(2, outer(3, delay=2)), outer(4, delay=3)),
+    "period": tx.every(2, outer(3, delay=1)),
+}
+
+
+def delayed(name: str, rank: int) -> list[float]:
+    found = []
+    for steps in range(4, 10):
+        step = fjoin.train_step(product, then(DELAYED[name]), mesh=fjoin.mesh({"data": 2}), weight=abs)
+        state = step.init({"w": torch.zeros(1)})
+        for i in range(steps):
+            state, _ = step(state, 1.0 + 2 * rank + i)
+        state = step.flush(state)
+        found.append(state.params["w"].item())
+    return found
+
+
+def delayed_here(name: str) -> list[float]:
+    return delayed(name, fjoin.mesh({"data": 2}).rank)
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: Any, name: str) -> None:
+    want = tx.simulate(lambda rank: delayed(name, rank), {"data": 2}, [0, 1])
+    assert want[0] == want[1]
+    for found in pool.run(2, delayed_here, name):
+        assert found == pytest.approx(want[0], rel=1e-6)

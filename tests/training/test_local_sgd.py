@@ -28,9 +28,19 @@ PIPELINES = {
     "DiLoCo, top-k": tx.diloco(ADAM, "data", 3, wire=tx.top_k(0.1)),
     "DiLoCo, by its own reduction": tx.diloco(ADAM, "data", 3, wire=tx.power_sgd("data", min_compression_rate=1.0)),
     "streaming": tx.diloco(ADAM, "data", 6, wire=tx.int4(), fragments=3, delay=2, mix=0.5),
+    "nested periods": tx.fuse(tx.noop(), ADAM, after=tx.every(2, tx.every(2, tx.average_parameters("data")))),
+    "switch": tx.fuse(
+        tx.noop(),
+        ADAM,
+        after=tx.switch_after(
+            5,
+            tx.every(2, tx.every(4, tx.average_parameters("data"))),
+            tx.switch_after(3, tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2), tx.average_every(4, "data")),
+        ),
+    ),
     "gossip": tx.fuse(tx.noop(), ADAM, after=tx.gossip("data")),
 }
-ENDS = {name for name in PIPELINES if name not in ("gossip", "hierarchical", "post-local")}
+ENDS = {name for name in PIPELINES if name not in ("gossip", "hierarchical", "nested periods", "post-local", "switch")}
 
 
 def loss(params: Any, batch: Tensor) -> Tensor:
@@ -71,6 +81,42 @@ def test_messages_are_those_announced(pool: Any, name: str) -> None:
             assert seen[i] == expected, i
     if name in ENDS:  # step 12 (counted from 1) ends with an average
         assert len(found[0][0][11]) > len(found[0][0][12]) or name == "streaming"
+
+
+AVERAGE, PARTS = tx.average_parameters("data"), [tx.outer_step(tx.mean("data"), tx.sgd(1.0), 3, i) for i in range(3)]
+OF_PARTS = {
+    "masked": tx.every(3, tx.masked(AVERAGE, "a")),
+    "partition": tx.partition({"a": tx.every(2, AVERAGE), "*": tx.every(3, AVERAGE)}),
+    "fragments": tx.in_fragments(*PARTS),
+}
+
+
+def four_dtypes() -> dict[str, Tensor]:
+    sizes = {torch.bfloat16: 300, torch.float32: 17, torch.float64: 5, torch.float16: 6}
+    return {name: torch.ones(n, dtype=dtype) for name, (dtype, n) in zip("abcd", sizes.items(), strict=True)}
+
+
+def messages_of_parts(name: str) -> list[list[int]]:
+    step = fjoin.train_step(
+        lambda params, batch: sum((p.float() * batch).square().sum() for p in params.values()),
+        tx.fuse(tx.noop(), tx.sgd(0.1), after=OF_PARTS[name]),
+    )
+    state, seen = step.init(four_dtypes()), []
+    for _ in range(7):
+        with watched() as sent:
+            state, _ = step(state, torch.tensor(0.1))
+        seen.append(sorted(m.bytes for m in sent))
+    return seen
+
+
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_messages_of_some_of_the_parameters_are_those_announced(pool: Any, name: str) -> None:
+    """The dtypes of the other parameters do not matter."""
+    pipeline = tx.fuse(tx.noop(), tx.sgd(0.1), after=OF_PARTS[name])
+    for seen in pool.run(2, messages_of_parts, name):
+        for i in range(1, 7):
+            what = tx.explain(pipeline, four_dtypes(), {"data": 2}, at_step=i)
+            assert seen[i] == sorted(m.payload_bytes for row in what.rows for m in row.messages), i
 
 
 def averages(name: str, rounds: int, bucket_bytes: int, mixed: bool) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import pickle
 from typing import Any
 
+import torch
 from helpers import raises_text
 from torch import Tensor
 
@@ -43,6 +46,24 @@ def test_json_round_trip() -> None:
     name = f"{_double.__module__}._double"
     raises_text(ValueError, lambda: tx.from_json(tx.to_json(custom)), repr(name), "functions=")
     assert tx.from_json(tx.to_json(custom), {name: _double}) == custom
+
+
+def test_what_a_factory_has_made_is_pickled_and_copied() -> None:
+    grads = {"a.bias": torch.tensor([3.0]), "b": torch.tensor([-20.0])}
+    for made in FULL, tx.skip_if_nonfinite(FULL), tx.clip_by_value(1.0), tx.int8(), tx.cosine(0.1, 9):
+        assert pickle.loads(pickle.dumps(made)) == made and copy.deepcopy(made) == made
+    clip = pickle.loads(pickle.dumps(tx.chain(tx.clip_by_value(9.0), tx.stateless(_double))))
+    assert clip.update(grads, clip.init(grads))[0] == {"a.bias": 6.0, "b": -18.0}
+    by_hand = tx.Transform(init_nothing, double_all)
+    assert pickle.loads(pickle.dumps(by_hand)) == by_hand
+
+
+def init_nothing(params: Any) -> Any:
+    return ()
+
+
+def double_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    return {path: _double(g) for path, g in grads.items()}, state
 
 
 def test_equality_is_of_meaning() -> None:

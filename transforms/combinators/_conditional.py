@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._check import whole_number
-from .._counter import Period, counts_steps
+from .._counter import Period, check_state, counts_steps
 from .._spec import factory
 from .._transform import Inner, Needs, Reduction, Transform, check_transform, flush_kwargs
 from .._tree import State, Tree, choose_state, device_of, to_device, zeros_like
@@ -33,7 +33,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         step: The number of calls of `before`; at least 0.
         before: The transform for calls 0 to step - 1.
         after: The transform for the later calls. Its state starts as `after.init(params)`; for parameters, after an
-            optimizer, of the parameters at the switch.
+            optimizer, of the parameters at the switch. There `before` is flushed, so that an open window of it is not lost.
 
     Returns:
         A `Transform` with state `SwitchState(step, before, after)`.
@@ -69,19 +69,23 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         persistent: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
+        check_state(state, SwitchState)
         name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
         if flush and not phases[name].transform.accepts("flush"):
             return grads, state
-        grads, new = phases[name].update(
-            grads,
-            state,
-            params,
-            donated=donated,
-            **{**extra, "step": own, "persistent": persistent},
-            **flush_kwargs(phases[name].transform, flush),
-        )
-        later = {"after": after.init(grads)} if persistent and state.step == step - 1 and not flush else {}
-        return grads, state._replace(step=state.step + (not flush), **{name: new}, **later)
+        extra = {**extra, "persistent": persistent}
+        more = flush_kwargs(phases[name].transform, flush)
+        grads, new = phases[name].update(grads, state, params, donated=donated, **{**extra, "step": own}, **more)
+        state = state._replace(**{name: new})
+        if flush:
+            return grads, state
+        if persistent and state.step == step - 1:
+            if before.accepts("flush"):
+                last = {**extra, "step": step, "weight": 0.0, "flush": True}
+                grads, new = phases["before"].update(grads, state, params, **last)
+                state = state._replace(before=new)
+            state = state._replace(after=after.init(grads))
+        return grads, state._replace(step=state.step + 1)
 
     def sums(state: SwitchState) -> Any:
         part, inner = (before, state.before) if state.step <= step else (after, state.after)
@@ -146,17 +150,26 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
         flush: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:
-        call, calls = state.step, state.step + (not flush)
+        check_state(state, EveryState)
+        call = state.step
         window = state.weight + check_weight(weight) if persistent else state.weight
-        if not (period.open(call) if flush else period.ends(call)):
-            return grads, EveryState(calls, state.inner, window)
-        if not flush and not period.due(call):  # another transform runs instead
-            return grads, EveryState(calls, state.inner, torch.zeros_like(window))
-        grads, new = inner.update(
-            grads, state, params, weight=window if persistent else weight, persistent=persistent,
-            **{**extra, "step": max(period.window(call), 0)}, **flush_kwargs(transform, flush),
-        )  # fmt: skip
-        return grads, EveryState(calls, new, torch.zeros_like(window))
+        none = torch.zeros_like(window)
+
+        def run(grads: Tree, state: EveryState, step: int, weight: Any, **flushes: bool) -> tuple[Tree, EveryState]:
+            given: dict[str, Any] = {**extra, "step": step, "weight": weight, "persistent": persistent}
+            grads, new = inner.update(grads, state, params, **given, **flushes)
+            return grads, EveryState(state.step, new, none)
+
+        if flush:
+            calls = period.ended(call)
+            if period.open(call):
+                grads, state = run(grads, state, calls, window if persistent else weight)
+                calls += 1
+            return run(grads, state, calls, none, flush=True) if transform.accepts("flush") else (grads, state)
+        state = state._replace(step=call + 1, weight=none if period.ends(call) else window)
+        if not period.due(call):  # perhaps another transform runs instead
+            return grads, state
+        return run(grads, state, period.window(call), window if persistent else weight)
 
     return Transform(init, update, Needs.NOTHING)
 

@@ -11,7 +11,7 @@ from .._transform import Transform
 from .._weights import Over
 from ..codecs._codec import Codec
 from ..combinators._fragments import in_fragments
-from ..combinators._partition import Patterns, partition
+from ..combinators._partition import Patterns, check_which, partition
 from ..optimizers._sgd import sgd
 from ..pipelines._fuse import fuse
 from ..pipelines._pipeline import Pipeline
@@ -50,8 +50,8 @@ def diloco(
         A `Pipeline`: `fuse(noop(), inner, after=outer_step(mean(axis), outer, every))`, and so on.
 
     Raises:
-        ValueError: more fragments than steps in a period; an argument out of range. At `init`: more fragments than
-            parameters.
+        ValueError: more fragments than steps in a period, or two with one pattern; a wire that does not reduce over
+            `axis`; an argument out of range. At `init`: more fragments than parameters.
         TypeError: an argument of the wrong kind.
 
     Source: Douillard et al., DiLoCo, arXiv:2311.08105; fragments, delay and mix: Streaming DiLoCo, arXiv:2501.18512.
@@ -63,19 +63,33 @@ def diloco(
     whole_number("diloco: every", every, 1)
     outer = sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     send = reduction("diloco", axis, wire)
-    count = fragments if isinstance(fragments, int) else len(fragments)
-    whole_number("diloco: fragments", count, 1)
+    patterns = None if isinstance(fragments, int) else _patterns(fragments)
+    count = whole_number("diloco: fragments", fragments if patterns is None else len(patterns), 1)
     if count > every:
         raise ValueError(f"diloco: {count} fragments need a period of as many steps, got every={every}")
     parts = [outer_step(send, outer, every, (i + 1) * every // count - 1, delay, mix, over) for i in range(count)]
-    if not isinstance(fragments, int):
-        after = partition(dict(zip(fragments, parts, strict=True)))
+    if patterns is not None:
+        after = partition(dict(zip(patterns, parts, strict=True)))
     elif count > 1:
         after = in_fragments(*parts)
     else:
         after = outer_step(send, outer, every, None, delay, mix, over)
     on_state = on_state_of("diloco", state, inner, axis, every, None, over)
     return fuse(noop() if hook is None else hook, inner, after, on_state)
+
+
+def _patterns(fragments: Sequence[Patterns]) -> list[Patterns]:
+    if not isinstance(fragments, (list, tuple)):
+        one = f"; for one group write [{fragments!r}]" if isinstance(fragments, str) else ""
+        raise TypeError(
+            f"diloco: fragments must be a whole number, or a list of glob patterns for paths, got {fragments!r}{one}"
+        )
+    for pattern in fragments:
+        check_which("diloco: a fragment", pattern, functions=False)
+    found = [tuple(pattern) if isinstance(pattern, list) else pattern for pattern in fragments]
+    if twice := [pattern for pattern in dict.fromkeys(found) if found.count(pattern) > 1]:
+        raise ValueError(f"diloco: fragments has {twice} more than once; the first match of a path wins")
+    return found
 
 
 @factory

@@ -45,7 +45,8 @@ def local_sgd(
         A `Pipeline`: `fuse(noop(), inner, after=every(n, average_parameters(axis)))`, and so on for other arguments.
 
     Raises:
-        ValueError: `every` is no whole number from 1; another argument out of range.
+        ValueError: `every` is no whole number from 1; a wire that does not reduce over `axis`; another argument out of
+            range.
         TypeError: an argument of the wrong kind.
 
     Source: Stich, Local SGD Converges Fast and Communicates Little, arXiv:1805.09767.

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._check import is_finite, whole_number
-from .._counter import Period, counts_steps
+from .._check import is_finite, is_number, whole_number
+from .._counter import Period, check_state, counts_steps
 from .._later import Prefetch
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
@@ -43,6 +43,9 @@ def outer_step(
     The weight of a rank is that of its calls since the last message. With a delay the message begins at the end of one
     call, and its mean is used `delay` calls later; the training between counts for the next message. Where no rank had
     input, parameters, anchor and outer state stay as they are.
+
+    For parameters in 16 bits without master copies and mix=0, the change is that from the anchor rounded to their dtype, so
+    that the float32 anchor gathers changes of less than one of their steps.
 
     Args:
         hook: The reduction of the changes: `mean`, `quantized_mean`, `error_feedback` of an encoded mean, and so on.
@@ -82,7 +85,7 @@ def outer_step(
         raise ValueError(
             f"outer_step: delay must be below steps={steps}, got {delay}; the next message would begin before"
         )
-    if not (is_finite(mix) and 0 <= mix < 1):
+    if not (is_number(mix) and is_finite(mix) and 0 <= mix < 1):
         raise ValueError(f"outer_step: mix must be a number from 0 to below 1, got {mix!r}")
     reduce = WindowMean(hook, over)
 
@@ -97,7 +100,9 @@ def outer_step(
 
     def change(values: dict[str, Tensor], state: OuterState) -> OuterState:
         """The state with this rank's change, and a new window."""
-        own = {path: state.anchor[path] - value for path, value in values.items()}
+        # Parameters that were set to the anchor have its value in their own dtype; the rounding is no change of theirs.
+        seen = state.anchor if mix else like(state.anchor, values)
+        own = {path: seen[path].to(state.anchor[path].dtype) - value for path, value in values.items()}
         return state._replace(pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
 
     def mean_of(state: OuterState, extra: dict[str, Any]) -> Callable[[], tuple[Any, State, Tensor]]:
@@ -123,6 +128,7 @@ def outer_step(
         prefetch: Prefetch | None = None, flush: bool = False, **extra: Any,
     ) -> tuple[Tree, OuterState]:  # fmt: skip
         del params, lane
+        check_state(state, OuterState)
         call, given = state.step, named_leaves(values)
         named = given
         state = state._replace(step=call + (not flush), weight=state.weight + check_weight(weight))

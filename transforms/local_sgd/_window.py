@@ -12,8 +12,10 @@ from .._axis_env import AxisName
 from .._transform import Inner, Transform, check_transform
 from .._tree import Tree, readable_without_sync
 from .._weights import Over, check_over, check_weight
+from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..feedback._error_feedback import error_feedback
+from ..plan._plan import axes_of
 from ..reductions._compress import quantized_mean
 from ..reductions._mean import mean
 
@@ -59,12 +61,22 @@ def reduction(name: str, axis: AxisName, wire: Codec | Transform | None) -> Tran
     Args:
         name: The factory, for errors.
         wire: None for a plain mean; a codec, whose error is fed back; or the reduction itself.
+
+    Raises:
+        ValueError: the wire is a reduction that is not over all of these axes.
+        TypeError: it is neither a codec nor a reduction.
     """
     if wire is None:
         return mean(axis)
     if isinstance(wire, Codec):
         return error_feedback(quantized_mean(axis, wire))
-    return check_reduces(name, check_transform(wire, f"{name}: wire"))
+    check_reduces(name, check_transform(wire, f"{name}: wire"))
+    if missing := set(names(axis)) - axes_of(wire, names(axis)):
+        raise ValueError(
+            f"{name}: wire={wire!r} does not reduce over {sorted(missing)}, but the average is over {axis!r}; give the wire these "
+            f"axes"
+        )
+    return wire
 
 
 def check_reduces(name: str, hook: Transform) -> Transform:

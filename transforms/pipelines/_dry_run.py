@@ -65,6 +65,7 @@ class DryRun:
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []
+        self.at_end = False  # whether the stages to run are those at the end of a step
         self._recorders = {name: Recorder(name, n, self._notes, sizes) for name, n in sizes.items()}
         paths, leaves, _ = flatten_in_insertion_order(params)
         self.pieces: Pieces | None = None
@@ -111,9 +112,10 @@ class DryRun:
         elif per_bucket:
             self._update_buckets(part, step, lane)
         else:
-            state, extra = part.init(self.values), {"lane": lane, "lane_dtype": self._dtype, **self._sharded}
+            extra = {"persistent": True} if self.at_end else {"lane": lane, "lane_dtype": self._dtype, **self._sharded}
+            state, prefetch = part.init(self.values), _AtOnce(self._notes)
             params = self.own if self.values is self.own else self.params
-            _update(part, self.values, params, state, step, prefetch=_AtOnce(self._notes), **extra)
+            _update(part, self.values, params, state, step, prefetch=prefetch, **extra)
         return tuple(self._notes)
 
     @property

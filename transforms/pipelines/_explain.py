@@ -44,7 +44,7 @@ def explain(
 
     The stages are run once on tensors without data, over axes that only record the messages; nothing is declared by
     hand. Gradients are split into the buckets of `fjoin.train_step`, and each stage runs on a bucket or on the whole
-    tree as it does there.
+    tree as it does there. The messages of an outer step with a delay are listed in the step in which the first begins.
 
     Args:
         pipeline: A `Pipeline`, or a `Transform` alone.
@@ -136,7 +136,7 @@ def _gather_rows(run: DryRun, sharding: Sharding | None, slots: Any) -> list[Row
 
 def _end_rows(run: DryRun, at_step: int | None, part: Transform | None, values: Tree) -> list[Row]:
     """The rows of a transform at the end of a step, on other values than the gradients."""
-    run.values = values
+    run.values, run.at_end = values, True
     return [] if part is None else [row for stage in stages(part) for row in _rows(run, at_step, stage)]
 
 
@@ -153,7 +153,7 @@ def _rows(
         ]
     state_bytes = _state_bytes(part.init(run.values))
     rows: list[Row] = []
-    for when, step, ends in _phases(part, run.messages, at_step):
+    for when, step, ends in _phases(part, run.messages, at_step, run.at_end):
         messages = run.messages(part, step, in_hook, per_bucket)
         rows.append(Row(shown(part, step), part.needs, when, messages, 0 if rows else state_bytes, ends))
     return rows
@@ -176,8 +176,10 @@ def _lane_rows(run: DryRun, at_step: int | None) -> list[Row]:
     ]
 
 
-def _phases(part: Transform, sends: Callable[[Transform, int], Any], at_step: int | None) -> list[Phase]:
-    return phases(part, sends) if at_step is None else [Phase(f"step {at_step}", at_step)]
+def _phases(
+    part: Transform, sends: Callable[[Transform, int], Any], at_step: int | None, at_end: bool = False
+) -> list[Phase]:
+    return phases(part, sends, at_end) if at_step is None else [Phase(f"step {at_step}", at_step)]
 
 
 def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:

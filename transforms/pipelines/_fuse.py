@@ -13,13 +13,24 @@ from .._axis_env import bound
 from .._lane import Lane, check_lane
 from .._spec import factory
 from .._transform import Transform, check_transform
-from .._tree import State, Tree, all_finite, check_same, map_with_path, path_string, to_device
+from .._tree import (
+    State,
+    Tree,
+    all_finite,
+    check_dense,
+    check_same,
+    map_with_path,
+    named_leaves,
+    path_string,
+    to_device,
+)
 from .._weights import check_weight
 from ..axes._collectives import axis_size, psum
 from ..codecs._codec import Codec
 from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of, with_masters
 from ..plan._plan import Plan, make_plan
+from ..step_param._lift import matched
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
 from ._effect import FLUSH, Effect, flag
@@ -119,14 +130,19 @@ def pipeline_of(
         )  # fmt: skip
         return skips.begin(state) if skips else state
 
+    def inside(state: Any) -> PipelineState:
+        old = getattr(state, "inner", None) if skips else state
+        if not isinstance(old, PipelineState):
+            kind = "state with the field `inner`" if skips else "PipelineState"
+            raise ValueError(
+                f"state is a {type(state).__name__}, expected the {kind} that this pipeline's init or step returned"
+            )
+        return old
+
     def step(
         params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, **extra: Any
     ) -> tuple[Tree, State]:
-        outer, old = state, state.inner if skips else state
-        if not isinstance(old, PipelineState):
-            raise ValueError(
-                f"state is a {type(old).__name__}, expected the PipelineState that this pipeline's init or step returned"
-            )
+        outer, old = state, inside(state)
         check_same("grads", grads, "params", params)
         check_lane(lane)
         if lane and "weight" in lane:
@@ -185,9 +201,12 @@ def pipeline_of(
         return new if gather is None else effect.where(new, params), state._replace(gather=found)
 
     def flush(params: Tree, state: Any) -> tuple[Tree, State]:
-        old = state.inner if skips else state
+        old = inside(state)
+        for path, leaf in named_leaves(params).items():
+            check_dense(f"params[{path!r}]", leaf)
         pieces = sharding.pieces(params) if sharding else None
         held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        matched(optimizer, held, old.optimizer)
         held, inner = end(held, old.optimizer, old, FLUSH, 0.0, flush=True)
         params, inner = gathered(pieces, params, held, inner, Effect(True))
         return params, state._replace(inner=inner) if skips else inner

@@ -22,58 +22,82 @@ class Phase(NamedTuple):
     ends: bool = False  # whether there is a last step, as in a warm-up
 
 
-def running(part: Transform, step: int | None) -> list[tuple[Transform, int | None]]:
-    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all."""
+def running(part: Transform, step: int | None, at_end: bool = False) -> list[tuple[Transform, int | None]]:
+    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all.
+
+    Args:
+        at_end: Whether `part` runs on parameters, at the end of a step. A switch then flushes the first transform.
+    """
     if step is not None and part.spec.name == "switch_after":
-        start = part.spec["step"]
-        return [(part.spec["before"], step)] if step < start else [(part.spec["after"], step - start)]
+        start, before = part.spec["step"], part.spec["before"]
+        if step >= start:
+            return [(part.spec["after"], step - start)]
+        return [(before, step), *(flushed(before, start) if at_end and step == start - 1 else [])]
     if step is not None and part.spec.name in _PERIODIC:
         period = Period.of(part.spec)
         return [(part.spec[_PERIODIC[part.spec.name]], period.window(step))] if period.due(step) else []
     return [(child, step) for child in part.spec.children if isinstance(child, Transform)]
 
 
-def phases(part: Transform, sends: Callable[[Transform, int], Any]) -> list[Phase]:
+def phases(part: Transform, sends: Callable[[Transform, int], Any], at_end: bool = False) -> list[Phase]:
     """The phases of a transform in order.
 
     Phases that send nothing, such as the steps between two runs of `every`, are omitted.
 
     Args:
         sends: `(transform, step) -> messages`, for a transform without others inside.
+        at_end: As for `running`.
     """
     if part.spec.name == "switch_after":
         start = part.spec["step"]
-        early = [phase for phase in phases(part.spec["before"], sends) if phase.step < start]
+        early = [phase for phase in phases(part.spec["before"], sends, at_end) if phase.step < start]
         found = [Phase(_both(f"before step {start}", when), step, True) for when, step, _ in early]
+        if at_end and flushed(part.spec["before"], start):
+            found.append(Phase(f"step {start - 1}", start - 1, True))
         since = f"from step {start}" if start else "each step"
-        after = phases(part.spec["after"], sends)
+        after = phases(part.spec["after"], sends, at_end)
         return [*found, *(Phase(_both(since, when), start + step, ends) for when, step, ends in after)]
     if part.spec.name in _PERIODIC:
         steps, first, other = Period.of(part.spec)
         when = f"every {steps} steps" + (f", from step {first}" if first >= steps else "")
         when += f", except every {other} steps" if other is not None else ""
         shift = steps * (other is not None and first % other == 0)  # to a call that runs
-        inside = phases(part.spec[_PERIODIC[part.spec.name]], sends)
+        inside = phases(part.spec[_PERIODIC[part.spec.name]], sends, at_end)
         return [Phase(_both(when, inner), first + shift + step * steps, ends) for inner, step, ends in inside]
     if part.spec.name == "accumulate":
-        steps, inside = part.spec["steps"], phases(part.spec["transform"], sends)
+        steps, inside = part.spec["steps"], phases(part.spec["transform"], sends, at_end)
         return [Phase(_both(f"once in {steps} calls", inner), step, ends) for inner, step, ends in inside]
     ends = [value for name, value in part.spec.args if name in _STARTS and type(value) is int and value > 0]
     if ends:
         starts = _changes(0, ends[0], lambda step: sends(part, step))
         return [Phase(*one) for one in _between(starts)]
-    several = [own for child, _ in running(part, None) if (own := phases(child, sends)) != [Phase("each step", 0)]]
+    inner = [phases(child, sends, at_end) for child, _ in running(part, None)]
+    several = [own for own in inner if own != [Phase("each step", 0)]]
     return [phase for own in several for phase in own] or [Phase("each step", 0)]
+
+
+def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:
+    """The transforms that run in a flush after this many calls, each with its own number of the call."""
+    if not calls:
+        return []
+    if part.spec.name == "every":
+        period, child = Period.of(part.spec), part.spec["transform"]
+        ended, is_open = period.ended(calls), period.open(calls)
+        return [(child, ended)] * is_open + flushed(child, ended + is_open)
+    if part.spec.name == "outer_step":
+        period, hook = Period.of(part.spec), part.spec["hook"]
+        begun = range(max(calls - dict(part.spec.args).get("delay", 0), 0), calls)
+        waiting = [(hook, period.window(past)) for past in begun if period.due(past)]
+        return waiting + [(hook, period.ended(calls))] * period.open(calls)
+    if part.spec.name == "switch_after" and calls >= (start := part.spec["step"]):
+        return flushed(part.spec["after"], calls - start)
+    inside = running(part, calls - 1)
+    return [one for child, at in inside if at is not None for one in flushed(child, at + 1)]
 
 
 def unfinished(part: Transform, steps: int) -> bool:
     """Whether, after this many steps, a window of several steps has begun and its transform has not run."""
-    if part.spec.name in _PERIODIC:
-        period, delay = Period.of(part.spec), dict(part.spec.args).get("delay", 0)
-        return period.open(steps) or any(period.due(past) for past in range(max(steps - delay, 0), steps))
-    return (
-        any(unfinished(child, at + 1) for child, at in running(part, steps - 1) if at is not None) if steps else False
-    )
+    return bool(flushed(part, steps))
 
 
 def changes_with_steps(part: Transform) -> bool:

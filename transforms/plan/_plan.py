@@ -109,11 +109,12 @@ def _reduced(hook: Transform, mesh_axes: tuple[str, ...], step: int) -> Reduced:
     return Reduced(axes, bool(axes) and hook.sums is not None and _summed_over(hook, mesh_axes, step) >= set(axes))
 
 
-def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None) -> set[str]:
+def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None, at_end: bool = False) -> set[str]:
     """The axes over which a transform may communicate: those in its arguments, or all if it calls an unknown function.
 
     Args:
         step: Only in this step, counted from 0; None: in any step.
+        at_end: Whether `part` runs on parameters, at the end of a step.
     """
     if not part.spec.name or "function" in dict(part.spec.args):
         return set(mesh_axes)
@@ -124,7 +125,7 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
             # Any argument of a factory outside fjoin may name an axis.
             if isinstance(name, str) and (argument in AXES or (name in mesh_axes and not ours)):
                 found.add(name)
-    return found.union(*(axes_of(child, mesh_axes, at) for child, at in running(part, step)))
+    return found.union(*(axes_of(child, mesh_axes, at, at_end) for child, at in running(part, step, at_end)))
 
 
 def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) -> set[str]:

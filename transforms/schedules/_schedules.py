@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .._check import finite, whole_number
-from .._spec import Spec, factory, spec_of_function
+from .._spec import PickledBySpec, Spec, factory, spec_of_function
 from ._rates import ScalarOrSchedule as ScalarOrSchedule
 from ._rates import value_at as value_at
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Schedule:
+class Schedule(PickledBySpec):
     """A function of the step that carries a spec.
 
     Attributes:

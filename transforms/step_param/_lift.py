@@ -46,24 +46,35 @@ def init(optimizer: Optimizer, params: Tree) -> State:
     return optree.tree_map_with_path(one, params)
 
 
-def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
-    check_same("grads", grads, "params", params)
+def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
+    """The paths of the parameters, the parameters, their states, and the structure of the tree.
+
+    Raises:
+        ValueError: a state of other parameters, or of another optimizer.
+    """
     paths, leaves, structure = optree.tree_flatten_with_path(params)
     try:
         states = structure.flatten_up_to(state)
     except ValueError as error:
         raise ValueError(f"state does not fit params, it is of another tree or another pipeline: {error}") from None
+    names = list(map(path_string, paths))
+    for name, param, own in zip(names, leaves, states, strict=True):
+        optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
+    return names, leaves, states, structure
+
+
+def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+    check_same("grads", grads, "params", params)
+    names, leaves, states, structure = matched(optimizer, params, state)
     grad_leaves = optree.tree_leaves(grads)
     groups: dict[Any, list[int]] = {}
-    for i, (path, param) in enumerate(zip(paths, leaves, strict=True)):
-        name = path_string(path)
+    for i, (name, param) in enumerate(zip(names, leaves, strict=True)):
         part = optimizer.at(name)
-        part.forms.check_state(param, states[i], lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         common = tuple(id(field) for field, c in zip(fields(states[i]), part.common, strict=True) if c)
         groups.setdefault((id(part), param.dtype, param.device, *common), []).append(i)
     new_leaves, new_states = list(leaves), list(states)
     for members in groups.values():
-        name = path_string(paths[members[0]])
+        name = names[members[0]]
         part = optimizer.at(name)
         check_count(states[members[0]], lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from helpers import max_diff, raises_text
 
+import fjoin
 from fjoin import transforms as tx
 
 SGD, MOMENTUM = tx.sgd(0.1), tx.sgd(0.1, momentum=0.9)
@@ -35,6 +37,12 @@ MEAN = tx.mean("data")
         (lambda: tx.diloco(SGD, "data", 4, mix=1.0), ("mix", "got 1.0")),
         (lambda: tx.diloco(SGD, "data", 4, fragments=5), ("5 fragments", "every=4")),
         (lambda: tx.diloco(SGD, "data", 4, fragments=0), ("fragments", "got 0")),
+        (lambda: tx.diloco(SGD, "data", 4, mix="a"), ("mix", "got 'a'")),
+        (lambda: tx.diloco(SGD, "data", 4, fragments=[]), ("fragments", "got 0")),
+        (lambda: tx.diloco(SGD, "data", 4, fragments=["*", "b", "*"]), ("['*'] more than once",)),
+        (lambda: tx.diloco(SGD, "data", 4, wire=tx.quantized_mean("node", tx.int8())), ("wire", "['data']")),
+        (lambda: tx.local_sgd(SGD, ("a", "b"), 4, wire=tx.mean("a")), ("wire=mean('a')", "['b']", "('a', 'b')")),
+        (lambda: tx.post_local_sgd(SGD, ("a", "b"), 4, 2, local="b", wire=tx.mean("b")), ("wire", "['a']")),
         (lambda: tx.ema(1.0), ("decay", "got 1.0")),
         (lambda: tx.gossip("data", over="any"), ("over must be",)),
         (lambda: tx.every(4, MEAN, first=-1), ("first", "got -1")),
@@ -56,6 +64,11 @@ def test_values_out_of_range(make: Any, texts: tuple[str, ...]) -> None:
         (lambda: tx.local_sgd(MEAN, "data", 2), ("Optimizer",)),
         (lambda: tx.local_sgd(SGD, "data", 2, wire="int8"), ("wire", "'int8'")),
         (lambda: tx.local_sgd(SGD, 3, 2), ("axis",)),
+        (lambda: tx.diloco(SGD, "data", 4, fragments="wa"), ("list of glob patterns", "'wa'", "['wa']")),
+        (lambda: tx.diloco(SGD, "data", 4, fragments=1.5), ("fragments", "got 1.5")),
+        (lambda: tx.diloco(SGD, "data", 4, fragments=None), ("fragments", "got None")),
+        (lambda: tx.diloco(SGD, "data", 4, fragments=["a", 3]), ("a fragment", "got 3")),
+        (lambda: tx.diloco(SGD, "data", 4, wire=tx.noop()), ("noop()", "no reduction")),
         (lambda: tx.reset_state(MEAN), ("optimizer", "mean('data')")),
         (lambda: tx.fuse(MEAN, SGD, on_state=SGD), ("on_state", "sgd")),
         (lambda: tx.gossip(("a", "b")), ("axis",)),
@@ -82,6 +95,63 @@ def test_patterns_of_fragments_match_all_parameters() -> None:
         ValueError, lambda: pipeline.init({"a": torch.zeros(9), "b": torch.zeros(1), "c": torch.zeros(1)}), "'c'"
     )
     raises_text(ValueError, lambda: pipeline.init({"a": torch.zeros(9)}), "match no path", "b*")
+
+
+def test_wires_over_more_axes_and_patterns_in_lists() -> None:
+    wire = tx.error_feedback(tx.quantized_mean(("a", "b"), tx.int8()))
+    assert "('a', 'b')" in repr(tx.post_local_sgd(SGD, ("a", "b"), 4, 2, local="b", wire=wire).after)
+    grouped = tx.diloco(SGD, "data", 4, fragments=[["a", "b"], "*"])  # type: ignore[list-item]
+    assert grouped == tx.diloco(SGD, "data", 4, fragments=(("a", "b"), "*"))
+
+
+PIPELINES = {
+    "local": tx.local_sgd(MOMENTUM, "data", 1),
+    "outer": tx.diloco(MOMENTUM, "data", 1),
+    "chain": tx.fuse(tx.noop(), MOMENTUM, after=tx.chain(tx.average_every(1, "data"), tx.ema(0.5))),
+    "parts": tx.fuse(tx.noop(), MOMENTUM, after=tx.partition({"w": tx.average_every(1, "data")})),
+    "state": tx.local_sgd(MOMENTUM, "data", 1, state="average"),
+    "average": tx.fuse(tx.noop(), MOMENTUM, after=tx.average_parameters("data")),
+    "switch": tx.post_local_sgd(MOMENTUM, "data", 1, 0),
+    "gossip": tx.fuse(tx.noop(), MOMENTUM, after=tx.every(2, tx.gossip("data"))),
+    "skips": tx.skip_if_nonfinite(tx.local_sgd(MOMENTUM, "data", 1)),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_states_and_parameters_that_do_not_fit(name: str) -> None:
+    """`step` and `flush` refuse them alike."""
+    pipeline, p = PIPELINES[name], {"w": torch.zeros(2)}
+    state = pipeline.init(p)
+    with fjoin.bind(fjoin.mesh({"data": 1})):
+        for given in (3, None, (), p):
+            raises_text(ValueError, lambda: pipeline.step(p, p, given), "state is a", "init or step returned")  # noqa: B023
+            raises_text(ValueError, lambda: pipeline.flush(p, given), "state is a", "init or step returned")  # noqa: B023
+        other: Any
+        for other in {"x": torch.zeros(2)}, [torch.zeros(2)]:
+            raises_text(ValueError, lambda: pipeline.step(other, other, state), "state does not fit params")  # noqa: B023
+            raises_text(ValueError, lambda: pipeline.flush(other, state), "state does not fit params")  # noqa: B023
+        raises_text(ValueError, lambda: pipeline.flush({"w": torch.zeros(3)}, state), "state['w'].momentum", "(3,)")
+        raises_text(TypeError, lambda: pipeline.flush(3, state), "expected a tensor")
+        if name != "skips":
+            foreign = state._replace(optimizer=tx.adam().init(p))
+            raises_text(ValueError, lambda: pipeline.flush(p, foreign), "state['w'] is a AdamState")
+
+
+def test_states_of_other_pipelines() -> None:
+    """They are refused by name, or, where their form is the same, taken."""
+    p, taken = {"w": torch.zeros(2)}, set()
+    with fjoin.bind(fjoin.mesh({"data": 1})):
+        for name, pipeline in PIPELINES.items():
+            for other in PIPELINES.keys() - {name}:
+                for use in functools.partial(pipeline.step, p, p), functools.partial(pipeline.flush, p):
+                    try:
+                        use(PIPELINES[other].init(p))
+                        taken.add((name, other))
+                    except ValueError as error:
+                        assert "state" in str(error), error
+    assert not taken & {
+        (a, b) for a in ("local", "outer", "chain", "switch") for b in ("local", "outer", "chain", "switch")
+    }
 
 
 def test_an_axis_that_is_not_there() -> None:
@@ -165,6 +235,42 @@ def test_many_ranks_in_one_process(pipeline: tx.Pipeline) -> None:
         if ranks == 8:
             assert max_diff(found, tx.simulate(one_rank, {"data": ranks}, targets, weights)) < 1e-9
         assert all(torch.isfinite(v).all() for v in found[0].values())
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_anchor_gathers_small_changes(dtype: torch.dtype, delay: int) -> None:
+    """One of four ranks moves by 2 in each step; bfloat16 has steps of 2 above 256, and of 1 below."""
+    pipeline = tx.diloco(tx.sgd(1.0), "data", 1 + delay, outer=tx.sgd(1.0), delay=delay)
+
+    def one_rank(rank: int) -> float:
+        p: Any = {"w": torch.full((1,), 256.0, dtype=dtype)}
+        state = pipeline.init(p)
+        for step in range(40):
+            live = step % 2 == 1 or not delay  # a message with a delay replaces what is trained meanwhile
+            grads = {"w": torch.full((1,), 2.0 * live * (rank == 0), dtype=dtype)}
+            p, state = pipeline.step(p, grads, state, weight=1.0)
+        return pipeline.flush(p, state)[0]["w"].item()
+
+    assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [246.0 if delay else 236.0] * 4
+
+
+@pytest.mark.parametrize("over", ["weight", "world"])
+def test_a_rank_without_input_has_no_change_by_rounding(over: Any) -> None:
+    pipeline = tx.diloco(tx.sgd(1.0), "data", 1, outer=tx.sgd(0.25), over=over)
+
+    def one_rank(rank: int) -> list[float]:
+        p: Any = {"w": torch.full((1,), 256.0, dtype=torch.bfloat16)}
+        state, seen = pipeline.init(p), []
+        for step in range(20):
+            grads = {"w": torch.full((1,), 2.0, dtype=torch.bfloat16)}
+            p, state = pipeline.step(p, grads, state, weight=float(step < 8 and rank == 0))
+            seen.append(state.after.anchor["w"].item())
+        return seen
+
+    share = 1.0 if over == "weight" else 0.25
+    want = [256.0 - 0.5 * share * min(step + 1, 8) for step in range(20)]
+    assert tx.simulate(one_rank, {"data": 4}, list(range(4))) == [want] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

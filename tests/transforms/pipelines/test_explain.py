@@ -83,6 +83,9 @@ def test_explain_finds_what_runs_now_and_then_inside_others() -> None:
     assert [(when, [m.payload_bytes for m in messages]) for when, messages in by_path] == [
         ("every 2 steps", [4008]), ("each step", [48])
     ]  # fmt: skip
+    average = tx.every(2, tx.average_parameters("data"))
+    after = [when for when, _ in rows(tx.fuse(tx.noop(), tx.sgd(0.1), tx.switch_after(3, average, average)))]
+    assert after == ["each step", "before step 3, every 2 calls", "step 2", "from step 3, every 2 calls"]
     ((when, messages),) = rows(tx.skip_if_nonfinite(tx.every(2, mean)))
     assert when == "every 2 steps" and len(messages) == 1
 
