@@ -11,6 +11,7 @@ ddp.register_comm_hook_type         torch's communication hooks, by name
 auto_quantize                       torch's collectives, encoded
 Optimizer                           our optimizers in the shape of torch.optim's
 PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
+ZeroRedundancyOptimizer             torch's ZeRO
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
@@ -41,6 +42,7 @@ from .optim._optimizer import Optimizer as Optimizer
 from .optim._post_local_sgd_optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from .optim._torch_functional import TorchState as TorchState
 from .optim._torch_functional import as_step_param as as_step_param
+from .optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .quantization._auto_quantize import auto_quantize as auto_quantize
 from .training._join_steps import NO_BATCH as NO_BATCH
 from .training._metrics import Metrics as Metrics

@@ -1,0 +1,82 @@
+"""torch's optimizer classes as optimizers of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..transforms.optimizers._adadelta import adadelta
+from ..transforms.optimizers._adafactor import adafactor
+from ..transforms.optimizers._adagrad import adagrad
+from ..transforms.optimizers._adam import adam, adamw
+from ..transforms.optimizers._adamax import adamax
+from ..transforms.optimizers._asgd import asgd
+from ..transforms.optimizers._muon import muon
+from ..transforms.optimizers._nadam import nadam
+from ..transforms.optimizers._radam import radam
+from ..transforms.optimizers._rmsprop import rmsprop
+from ..transforms.optimizers._rprop import rprop
+from ..transforms.optimizers._sgd import sgd
+from ..transforms.step_param._optimizer import Optimizer
+from ._param_groups import own_by_group
+
+_OURS: dict[type, Any] = {
+    torch.optim.Adadelta: adadelta,
+    torch.optim.Adafactor: adafactor,
+    torch.optim.Adagrad: adagrad,
+    torch.optim.Adam: adam,
+    torch.optim.AdamW: adamw,
+    torch.optim.Adamax: adamax,
+    torch.optim.ASGD: asgd,
+    torch.optim.Muon: muon,
+    torch.optim.NAdam: nadam,
+    torch.optim.RAdam: radam,
+    torch.optim.RMSprop: rmsprop,
+    torch.optim.Rprop: rprop,
+    torch.optim.SGD: sgd,
+}
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # arguments that choose torch's kernels
+
+
+class WholeLeaves:
+    """Stands for an optimizer of which only its class is known: it needs whole parameters."""
+
+    elementwise = False
+    cost = staticmethod(torch.Size.numel)
+
+    def at(self, path: str) -> WholeLeaves:
+        return self
+
+
+def optimizer_of(optimizer_class: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The optimizer of ours for a class of torch, or for one of our factories, and its hyperparameters by name.
+
+    A class that is not known gives a `WholeLeaves`.
+
+    Raises:
+        TypeError: it makes no optimizer; arguments that it does not take.
+        ValueError: values that it refuses.
+    """
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer):
+        probe = torch.zeros(1, 1, requires_grad=True)
+        defaults = optimizer_class([probe], **arguments).defaults  # type: ignore[arg-type]
+        make = _OURS.get(optimizer_class)
+        if make is None:
+            return WholeLeaves(), defaults
+        own = {name: value for name, value in arguments.items() if name not in _IMPLEMENTATION}
+        if optimizer_class is torch.optim.Adam and own.pop("decoupled_weight_decay", False):
+            make = adamw
+        return make(**own), defaults
+    made = optimizer_class(**arguments) if callable(optimizer_class) else optimizer_class
+    if not isinstance(made, Optimizer):
+        raise TypeError(
+            f"optimizer_class must be a class of torch.optim, or a function such as tx.lion that makes an optimizer, got "
+            f"{optimizer_class!r}"
+        )
+    if made.select is not None:
+        raise TypeError(
+            f"{made!r} differs by path; pass parameter groups with their own hyperparameters, or register tx.zero(...) with "
+            f"the module"
+        )
+    return made, own_by_group(made)

@@ -1,0 +1,84 @@
+"""Gathers an optimizer's whole state from the ranks that own its parts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..groups._axis import GroupAxis
+
+
+class Owned(NamedTuple):
+    """One rank's part of the state of a parameter."""
+
+    number: int  # of the parameter
+    start: int  # its slice of the flat parameter
+    stop: int
+    state: dict[str, Any]  # name -> tensor or number; tensors are of the slice, of the whole leaf, or 0-d
+
+
+def gather_states(
+    axis: GroupAxis, to: int, owned: Iterable[Owned], shapes: Sequence[torch.Size], device: torch.device
+) -> dict[int, dict[str, Any]] | None:
+    """The states of all parameters by their number, on rank `to`; None on the other ranks.
+
+    Args:
+        owned: This rank's parts.
+        shapes: The shapes of the parameters.
+    """
+    rows, parts = [], []
+    for number, start, stop, own in owned:
+        named = []
+        for name, value in own.items():
+            if isinstance(value, Tensor):
+                raw = value.detach().to(device).contiguous()
+                parts.append(raw.reshape(-1).view(torch.uint8))
+                named.append([name, str(raw.dtype).removeprefix("torch."), list(raw.shape)])
+            else:
+                named.append([name, "", value])
+        rows.append([number, start, stop, named])
+    head = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(device)
+    body = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *parts])
+    sizes = axis.run("all_gather", torch.tensor([len(head), len(body)], device=device), None).tolist()
+    here = axis.rank == to
+    sent, all_sizes = torch.cat([head, body]), [sum(pair) for pair in sizes]
+    give = [len(sent) if r == to else 0 for r in range(axis.size)]
+    take = all_sizes if here else [0] * axis.size
+    received = axis.run("all_to_all_single", sent, (tuple(give), tuple(take)))
+    if not here:
+        return None
+    found: dict[int, list[Owned]] = {}
+    for (n, _), data in zip(sizes, received.split(all_sizes), strict=True):
+        at = n
+        for number, start, stop, named in json.loads(bytes(data[:n].cpu().numpy())):
+            state: dict[str, Any] = {}
+            for name, dtype, value in named:
+                if dtype:
+                    kind = getattr(torch, dtype)
+                    width = math.prod(value) * kind.itemsize
+                    state[name] = data[at : at + width].clone().view(kind).reshape(value)
+                    at += width
+                else:
+                    state[name] = value
+            found.setdefault(number, []).append(Owned(number, start, stop, state))
+    return {number: _joined(some, shapes[number]) for number, some in sorted(found.items())}
+
+
+def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:
+    """The state of a whole parameter, from those of its slices."""
+    parts = sorted(parts, key=lambda part: part.start)
+    first = parts[0].state
+    if len(parts) == 1 and parts[0].stop - parts[0].start == shape.numel():
+        flat = {name: isinstance(v, Tensor) and v.shape == (shape.numel(),) for name, v in first.items()}
+        return {name: value.reshape(shape) if flat[name] else value for name, value in first.items()}
+    return {
+        name: torch.cat([part.state[name] for part in parts]).reshape(shape)
+        if isinstance(value, Tensor) and value.dim()
+        else value
+        for name, value in first.items()
+    }

@@ -1,0 +1,453 @@
+"""torch's ZeroRedundancyOptimizer: each rank steps its own pieces of the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms.join as torch_join
+from torch import Tensor
+
+from ..groups._axis import GroupAxis
+from ..groups._group_mesh import mesh_from_group
+from ..transforms._tree import check_dense
+from ..transforms.layout._pieces import Pieces, cut
+from ._optimizer import Optimizer
+from ._optimizer_class import WholeLeaves, optimizer_of
+from ._whole_state import Owned, gather_states
+
+
+class Shard(NamedTuple):
+    """The pieces of one parameter group."""
+
+    pieces: Pieces
+    params: dict[str, Tensor]  # path -> parameter; the path is its number in the group
+    slices: dict[str, Tensor]  # path -> this rank's slice: a view of the parameter where that is contiguous
+    flats: list[Tensor]  # the parameters' memory, by bucket, where parameters are views of buckets
+
+
+class _NoState(dict[Any, Any]):
+    """The state of parameters that no rank has as a whole."""
+
+    def __missing__(self, key: Any) -> NoReturn:
+        raise RuntimeError(
+            "a ZeroRedundancyOptimizer has no whole state of a parameter, only slices of it on each rank; call "
+            "consolidate_state_dict(to=...) on all ranks, then state_dict() on that rank"
+        )
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
+    """A torch.optim.Optimizer whose state and work are shared out among the ranks.
+
+    Each rank steps its own pieces of the parameters, with the gradients that DistributedDataParallel has averaged, and
+    the ranks gather the parameters. Elementwise optimizers are cut at any element, so the memory is 1 / ranks. Others,
+    such as Muon, and classes that fjoin does not know, have one owner per parameter.
+
+    - `step` sends half the bytes of an all-reduce of the parameters, beside the all-reduce of the module. With
+      `overlap_with_ddp=True` and `fjoin.ddp.hook_with_zero_step` the module sends pieces instead, so that the sum is
+      that of one all-reduce.
+    - `param_groups` holds whole parameters and the hyperparameters, which schedulers may change.
+    - `state_dict` is whole, in torch's form, on the rank given to `consolidate_state_dict`, and loads into any number of
+      ranks.
+    - In a Join, torch's or ours, in any order with its module, ranks without input step their pieces with the
+      gradients of the others.
+    - It works with torch.amp.GradScaler.
+
+    Args:
+        params: As in torch.optim: tensors, or groups of them, on one device.
+        optimizer_class: A class of torch.optim, or a function of fjoin.transforms that makes an optimizer, such as
+            `tx.lion`.
+        process_group: The ranks; by default all.
+        parameters_as_bucket_view: Whether to make the parameters views of the buckets in which they are gathered, which
+            saves copies. Nothing else may then have replaced or replace `parameter.data`.
+        overlap_with_ddp: The step is taken by `fjoin.ddp.hook_with_zero_step`, in the backward pass, from the first one
+            on.
+        defaults: The arguments of `optimizer_class`.
+
+    Raises:
+        TypeError: `optimizer_class` makes no optimizer; no tensors; sparse parameters.
+        ValueError: no parameters, or on several devices; arguments that `optimizer_class` refuses.
+        RuntimeError: `state_dict` on a rank without the consolidated state; `state[parameter]`.
+
+    Same as: torch.distributed.optim.ZeroRedundancyOptimizer, which owns whole parameters and broadcasts each.
+
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> zero = fjoin.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.1)
+    >>> ddp(torch.ones(3, 2)).sum().backward()
+    >>> zero.step()
+    >>> zero.consolidate_state_dict()
+    >>> zero.state_dict()["state"][0]["exp_avg"].shape
+    torch.Size([1, 2])
+    >>> torch.distributed.destroy_process_group()
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params: Any, optimizer_class: Any, process_group: Any = None, parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False, **defaults: Any,
+    ) -> None:  # fmt: skip
+        self.process_group = dist.group.WORLD if process_group is None else process_group
+        if self.process_group is None:
+            raise ValueError("a ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
+        self._mesh = mesh_from_group(self.process_group)
+        self.world_size, self.rank = self._mesh.size, self._mesh.rank
+        self._part, hyperparameters = optimizer_of(optimizer_class, defaults)
+        self._class, self._arguments = optimizer_class, defaults
+        self._as_views, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
+        self._shards: list[Shard] = []
+        self._local: torch.optim.Optimizer | None = None  # on this rank's slices
+        self._groups: list[int] = []  # the index of the group behind each group of `_local`
+        self._whole: dict[int, Any] | None = None
+        self._uneven: Any = None  # the mesh of a Join of torch
+        self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
+        torch.optim.Optimizer.__init__(self, params, hyperparameters)
+        torch_join.Joinable.__init__(self)
+        self.state = _NoState()  # type: ignore[assignment]
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        if len(devices) > 1:
+            raise ValueError(
+                f"ZeroRedundancyOptimizer: the parameters lie on {sorted(map(str, devices))}; expected one device"
+            )
+        for group in self.param_groups:
+            self._add(group)
+
+    def _add(self, group: dict[str, Any]) -> None:
+        """Cut the parameters of a group; the pieces of other groups stay."""
+        params = {str(i): p for i, p in enumerate(group["params"])}
+        for path, p in params.items():
+            check_dense(f"parameter {path} of a group", p)
+        pieces = cut(params, self._part, "data", self.world_size, self.rank)
+        flats: list[Tensor] = []
+        with torch.no_grad():
+            if self._as_views:
+                for k in range(len(pieces.buckets)):
+                    flats.append(pieces.pack(k, {path: p.detach() for path, p in params.items()}).clone())
+                    for path, view in pieces.leaves(k, flats[k]).items():
+                        params[path].data = view
+            own = pieces.own({path: p.detach() for path, p in params.items()})
+        slices = {path: piece.detach().requires_grad_(params[path].requires_grad) for path, piece in own.items()}
+        self._shards.append(Shard(pieces, params, slices, flats))
+        chosen = [one for one in slices.values() if one.numel()]
+        if self.overlap_with_ddp or not chosen:
+            return
+        local = {**{name: value for name, value in group.items() if name != "params"}, "params": chosen}
+        self._groups.append(len(self._shards) - 1)
+        if self._local is not None:
+            self._local.add_param_group(local)
+        elif isinstance(self._part, WholeLeaves):
+            self._local = self._class([local], **self._arguments)
+        else:
+            self._local = Optimizer([local], self._part)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as torch's method. It gets pieces of its own; the other pieces do not move."""
+        super().add_param_group(param_group)
+        if self._shards:  # not while the constructor adds the first groups
+            if self.overlap_with_ddp:
+                self.param_groups.pop()
+                raise RuntimeError("the parameters of a module that steps them in its backward pass are fixed")
+            self._add(self.param_groups[-1])
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:  # type: ignore[override]
+        """Step this rank's pieces, and gather the parameters; returns the result of `closure`.
+
+        With `overlap_with_ddp` the backward pass has stepped already.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.overlap_with_ddp:
+            if self.run is None:
+                raise RuntimeError(
+                    "overlap_with_ddp=True, but no hook steps: call ddp.register_comm_hook(None, "
+                    "fjoin.ddp.hook_with_zero_step(hook, ddp, zero)) first"
+                )
+            return loss
+        torch_join.Join.notify_join_context(self)
+        if self._uneven is not None and self._join_config.enable:
+            self._step(self._uneven, self._grads(live=True), arguments)
+        else:
+            self._step(
+                self._mesh, [{path: p.grad for path, p in shard.params.items()} for shard in self._shards], arguments
+            )
+        return loss
+
+    def _step(self, mesh: Any, grads: list[dict[str, Tensor | None]], arguments: dict[str, Any]) -> None:
+        local = self._local
+        for shard, of in zip(self._shards, grads, strict=True):
+            for path, own in shard.slices.items():
+                (start, stop), p, grad = shard.pieces.slices[path], shard.params[path], of[path]
+                if own.numel():
+                    if not p.is_contiguous():
+                        own.copy_(p.reshape(-1)[start:stop].view(own.shape))
+                    # A gradient that is this rank's slice already came from another rank.
+                    whole = grad is not None and grad.shape == p.shape
+                    own.grad = grad.reshape(-1)[start:stop].view(own.shape) if whole and grad is not None else grad
+        if local is not None:
+            for group, i in zip(local.param_groups, self._groups, strict=True):
+                group.update({name: value for name, value in self.param_groups[i].items() if name != "params"})
+            guards = {
+                name: getattr(self, name, None) for name in ("grad_scale", "found_inf")
+            }  # a GradScaler sets these
+            with _guarded(local, guards) as steps:
+                if steps:
+                    local.step(**arguments)
+        for shard in self._shards:
+            for own in shard.slices.values():
+                own.grad = None
+            self._gather(mesh, shard)
+
+    def _gather(self, mesh: Any, shard: Shard) -> None:
+        """Fill a group's parameters from all ranks' slices."""
+        axis: GroupAxis = mesh.axes["data"]
+        works, pieces = [], shard.pieces
+        for k, bucket in enumerate(pieces.buckets):
+            if shard.flats:
+                flat = shard.flats[k]
+            else:
+                flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+                start, stop = pieces.bounds[k][pieces.rank : pieces.rank + 2]
+                flat[start:stop] = pieces.pack_own(k, shard.slices)
+            works.append((flat, axis.gather_(flat, pieces.sizes(k)) if self.world_size > 1 else None))
+        for k, (flat, work) in enumerate(works):
+            if work is not None:
+                work.wait()
+            if not shard.flats:
+                new = pieces.leaves(k, flat)
+                torch._foreach_copy_([shard.params[path].detach() for path in new], list(new.values()))
+        if shard.flats:  # a graph that needs the old values must see that they have changed
+            torch.autograd.graph.increment_version(list(shard.params.values()))
+
+    # -- in a Join of torch -----------------------------------------------------------------------
+
+    def _grads(self, live: bool) -> list[dict[str, Tensor | None]]:
+        """The gradients by group and path: those of this rank, or on a rank without input its slices of another's.
+
+        DistributedDataParallel leaves no gradients on a rank without input. The lowest of the other ranks sends it
+        those of its slices.
+        """
+        axis: GroupAxis = self._uneven.axes["data"]
+        device = self._shards[0].pieces.buckets[0].device if self._shards[0].pieces.buckets else torch.device("cpu")
+        bits = torch.zeros(self.world_size, device=device)
+        bits[self.rank] = float(live)
+        with_input = axis.run("psum", bits, None).tolist()
+        own = [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
+        if all(with_input):
+            return own
+        sender = with_input.index(1.0)
+        sends = self.rank == sender
+        has = [[float(sends and grad is not None) for grad in of.values()] for of in own]
+        counts = [len(of) for of in has]
+        given = axis.run("psum", torch.tensor(sum(has, []), device=device), None).split(counts)
+        found = []
+        for shard, of, mask in zip(self._shards, own, given, strict=True):
+            present = dict(zip(shard.params, mask.tolist(), strict=True))
+            parts: dict[str, Tensor | None] = {}
+            for k in range(len(shard.pieces.buckets)):
+                parts.update(self._receive(axis, shard, k, of, sender, with_input))
+            found.append(of if live else {path: part if present[path] else None for path, part in parts.items()})
+        return found
+
+    def _receive(
+        self,
+        axis: GroupAxis,
+        shard: Shard,
+        k: int,
+        grads: dict[str, Tensor | None],
+        sender: int,
+        with_input: list[float],
+    ) -> dict[str, Tensor]:
+        """The slices of one bucket's gradients on a rank without input; on the others empty slices."""
+        pieces, bucket, sizes = shard.pieces, shard.pieces.buckets[k], shard.pieces.sizes(k)
+        give, take = [0] * self.world_size, [0] * self.world_size
+        flat = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        if self.rank == sender:
+            give = [0 if with_input[r] else sizes[r] for r in range(self.world_size)]
+            leaves = {p: torch.zeros_like(shard.params[p]) if grads[p] is None else grads[p] for p in bucket.paths}
+            whole = pieces.pack(k, leaves)  # type: ignore[arg-type]
+            flat = torch.cat([part for part, n in zip(whole.split(list(sizes)), give, strict=True) if n] or [flat])
+        if not with_input[self.rank]:
+            take[sender] = sizes[self.rank]
+        received = axis.run("all_to_all_single", flat, (tuple(give), tuple(take)))
+        return {} if with_input[self.rank] else pieces.leaves_own(k, received)
+
+    @torch.no_grad()
+    def _shadow_step(self) -> None:
+        """The step of a rank that is out of input."""
+        self._step(self._uneven, self._grads(live=False), {})
+
+    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
+        """The hook of torch's Join: on a rank without input it steps with the gradients of the others.
+
+        The first call makes a process group, so that the hook's messages are independent of the module's.
+        """
+        if self._uneven is None and self.run is None:
+            # A second group: the module's messages and these are in no fixed order.
+            ranks = dist.get_process_group_ranks(self.process_group)
+            self._uneven = mesh_from_group(dist.new_group(ranks, use_local_synchronization=True))
+        return _Hook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of a Join's own messages."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group."""
+        return self.process_group
+
+    # -- the state --------------------------------------------------------------------------------
+
+    def _owned(self) -> Iterator[Owned]:
+        """This rank's part of the state."""
+        first = 0
+        for shard in self._shards:
+            for number, (path, own) in enumerate(shard.slices.items()):
+                if self.run is not None:
+                    state, (start, stop) = self.run.state_of(shard.params[path])
+                else:
+                    state = {} if self._local is None or not own.numel() else dict(self._local.state.get(own, {}))
+                    start, stop = shard.pieces.slices[path]
+                if state and start < stop:
+                    yield Owned(first + number, start, stop, state)
+            first += len(shard.slices)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on one rank, on which `state_dict` can then be called; all ranks must call this.
+
+        Args:
+            to: The rank, in the process group.
+        """
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"consolidate_state_dict: to must be a rank below {self.world_size}, got {to!r}")
+        params = [p for group in self.param_groups for p in group["params"]]
+        shapes = [p.shape for p in params]
+        self._whole = gather_states(self._mesh.axes["data"], to, self._owned(), shapes, self.join_device)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The whole state in torch's form, as of the last `consolidate_state_dict`, on the rank given to that."""
+        if self._whole is None:
+            raise RuntimeError(
+                f"the state is not consolidated on rank {self.rank}; call consolidate_state_dict(to={self.rank}) on all ranks first"
+            )
+        first, groups = 0, []
+        for group in self.param_groups:
+            count = len(group["params"])
+            own = {name: value for name, value in group.items() if name != "params"}
+            groups.append({**own, "params": list(range(first, first + count))})
+            first += count
+        return {"state": dict(self._whole), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Load a whole state, of any number of ranks; all ranks must be given it.
+
+        Raises:
+            ValueError: other groups, or states of another shape.
+        """
+        groups, saved = state_dict["param_groups"], state_dict["state"]
+        sizes, own = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
+        if sizes != own:
+            raise ValueError(f"the state has groups of {sizes} parameters, but the optimizer of {own}")
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in given.items() if name != "params"})
+        keys, found = iter([key for group in groups for key in group["params"]]), []
+        for shard in self._shards:
+            for path, p in shard.params.items():
+                found.append((shard, path, _slices_of(p, shard.pieces, path, saved.get(next(keys), {}))))
+        if self.run is not None:
+            self.run.load_states([(shard.params[path], state) for shard, path, state in found])
+        elif self._local is not None:
+            of = {id(shard.slices[path]): state for shard, path, state in found}
+            packed = self._local.state_dict()
+            order = [p for group in self._local.param_groups for p in group["params"]]
+            indices = [i for group in packed["param_groups"] for i in group["params"]]
+            states = {i: of[id(p)] for i, p in zip(indices, order, strict=True) if of[id(p)]}
+            self._local.load_state_dict({**packed, "state": states})
+        self._whole = None
+
+
+def _slices_of(p: Tensor, pieces: Pieces, path: str, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's slices of a parameter's state; {} for another rank's parameter."""
+    start, stop = pieces.slices[path]
+    if not stop:
+        return {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and path not in pieces.whole:
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
+                )
+            value = value.reshape(-1)[start:stop].to(p.device, copy=True)
+        found[name] = value.to(p.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
+    return found
+
+
+@contextlib.contextmanager
+def _guarded(local: torch.optim.Optimizer, guards: dict[str, Any]) -> Iterator[bool]:
+    """A context in which a GradScaler's settings are those of another optimizer; yields whether it steps."""
+    given = {name: value for name, value in guards.items() if value is not None}
+    if not given or getattr(local, "_step_supports_amp_scaling", False):
+        for name, value in given.items():
+            setattr(local, name, value)
+        try:
+            yield True
+        finally:
+            for name in given:
+                delattr(local, name)
+        return
+    if "grad_scale" in given:
+        for group in local.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad / given["grad_scale"]
+    yield not ("found_inf" in given and given["found_inf"].item())
+
+
+class _Hook(torch_join.JoinHook):
+    """The work of a rank that is out of input.
+
+    A main hook only begins a step, in a thread: the gradients are those of a pass of the module, whose own main hook may
+    come after this one. The next main hook, or the post hook, waits for it.
+    """
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self._zero = zero
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def main_hook(self) -> None:
+        self._finish()
+        if self._zero.run is None:  # else the shadow pass of the module steps
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._finish()
+
+    def _run(self) -> None:
+        try:
+            self._zero._shadow_step()
+        except BaseException as error:
+            self._error = error
+
+    def _finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
