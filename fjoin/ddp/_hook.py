@@ -243,5 +243,5 @@ class DDPRun:
         return new, early.sums(states[0]) if early.sums is not None else None
 
 
-# The modules that have a hook of ours, which divides by itself.
-REGISTERED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+# The modules that have a hook of ours, which divides by itself, with the paths of the parameters that it steps.
+REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[str]] = weakref.WeakKeyDictionary()

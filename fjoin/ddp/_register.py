@@ -25,6 +25,7 @@ from ..transforms.plan._plan import axes_of, warn_if_silent
 from ..transforms.step_param._optimizer import Optimizer
 from ._comm_hooks import comm_hook
 from ._hook import REGISTERED, DDPRun
+from ._join_hook import JoinHookOf
 
 
 class Handle:
@@ -143,7 +144,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
 
     A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one message, of one
     number, with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input
-    counts 0; so with a pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
+    counts 0; so with a pipeline all ranks take every step, and at the end each keeps its parameters, where torch sends
+    those of the last rank to all. Divisors of the Join have no effect: the hook divides.
 
     The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered
     again. The state of the hook is in `handle.state_dict()`.
@@ -204,7 +206,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     fjoin_hook.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
     model.register_comm_hook(run, fjoin_hook)
     model._comm_hooks = _Live(model._comm_hooks)
-    REGISTERED.add(model)
+    REGISTERED[model] = frozenset(run.leaves if run.pipeline_step is not None else ())
+    vars(model)["join_hook"] = JoinHookOf(model)
     return Handle(run)
 
 

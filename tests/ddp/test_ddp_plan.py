@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.algorithms.join as torch_join
 from helpers import max_diff, raises_text
 from plan_problem import (
     NAN,
@@ -111,3 +112,33 @@ def flushed() -> Any:
 def test_a_registered_pipeline_can_be_flushed(pool: Any) -> None:
     first, second = pool.run(2, flushed)
     assert max_diff(first, second) == 0 and first["w"].tolist() == [1 - 3 * 1.5] * 2
+
+
+JOINS: dict[str, Any] = {"torch": lambda: torch_join.Join, "ours": lambda: fjoin.Join}
+
+
+def in_a_join(which: str) -> Any:
+    """The weight before and after the flush, and the buffer: rank 0 has five batches, rank 1 four."""
+    rank = torch.distributed.get_rank()
+    inner = torch.nn.Sequential(torch.nn.BatchNorm1d(1, affine=False), torch.nn.Linear(1, 1, bias=False)).eval()
+    torch.nn.init.zeros_(inner[1].weight)
+    model = torch.nn.parallel.DistributedDataParallel(inner)
+    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 10))
+    with JOINS[which]()([model]):
+        for _ in range(5 - rank):
+            model.zero_grad()
+            (model(torch.ones(1, 1)) * (1.0 + 2 * rank)).sum().backward()
+        inner[0].running_mean.fill_(1.0 + rank)
+    before = inner[1].weight.item()
+    handle.flush()
+    return before, inner[1].weight.item(), inner[0].running_mean.item()
+
+
+@pytest.mark.parametrize("which", JOINS)
+def test_each_rank_keeps_its_own_training_at_the_end_of_a_join(pool: Any, which: str) -> None:
+    """torch's Join sends the last rank's parameters to all; of buffers that stays so."""
+    first, second = pool.run(2, in_a_join, which)
+    scale = (1 + 1e-5) ** -0.5  # of the normalisation
+    assert [before for before, *_ in (first, second)] == pytest.approx([-5 * scale, -12 * scale], abs=1e-4)
+    assert first[1] == second[1] == pytest.approx((5 * -5 + 4 * -12) / 9 * scale, abs=1e-4)
+    assert first[2] == second[2] == 1.0
