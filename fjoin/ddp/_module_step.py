@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
@@ -71,9 +72,10 @@ class ModuleStep:
             self.on_state = copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values())
         self._watched = [item for item in items if item[1].watched]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
-        self._check = StepCheck(mesh.size, skips=skips is not None)
+        ranks = math.prod(axis.size for axis in mesh.over(plan.agree))
+        self._check = StepCheck(ranks, skips=skips is not None)
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
-        self._late_counts = LateCounts(pipeline.ends, mesh.shape)
+        self._late_counts = LateCounts(pipeline.ends, mesh.shape, self._check_pass)
         self._counts: Counts | None = None  # this pass's message about the ranks that left out the step before
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,9 +112,13 @@ class ModuleStep:
         """
         if self.scaling is not None and scaled:
             self.scaling.check()
-        axes = self._plan.agree
-        late = self._skips is None and self._plan.reduced(step).axes != axes
-        self._counts = Counts(self._mesh, axes, 0.0, self._check.left_out) if late else None
+        self._counts = None
+        if self._counts_alone(step):
+            self._counts = Counts(self._mesh, self._plan.agree, 0.0, self._check.left_out)
+
+    def _counts_alone(self, step: int) -> bool:
+        """Whether a pass begins with a message of the bits of ranks that left out the step before."""
+        return self._skips is None and self._plan.reduced(step).axes != self._plan.agree
 
     def unscale(self, out: DDPBucket) -> None:
         """Divide the gradients of a bucket, not yet sent, by the scale of the loss."""
@@ -156,6 +162,8 @@ class ModuleStep:
         counts = None
         if axes != self._plan.agree:
             counts = [] if self._counts is None else self._late_counts.read(step, self._counts.wait)
+            for late, of_all in counts:
+                self._check_pass(step, of_all, late)
         try:
             self.stepper.check_rates(self._watched)
         except (TypeError, ValueError) as error:
@@ -187,8 +195,38 @@ class ModuleStep:
 
     def flush(self, step: int) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
+        if any(self._counts_alone(at) for at in (step, max(step - 1, 0))):
+            self._begin_flush(step)
         with torch.no_grad():
             self._run_ends(0.0, FLUSH, step, flush=True)
+
+    def _begin_flush(self, step: int) -> None:
+        """Check that all ranks flush after the same step, and raise for a step that some of them left out.
+
+        The message has the size of the counts that begin a pass. There the weight is 0, here it is the number of steps.
+        """
+        for late, sums in self._late_counts.take(step):
+            self._check.raise_left_out(step - late, sums)
+        own = 1.0 + step
+        sums = Counts(self._mesh, self._plan.agree, own, float(self._check.left_out)).wait()
+        self._check.left_out = 0.0
+        if sums["weight"] != own * self._check.ranks:
+            self._refuse(step)
+        self._check.raise_left_out(step - 1, sums)
+
+    def _check_pass(self, step: int, sums: dict[str, float], late: int) -> None:
+        """Raise DesyncError unless the counts of a pass are those of a pass on all ranks."""
+        if sums["weight"]:
+            self._refuse(step + 1 - late)
+
+    def _refuse(self, step: int) -> NoReturn:
+        error = DesyncError(
+            f"after step {step - 1} only some ranks have called handle.flush; others have begun a pass, or flush after another "
+            f"step. Run the same number of passes on all ranks, in a Join where their inputs differ",
+            step=step - 1,
+        )
+        self._mesh.report(error, step - 1)
+        raise error
 
     def _run_ends(self, weight: float, effect: Effect, step: int, **extra: Any) -> None:
         if self.pipeline.ends:

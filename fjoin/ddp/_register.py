@@ -82,6 +82,8 @@ class Handle:
 
         Raises:
             TypeError: only a hook is registered, no pipeline.
+            NonFinite: on all ranks: some of them left out one of the last two steps.
+            DesyncError: on all ranks: others have begun a pass, or flush after another step.
         """
         if self._run.pipeline_step is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")

@@ -29,7 +29,7 @@ class EndOfStep:
     ) -> None:  # fmt: skip
         self._pipeline, self._mesh, self._hook, self._step_check = pipeline, mesh, hook, step_check
         self._on_buffers = on_buffers
-        self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape)
+        self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape, step_check.check_step)
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
         self._deferred = deferred if overlaps and deferred.travel else None
 
@@ -131,6 +131,11 @@ class EndOfStep:
         with changing(body):
             extra = {} if self._deferred is None else {"prefetch": self._deferred}
             self._run_ends(body, 0.0, FLUSH, flush=True, **extra)
+            if body.buffers is not None:
+                with bind_axes(self._mesh.axes):
+                    body.buffers, body.buffers_state = FLUSH.after(
+                        self._on_buffers, body.buffers, body.buffers_state, 0.0, body.step, flush=True
+                    )
 
     def _raise_or_count(self, body: StateData, decision: Decision) -> None:
         if not decision.changes:

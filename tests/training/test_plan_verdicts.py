@@ -69,6 +69,13 @@ def test_a_last_step_that_some_ranks_left_out_is_raised_at_the_end_of_the_loop()
         assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [(2, 1, (1,))] * 2
 
 
+def test_a_step_that_all_ranks_left_out() -> None:
+    for *_, ranks, _, _, text in tx.simulate(
+        lambda b: not_finite(tx.noop(), False, b, True), {"data": 2}, [[1.0, NAN, 1.0, 1.0]] * 2
+    ):
+        assert ranks == (0, 1) and "Ranks 0, 1 left step 1 out; wrap" in text
+
+
 def test_by_the_devices_verdict_they_raise_together_too() -> None:
     out = tx.simulate(
         lambda b: not_finite(tx.noop(), True, b, False), {"data": 2}, [[1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
