@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -69,6 +70,7 @@ class Run:
         else:
             self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
         self._deferred = DeferredMessages(mesh)
+        weakref.finalize(self, self._deferred.clear).atexit = False  # each message under way has a thread
         self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers, self._deferred)
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
@@ -96,12 +98,13 @@ class Run:
         self._loss.check(buffers)
 
     def close(self) -> None:
-        """Free buffers and hooks."""
+        """Free buffers and hooks, and drop the messages under way."""
         self._grad_hooks.detach()
         self._grad_hooks.queue = self._queue = None
         for lane in self._lanes.values():
             lane.buffer = None
         self._count_buffers = []
+        self._deferred.clear()
         self.hook.close()
 
     def forget(self) -> None:
@@ -287,7 +290,10 @@ class Run:
         Returns:
             A function that waits for the sums. It must be called before the step after the next one.
         """
-        counts = self._counts
+        counts, read_lane = (
+            self._counts,
+            self.step_check.read_lane,
+        )  # metrics keep `sums`, and must not keep this object
         if not self._count_buffers:
             self._count_buffers = [counts.alone(storage.layout) for _ in range(2)]
         words = self._count_buffers[0]
@@ -298,7 +304,7 @@ class Run:
         @functools.cache
         def sums() -> dict[str, Any]:
             work.wait()
-            return self.step_check.read_lane(counts, words)
+            return read_lane(counts, words)
 
         return sums
 

@@ -96,7 +96,9 @@ class TrainStep:
             self._raise(error)
 
     def close(self) -> None:
-        """Free the step's buffers and hooks; states stay readable.
+        """Free the step's buffers and hooks, and drop its messages under way; states stay readable.
+
+        A step can be called again after `close` on all ranks; then a dropped message is sent again at its use.
 
         Warns:
             UserWarning: the last steps have not been averaged; see `flush`.
