@@ -144,7 +144,7 @@ class DDPRun:
 
     def _launch(self, out: DDPBucket) -> None:
         if self.pipeline_step is not None:
-            self.pipeline_step.unscale(out)
+            self.pipeline_step.before_hook(out)
         if self._plan.reduce is not None:
             if self._sum is None:
                 self._sum = WeightedSum(self._mesh, self._plan, self._weight, self._transforms, out.grads.device)

@@ -76,6 +76,8 @@ class ModuleStep:
         self._check = StepCheck(ranks, skips=skips is not None)
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
         self._late_counts = LateCounts(pipeline.ends, mesh.shape, self._check_pass)
+        # Where the ranks' gradients differ although the hook reduces: 1 if this rank's own, before it, are not finite.
+        self._own_bad: float | None = None
         self._counts: Counts | None = None  # this pass's message about the ranks that left out the step before
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,6 +114,8 @@ class ModuleStep:
         """
         if self.scaling is not None and scaled:
             self.scaling.check()
+        axes, equal = self._plan.reduced(step)
+        self._own_bad = 0.0 if axes and not equal else None
         self._counts = None
         if self._counts_alone(step):
             self._counts = Counts(self._mesh, self._plan.agree, 0.0, self._check.left_out)
@@ -120,13 +124,15 @@ class ModuleStep:
         """Whether a pass begins with a message of the bits of ranks that left out the step before."""
         return self._skips is None and self._plan.reduced(step).axes != self._plan.agree
 
-    def unscale(self, out: DDPBucket) -> None:
-        """Divide the gradients of a bucket, not yet sent, by the scale of the loss."""
-        if self.scaling is None:
-            return
-        unscale(out.grads, 1 / self.outer.scale.double())
-        if self.scaling.missed:
-            out.grads.fill_(math.nan)  # makes all ranks leave the step out
+    def before_hook(self, out: DDPBucket) -> None:
+        """Divide the gradients of a bucket, not yet sent, by the scale of the loss; note whether they are finite."""
+        if self.scaling is not None:
+            unscale(out.grads, 1 / self.outer.scale.double())
+            if self.scaling.missed:
+                out.grads.fill_(math.nan)  # makes all ranks leave the step out
+        if self._own_bad is not None:
+            self._check.observe(out)
+            self._own_bad = max(self._own_bad, float(self._check.bad([out])))
 
     def observe(self, out: DDPBucket) -> None:
         """Record a statistic of a bucket's gradients after the hook."""
@@ -148,7 +154,8 @@ class ModuleStep:
 
         Returns:
             The effect of the step, and the total of the hook's mean. Where the hook does not make gradients equal, the
-            total is the weight of the ranks that decide together, NaN where each decides alone.
+            total is the weight of the ranks that decide together, NaN where each decides alone or the gradients are not
+            finite.
         """
         pipeline, (axes, equal) = self.pipeline, self._plan.reduced(step)
         if equal:
@@ -156,7 +163,10 @@ class ModuleStep:
             total = float(found.total)
             sums: dict[str, Any] = {"weight": float(found.lane["weight"]) if self._weighs else total}
         else:  # the ranks' gradients differ, and so may their decisions
-            sums = Counts(self._mesh, axes, weight, float(self._check.bad(outs))).wait()
+            own_bad = bad = float(self._check.bad(outs))
+            if self._own_bad is not None:  # after a reduction they hold values of other ranks too
+                weight, own_bad = math.nan if bad else weight, self._own_bad
+            sums = Counts(self._mesh, axes, weight, own_bad).wait()
             total = sums["weight"] if axes else math.nan
         sums.update(total=sums["weight"], loss=0.0)
         counts = None

@@ -84,6 +84,27 @@ def test_modules_that_take_their_own_steps_raise_together(pool: Any) -> None:
         assert len(seen) == 3 and error == (1, (1,)), rank
 
 
+@pytest.mark.parametrize("name", ["first means, then local steps", "one leaf"])
+def test_only_the_rank_with_bad_gradients_is_named(pool: Any, name: str) -> None:
+    for seen, error in pool.run(2, in_module, name, [[1.0] * 4, [1.0, NAN, 1.0, 1.0]], False):
+        assert len(seen) == 1 and error == (1, (1,))
+
+
+def flushed_after_a_bad_pass() -> Any:
+    model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
+    handle, rank = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 9)), torch.distributed.get_rank()
+    for batch in (1.0, 1.0, NAN if rank else 1.0):
+        model.zero_grad()
+        model(batch).backward()
+    text = raises_text(fjoin.NonFinite, handle.flush, "Rank 1 left step 2 out, which the others took")
+    handle.flush()
+    return bool(text), model.module.w[0].item()
+
+
+def test_flush_raises_for_a_last_pass_that_one_rank_left_out(pool: Any) -> None:
+    assert pool.run(2, flushed_after_a_bad_pass) == [(True, 1 - (3 * 3 + 2 * 2) / 5)] * 2
+
+
 def load_another_step() -> Any:
     model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
     handle, rank = fjoin.ddp.register(model, PIPELINES["mean"]), torch.distributed.get_rank()
