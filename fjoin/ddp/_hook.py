@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
-from ..groups._consistency import same_step
+from ..groups._consistency import parameters_fit, same_step
 from ..groups._mesh import Mesh
 from ..reducer._bucket_hooks import Call
 from ..reducer._flat_params import copy_if_aliased
@@ -128,6 +128,8 @@ class DDPRun:
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.loaded:
             same_step(self._mesh, self.step)
+            if self._transforms and self.pipeline_step is not None:
+                parameters_fit(self._mesh, self.pipeline_step.fits(), self.step)
             self.loaded = False
         self._missing = set(self.leaves)
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None

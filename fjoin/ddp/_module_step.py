@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -31,6 +32,9 @@ from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
 from ._weighted_sum import Counts
 
+# By the size of an element in bytes: a dtype whose sums are exact.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
 
 class ModuleStep:
     """Decides on the steps of one pipeline and takes them, in place on the module's own parameters.
@@ -48,6 +52,7 @@ class ModuleStep:
     def __init__(self, pipeline: Pipeline, plan: Plan, mesh: Mesh, leaves: Mapping[str, Tensor], weighs: bool) -> None:
         self.pipeline, self._plan, self._mesh, self._leaves, self._weighs = pipeline, plan, mesh, leaves, weighs
         self._skips = skips = pipeline.skips
+        self._loaded_checksum = 0
         held = {path: p.detach() for path, p in leaves.items()}
         for path, p in held.items():
             check_dense(f"parameter {path!r}", p)
@@ -87,7 +92,19 @@ class ModuleStep:
             "after": to_state_dict(self.after_state),
             "on_state": to_state_dict(self.on_state),
             "optimizer": {path: to_state_dict(state) for path, state in self.stepper.states.items()},
+            "parameters": self._checksum(),
         }
+
+    def fits(self) -> bool:
+        """Whether the module has the parameters that go with the loaded state."""
+        return self._loaded_checksum == self._checksum()
+
+    def _checksum(self) -> int:
+        """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""
+        if not self.pipeline.ends:
+            return 0
+        words = (p.detach().reshape(-1).view(_WORDS[p.itemsize]) for p in self._leaves.values())
+        return zlib.crc32(repr([int(each.sum(dtype=torch.int64)) for each in words]).encode())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters.
@@ -105,6 +122,7 @@ class ModuleStep:
             )
         self.stepper.adopt(self.stepper.prepared((path, at(path), self._leaves[path], s) for path, s in saved.items()))
         self.outer, self.after_state, self.on_state = outer, after, on_state
+        self._loaded_checksum = state_dict["parameters"]
 
     def begin(self, step: int, scaled: bool) -> None:
         """Begin a pass.

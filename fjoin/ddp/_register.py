@@ -106,9 +106,18 @@ class Handle:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
 
+        Between averages each rank has weights and a state of its own. Its weights are loaded after the module is made,
+        since DistributedDataParallel(...) sends rank 0's to all ranks:
+
+            model = DistributedDataParallel(inner)
+            inner.load_state_dict(own_weights)
+            handle = register(model, pipeline)
+            handle.load_state_dict(own_state)
+
         Raises:
             ValueError: the state of another pipeline, or of other parameters.
-            DesyncError: in the next backward pass, on all ranks: they have loaded different steps.
+            DesyncError: in the next backward pass, on all ranks: they have loaded different steps, or a rank has other
+                weights than those with which its state was saved.
         """
         run = self._run
         if (expected := self.state_dict().keys()) != state_dict.keys():

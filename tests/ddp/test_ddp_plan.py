@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -116,6 +117,34 @@ def load_another_step() -> Any:
 
 def test_ranks_that_load_different_steps_raise(pool: Any) -> None:
     assert pool.run(3, load_another_step) == [True] * 3
+
+
+def resumed(wrapped_first: bool) -> Any:
+    """The weight after six steps, the last two of them after a resume in the middle of a window."""
+    rank, saved = torch.distributed.get_rank(), None
+    pipeline, inner = tx.local_sgd(tx.sgd(1.0), "data", 3), Holder(torch.float64)
+    for steps in (4, 2):
+        inner, weights = Holder(torch.float64), copy.deepcopy(inner.state_dict())
+        if not wrapped_first:
+            inner.load_state_dict(weights)
+        model = torch.nn.parallel.DistributedDataParallel(inner)
+        inner.load_state_dict(weights if wrapped_first else inner.state_dict())
+        handle = fjoin.ddp.register(model, pipeline)
+        if saved is not None:
+            handle.load_state_dict(saved)
+        for _ in range(steps):
+            model.zero_grad()
+            if saved is not None and not wrapped_first:
+                return raises_text(fjoin.DesyncError, lambda: model(1.0).backward(), "rank 1 goes on", "after Dist")  # noqa: B023
+            model(1.0 + rank).backward()
+        saved = copy.deepcopy(handle.state_dict())
+    return inner.w[0].item()
+
+
+def test_weights_are_loaded_after_the_module_is_made(pool: Any) -> None:
+    """Its constructor sends those of rank 0 to all ranks, which is noticed."""
+    assert pool.run(2, resumed, True) == [1 - 6 * 1.5] * 2
+    assert all(pool.run(2, resumed, False))
 
 
 def flushed() -> Any:
