@@ -20,7 +20,7 @@ from ._init_state import make_state_data
 from ._loss import refuse_inference
 from ._metrics import Metrics
 from ._params import check_buffers
-from ._state import TrainState
+from ._state import TrainState, check_state
 
 B = TypeVar("B")
 
@@ -136,7 +136,7 @@ class TrainStep:
         with self._alone():
             self._usable()
             try:
-                body = _check_state(state)._claim(self._run.token)
+                body = check_state(state)._claim(self._run.token)
                 if body.window:
                     raise ValueError("flush within an accumulation window; call it after the last call of a window")
                 if not self._donate:
@@ -193,7 +193,7 @@ class TrainStep:
                         step=self._last_step,
                     )
                 iteration.called = True
-            given = body = _check_state(state)._claim(self._run.token)
+            given = body = check_state(state)._claim(self._run.token)
             if not self._donate:
                 body = body.clone()
             self._run.step_check.raise_pending()
@@ -344,10 +344,3 @@ class TrainStep:
             self._break(cause)
             self._run.drop()
             raise
-
-
-def _check_state(state: Any) -> TrainState:
-    """The given state; raises TypeError if it is none."""
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state must be a TrainState from step.init or the last step, got a {type(state).__name__}")
-    return state
