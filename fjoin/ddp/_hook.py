@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
-from ..groups._consistency import same_step
+from ..groups._consistency import parameters_fit, same_step
 from ..groups._mesh import Mesh
 from ..reducer._bucket_hooks import Call
 from ..reducer._flat_params import copy_if_aliased
@@ -149,6 +149,8 @@ class DDPRun:
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.loaded:
             same_step(self._mesh, self.step)
+            if self._transforms and self.pipeline_step is not None:
+                parameters_fit(self._mesh, self.pipeline_step.fits(), self.step)
             self.loaded = False
         self._missing = set(self.leaves)
         self._weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
@@ -165,7 +167,7 @@ class DDPRun:
 
     def _launch(self, out: DDPBucket) -> None:
         if self.pipeline_step is not None:
-            self.pipeline_step.unscale(out)
+            self.pipeline_step.before_hook(out)
         if self._plan.reduce is not None:
             if self._sum is None:
                 self._sum = WeightedSum(self._mesh, self._plan, self._weight, self._transforms, out.grads.device)
@@ -272,5 +274,5 @@ class DDPRun:
         return new, early.sums(states[0]) if early.sums is not None else None
 
 
-# The modules that have a hook of ours, which divides by itself.
-REGISTERED: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+# The modules that have a hook of ours, which divides by itself, with the paths of the parameters that it steps.
+REGISTERED: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[str]] = weakref.WeakKeyDictionary()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
@@ -32,6 +34,9 @@ from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
 from ._weighted_sum import Counts
 
+# By the size of an element in bytes: a dtype whose sums are exact.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
 
 class ModuleStep:
     """Decides on the steps of one pipeline and takes them, in place on the module's own parameters.
@@ -54,6 +59,7 @@ class ModuleStep:
         self.pipeline, self._plan, self._mesh, self._leaves, self._weighs = pipeline, plan, mesh, leaves, weighs
         self._pieces = pieces
         self._skips = skips = pipeline.skips
+        self._loaded_checksum = 0
         held = {path: p.detach() for path, p in leaves.items()}
         for path, p in held.items():
             check_dense(f"parameter {path!r}", p)
@@ -82,9 +88,12 @@ class ModuleStep:
             self.on_state = copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values())
         self._watched = [item for item in items if item[1].watched]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
-        self._check = StepCheck(mesh.size, skips=skips is not None)
+        ranks = math.prod(axis.size for axis in mesh.over(plan.agree))
+        self._check = StepCheck(ranks, skips=skips is not None)
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
-        self._late_counts = LateCounts(pipeline.ends, mesh.shape)
+        self._late_counts = LateCounts(pipeline.ends, mesh.shape, self._check_pass)
+        # Where the ranks' gradients differ although the hook reduces: 1 if this rank's own, before it, are not finite.
+        self._own_bad: float | None = None
         self._counts: Counts | None = None  # this pass's message about the ranks that left out the step before
 
     def _own(self) -> dict[str, Tensor]:
@@ -104,7 +113,19 @@ class ModuleStep:
             "on_state": to_state_dict(self.on_state),
             "gather": to_state_dict(self.gather_state),
             "optimizer": {path: to_state_dict(state) for path, state in self.stepper.states.items()},
+            "parameters": self._checksum(),
         }
+
+    def fits(self) -> bool:
+        """Whether the module has the parameters that go with the loaded state."""
+        return self._loaded_checksum == self._checksum()
+
+    def _checksum(self) -> int:
+        """A checksum of the parameters; 0 where all ranks have equal parameters after each step."""
+        if not self.pipeline.ends:
+            return 0
+        words = (p.detach().reshape(-1).view(_WORDS[p.itemsize]) for p in self._leaves.values())
+        return zlib.crc32(repr([int(each.sum(dtype=torch.int64)) for each in words]).encode())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters.
@@ -123,6 +144,7 @@ class ModuleStep:
             )
         self.stepper.adopt(self.stepper.prepared((path, at(path), self._leaves[path], s) for path, s in saved.items()))
         self.outer, self.after_state, self.on_state, self.gather_state = outer, after, on_state, gather
+        self._loaded_checksum = state_dict["parameters"]
 
     def begin(self, step: int, scaled: bool) -> None:
         """Begin a pass.
@@ -132,17 +154,25 @@ class ModuleStep:
         """
         if self.scaling is not None and scaled:
             self.scaling.check()
-        axes = self._plan.agree
-        late = self._skips is None and self._plan.reduced(step).axes != axes
-        self._counts = Counts(self._mesh, axes, 0.0, self._check.left_out) if late else None
+        axes, equal = self._plan.reduced(step)
+        self._own_bad = 0.0 if axes and not equal else None
+        self._counts = None
+        if self._counts_alone(step):
+            self._counts = Counts(self._mesh, self._plan.agree, 0.0, self._check.left_out)
 
-    def unscale(self, out: DDPBucket) -> None:
-        """Divide the gradients of a bucket, not yet sent, by the scale of the loss."""
-        if self.scaling is None:
-            return
-        unscale(out.grads, 1 / self.outer.scale.double())
-        if self.scaling.missed:
-            out.grads.fill_(math.nan)  # makes all ranks leave the step out
+    def _counts_alone(self, step: int) -> bool:
+        """Whether a pass begins with a message of the bits of ranks that left out the step before."""
+        return self._skips is None and self._plan.reduced(step).axes != self._plan.agree
+
+    def before_hook(self, out: DDPBucket) -> None:
+        """Divide the gradients of a bucket, not yet sent, by the scale of the loss; note whether they are finite."""
+        if self.scaling is not None:
+            unscale(out.grads, 1 / self.outer.scale.double())
+            if self.scaling.missed:
+                out.grads.fill_(math.nan)  # makes all ranks leave the step out
+        if self._own_bad is not None:
+            self._check.observe(out)
+            self._own_bad = max(self._own_bad, float(self._check.bad([out])))
 
     def observe(self, out: DDPBucket) -> None:
         """Record a statistic of a bucket's gradients after the hook."""
@@ -164,7 +194,8 @@ class ModuleStep:
 
         Returns:
             The effect of the step, and the total of the hook's mean. Where the hook does not make gradients equal, the
-            total is the weight of the ranks that decide together, NaN where each decides alone.
+            total is the weight of the ranks that decide together, NaN where each decides alone or the gradients are not
+            finite.
         """
         pipeline, (axes, equal) = self.pipeline, self._plan.reduced(step)
         if equal:
@@ -172,12 +203,17 @@ class ModuleStep:
             total = float(found.total)
             sums: dict[str, Any] = {"weight": float(found.lane["weight"]) if self._weighs else total}
         else:  # the ranks' gradients differ, and so may their decisions
-            sums = Counts(self._mesh, axes, weight, float(self._check.bad(outs))).wait()
+            own_bad = bad = float(self._check.bad(outs))
+            if self._own_bad is not None:  # after a reduction they hold values of other ranks too
+                weight, own_bad = math.nan if bad else weight, self._own_bad
+            sums = Counts(self._mesh, axes, weight, own_bad).wait()
             total = sums["weight"] if axes else math.nan
         sums.update(total=sums["weight"], loss=0.0)
         counts = None
         if axes != self._plan.agree:
             counts = [] if self._counts is None else self._late_counts.read(step, self._counts.wait)
+            for late, of_all in counts:
+                self._check_pass(step, of_all, late)
         try:
             self.stepper.check_rates(self._watched)
         except (TypeError, ValueError) as error:
@@ -226,10 +262,40 @@ class ModuleStep:
 
     def flush(self, step: int) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
+        if any(self._counts_alone(at) for at in (step, max(step - 1, 0))):
+            self._begin_flush(step)
         with torch.no_grad():
             own = self._own()
             self._run_ends(own, 0.0, FLUSH, step, flush=True)
             self._gather(own, Effect(True))
+
+    def _begin_flush(self, step: int) -> None:
+        """Check that all ranks flush after the same step, and raise for a step that some of them left out.
+
+        The message has the size of the counts that begin a pass. There the weight is 0, here it is the number of steps.
+        """
+        for late, sums in self._late_counts.take(step):
+            self._check.raise_left_out(step - late, sums)
+        own = 1.0 + step
+        sums = Counts(self._mesh, self._plan.agree, own, float(self._check.left_out)).wait()
+        self._check.left_out = 0.0
+        if sums["weight"] != own * self._check.ranks:
+            self._refuse(step)
+        self._check.raise_left_out(step - 1, sums)
+
+    def _check_pass(self, step: int, sums: dict[str, float], late: int) -> None:
+        """Raise DesyncError unless the counts of a pass are those of a pass on all ranks."""
+        if sums["weight"]:
+            self._refuse(step + 1 - late)
+
+    def _refuse(self, step: int) -> NoReturn:
+        error = DesyncError(
+            f"after step {step - 1} only some ranks have called handle.flush; others have begun a pass, or flush after another "
+            f"step. Run the same number of passes on all ranks, in a Join where their inputs differ",
+            step=step - 1,
+        )
+        self._mesh.report(error, step - 1)
+        raise error
 
     def _run_ends(self, held: dict[str, Tensor], weight: float, effect: Effect, step: int, **extra: Any) -> None:
         if self.pipeline.ends:

@@ -25,6 +25,7 @@ from ..transforms.plan._plan import axes_of, warn_if_silent
 from ..transforms.step_param._optimizer import Optimizer
 from ._comm_hooks import comm_hook
 from ._hook import REGISTERED, DDPRun
+from ._join_hook import JoinHookOf
 
 
 class Handle:
@@ -81,6 +82,8 @@ class Handle:
 
         Raises:
             TypeError: only a hook is registered, no pipeline.
+            NonFinite: on all ranks: some of them left out one of the last two steps.
+            DesyncError: on all ranks: others have begun a pass, or flush after another step.
         """
         if self._run.pipeline_step is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
@@ -103,9 +106,18 @@ class Handle:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
 
+        Between averages each rank has weights and a state of its own. Its weights are loaded after the module is made,
+        since DistributedDataParallel(...) sends rank 0's to all ranks:
+
+            model = DistributedDataParallel(inner)
+            inner.load_state_dict(own_weights)
+            handle = register(model, pipeline)
+            handle.load_state_dict(own_state)
+
         Raises:
             ValueError: the state of another pipeline, or of other parameters.
-            DesyncError: in the next backward pass, on all ranks: they have loaded different steps.
+            DesyncError: in the next backward pass, on all ranks: they have loaded different steps, or a rank has other
+                weights than those with which its state was saved.
         """
         run = self._run
         if (expected := self.state_dict().keys()) != state_dict.keys():
@@ -143,7 +155,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
 
     A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one message, of one
     number, with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input
-    counts 0; so with a pipeline all ranks take every step. Divisors of the Join have no effect: the hook divides.
+    counts 0; so with a pipeline all ranks take every step, and at the end each keeps its parameters, where torch sends
+    those of the last rank to all. Divisors of the Join have no effect: the hook divides.
 
     The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered
     again. The state of the hook is in `handle.state_dict()`.
@@ -204,7 +217,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     fjoin_hook.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
     model.register_comm_hook(run, fjoin_hook)
     model._comm_hooks = _Live(model._comm_hooks)
-    REGISTERED.add(model)
+    REGISTERED[model] = frozenset(run.leaves if run.pipeline_step is not None else ())
+    vars(model)["join_hook"] = JoinHookOf(model)
     return Handle(run)
 
 

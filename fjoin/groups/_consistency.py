@@ -78,6 +78,24 @@ def same_step(mesh: Mesh, step: int) -> None:
         )
 
 
+def parameters_fit(mesh: Mesh, fit: bool, step: int) -> None:
+    """Raise on all ranks unless each of them has the parameters that go with the state that it has loaded.
+
+    Raises:
+        DesyncError: naming the first rank that has others.
+    """
+    odd = mesh.exchange(
+        "the first pass after load_state_dict", fit, lambda fits: fits.index(False) if False in fits else None
+    )
+    if odd is not None:
+        raise DesyncError(
+            f"rank {odd} goes on from step {step} with other parameters than those that go with the state_dict() it has loaded. "
+            f"Load each rank's own weights after DistributedDataParallel(...), which sends rank 0's to all ranks",
+            rank=odd,
+            step=step,
+        )
+
+
 def same_average(mesh: Mesh, averager: str, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None) -> None:
     """Raise on all ranks, before any payload, unless they average the same tensors in the same steps.
 

@@ -7,13 +7,13 @@ import json
 from collections.abc import Collection
 from typing import NoReturn
 
-from .._errors import CollectiveTimeout, FjoinError, PeerLost
+from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost
 from ._connections import Connections
 from ._store import Store
 
 # The time limit for the store's answers after a failure.
 _ANSWER_S = 0.5
-_KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout)}
+_KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, DesyncError)}
 
 
 class Failures:

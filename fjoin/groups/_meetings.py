@@ -111,7 +111,7 @@ class Meetings:
                 left = False
                 try:
                     self._check(rank)  # first: a rank that has failed may be at another place already
-                except PeerLost:
+                except (PeerLost, DesyncError):
                     if not seen:
                         raise
                     left = True  # it has left that other place, for the same reason

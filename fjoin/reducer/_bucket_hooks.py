@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -105,6 +107,8 @@ class BucketHook:
         self._bound: dict[str, Any] = {}
         self._in_waves = False
         self._side: SideStream | None = None  # on CUDA
+        # For each bucket, where the step check cannot tell from the lane whose gradients are bad: 1 if this rank's own are.
+        self._own_bad: list[Any] | None = None
 
     def init(self, storage: Storage) -> Any:
         """The initial state; its `HookState.whole` is `hook.init(params)`."""
@@ -148,12 +152,12 @@ class BucketHook:
     def start(self, state: HookState, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
         self.stop()
-        self._lane, self._equal, self._step = lane, self._plan.reduced(step).equal, step
+        (reduced, self._equal), self._step, self._lane = self._plan.reduced(step), step, lane
+        self._own_bad = None if self._equal or not reduced else []
         if lane.buffer is None:
             lane.travel_alone(lane.fit(storage.layout))
         axes = self._mesh.axes
-        sends = bool(self._plan.reduced(step).axes)
-        self._interleaver = Interleaver(axes) if self._in_waves and sends else None
+        self._interleaver = Interleaver(axes) if self._in_waves and reduced else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
         first_bucket = self._carried(values)
@@ -185,6 +189,9 @@ class BucketHook:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
         if self._given != 1.0:
             out.grads.div_(self._given)
+        if self._own_bad is not None:
+            self._step_check.observe(out)
+            self._own_bad.append(self._step_check.bad([out]))
         if self._early is None:
             return None
         call = self._calls[index]
@@ -234,8 +241,13 @@ class BucketHook:
         if self._equal:
             last = self._last_sums(state)
             return state, self._lane.once(self._step_check.from_tensors({**last.lane, "total": last.total})), 1.0
-        # The ranks' gradients differ, so each rank sends whether its own are finite.
-        self._lane.write(self._lane.mark(lane, self._step_check.bad(outgoing)))
+        # The ranks' gradients differ, so each rank sends whether its own are finite. Those after a reduction hold values of
+        # other ranks too: they make the total NaN, and the rank's bit tells of its own gradients before.
+        bad = self._step_check.bad(outgoing)
+        if self._own_bad is not None:
+            lane = {**lane, "total": _nan_if(bad, lane["total"])}
+            bad = functools.reduce(_either, self._own_bad, 0.0)
+        self._lane.write(self._lane.mark(lane, bad))
         self._lane.send().wait()
         return state, self._step_check.read_lane(self._lane), 1.0
 
@@ -247,6 +259,16 @@ class BucketHook:
         """The sums of the hook's last reduction apart from the gradients, a `MeanState`."""
         found = last_sums(self._stages[state.form.n_early :], state.rest)
         return found or self._early.sums(state.buckets[0])  # type: ignore[union-attr,misc]
+
+
+def _nan_if(bad: Any, value: Any) -> Any:
+    if isinstance(bad, Tensor):
+        return torch.where(bad > 0, math.nan, torch.as_tensor(value, dtype=bad.dtype, device=bad.device))
+    return math.nan if bad else value
+
+
+def _either(a: Any, b: Any) -> Any:
+    return torch.clamp(a + b, max=1.0) if isinstance(b, Tensor) else max(a, b)
 
 
 class GivesCalls(Protocol):

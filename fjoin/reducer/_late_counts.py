@@ -19,16 +19,32 @@ class LateCounts:
     Args:
         ends: The transforms at the end of a step.
         sizes: Axis name -> number of ranks.
+        check: `(step, sums, late)`, raises where not all ranks have called the same step.
     """
 
-    def __init__(self, ends: tuple[Transform, ...], sizes: Mapping[str, int]) -> None:
-        self._ends, self._sizes = ends, sizes
+    def __init__(
+        self, ends: tuple[Transform, ...], sizes: Mapping[str, int], check: Callable[[int, dict[str, Any], int], None]
+    ) -> None:
+        self._ends, self._sizes, self._check = ends, sizes, check
         self._late: Callable[[], dict[str, Any]] | None = None
 
-    def take(self) -> list[CountsOfAll]:
-        """The counts of the step before, where they have not been read yet."""
+    def take(self, step: int) -> list[CountsOfAll]:
+        """The counts of the step before this one, where they have not been read yet.
+
+        They are checked here, before this rank waits for messages that other ranks may not send.
+        """
         late, self._late = self._late, None
-        return [] if late is None else [CountsOfAll(2, late())]
+        if late is None:
+            return []
+        sums = late()
+        self._check(step, sums, 2)
+        return [CountsOfAll(2, sums)]
+
+    def clear(self) -> None:
+        """Wait for counts that have not been read yet, and discard them."""
+        late, self._late = self._late, None
+        if late is not None:
+            late()
 
     def read(self, step: int, now: Callable[[], dict[str, Any]]) -> list[CountsOfAll]:
         """The counts to look at in this step.
@@ -36,7 +52,7 @@ class LateCounts:
         Args:
             now: Waits for the counts of this step.
         """
-        counts = self.take()
+        counts = self.take(step)
         if any(axes_of(part, self._sizes, step, at_end=True) for part in self._ends):
             return [*counts, CountsOfAll(1, now())]  # before the ranks change each other's values
         self._late = now

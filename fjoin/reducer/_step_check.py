@@ -154,11 +154,11 @@ class StepCheck:
             return self._judge_on_device(step, sums, outgoing, divisor, clip, counts)
         lanes = [CountsOfAll(0, sums)] if counts is None else counts
         for late, of_all in lanes:
-            self._check_step(step, of_all, late)
+            self.check_step(step, of_all, late)
         self.left_out = 0.0
         for late, of_all in lanes:
             if late and any(_masks(of_all)):
-                return Decision(Effect(True, False), error=_left_out(step - late, of_all))
+                return Decision(Effect(True, False), error=self._left_out(step - late, of_all))
         if sums["weight"] == 0:
             return Decision(Effect(False))
         self.weight = sums["weight"]
@@ -216,16 +216,18 @@ class StepCheck:
             scale = None if scale == 1.0 else found_inf.new_full((), scale, dtype=torch.float64)
         return Decision(Effect(live, fine, raises), scale, found_inf)
 
-    def _check_step(self, step: int, sums: dict[str, float], late: int) -> None:
-        """Raise DesyncError unless all ranks have called the same step of the mesh.
+    def check_step(self, step: int, sums: dict[str, Any], late: int) -> None:
+        """Raise DesyncError unless all ranks have called the same step of the mesh; sums on a device are not read.
 
         Some hooks sum the lane more than once, so the sum is a multiple of ranks * step_id.
         """
-        if self.step_id and sums["step_id"] % (self.ranks * self.step_id):
+        if not self.step_id or isinstance(sums["step_id"], Tensor):
+            return
+        if sums["step_id"] % (self.ranks * self.step_id):
             step, effect = (step, "nothing has changed") if late < 2 else (step - 1, "each has taken its own step")
             raise DesyncError(
-                f"step {step}: the ranks have called different train_steps of one mesh; {effect}. Call them in the same order on "
-                f"all ranks, from one thread, or give each its own fjoin.mesh(...)",
+                f"step {step}: the ranks have called different train_steps of one mesh, or only some of them step.flush; {effect}. "
+                f"Call them in the same order on all ranks, from one thread, or give each step its own fjoin.mesh(...)",
                 step=step,
             )
 
@@ -265,24 +267,52 @@ class StepCheck:
             NonFinite: naming that step.
             DesyncError: the ranks had called different steps.
         """
-        for step, lanes, words, event in list(self._pending if newest else self._pending[:-1]):
+        for pending in list(self._pending if newest else self._pending[:-1]):
             if not newest:
                 self._pending.pop(0)
-            self._await(event)
-            raises, weight = words.tolist()
-            if not newest and weight:
-                self.weight = weight
-            for late, sums in lanes if raises else ():
-                self._check_step(step, self.host(sums), late)
-                if not late:
-                    raise _error(step, self.host(sums), ())
-                raise_left_out(step - late, self.host(sums))
+            self._raise_for(*pending, keeps=newest)
 
+    def drain(self) -> None:
+        """Raise for an earlier step that changed nothing, the last one included.
 
-def raise_left_out(step: int, counts: dict[str, float]) -> None:
-    """Raise NonFinite if some ranks left out a step that others took."""
-    if any(_masks(counts)):
-        raise _left_out(step, counts)
+        Raises:
+            NonFinite, DesyncError: as `raise_pending`.
+        """
+        while self._pending:
+            self._raise_for(*self._pending.pop(0))
+
+    def clear(self) -> None:
+        """Forget all earlier steps."""
+        self._pending, self.left_out = [], 0.0
+
+    def _raise_for(
+        self, step: int, lanes: Sequence[CountsOfAll], words: Tensor, event: Any, keeps: bool = False
+    ) -> None:
+        self._await(event)
+        raises, weight = words.tolist()
+        if not keeps and weight:
+            self.weight = weight
+        for late, sums in lanes if raises else ():
+            self.check_step(step, self.host(sums), late)
+            if not late:
+                raise _error(step, self.host(sums), ())
+            self.raise_left_out(step - late, self.host(sums))
+
+    def raise_left_out(self, step: int, counts: dict[str, float]) -> None:
+        """Raise NonFinite if some ranks left out a step, which others may have taken."""
+        if any(_masks(counts)):
+            raise self._left_out(step, counts)
+
+    def _left_out(self, step: int, counts: dict[str, float]) -> NonFinite:
+        ranks = ranks_in(_masks(counts))
+        which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        others = ", which the others took, since the hook does not reduce over all of them"
+        return NonFinite(
+            f"step {step}: the loss or a gradient of {which} is not finite. {which.capitalize()} left step {step} out"
+            f"{others if len(ranks) < self.ranks else ''}; wrap the pipeline in skip_if_nonfinite(...) to go on after such steps",
+            step=step,
+            ranks=ranks,
+        )
 
 
 def norm_of(outgoing: Sequence[GradBuffer]) -> Tensor:
@@ -302,18 +332,6 @@ def _nonfinite_paths(outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
 def _masks(sums: dict[str, Any]) -> list[Any]:
     """The words of the lane that hold one bit per rank."""
     return [value for name, value in sums.items() if name.startswith("nonfinite")]
-
-
-def _left_out(step: int, counts: dict[str, float]) -> NonFinite:
-    ranks = ranks_in(_masks(counts))
-    which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return NonFinite(
-        f"step {step}: the loss or a gradient of {which} is not finite. {which.capitalize()} left step {step} out, which the others "
-        f"took, since the hook does not reduce over all of them; wrap the pipeline in skip_if_nonfinite(...) to go on after such "
-        f"steps",
-        step=step,
-        ranks=ranks,
-    )
 
 
 def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:

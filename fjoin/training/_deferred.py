@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..groups._axis import GroupAxis
 from ..groups._mesh import Mesh
-from ..reducer._interleave import Interleaver
+from ..reducer._interleave import Coroutine, Interleaver
 
 
 class _Begun:
@@ -22,16 +22,18 @@ class _Begun:
         self._owner, self.values, self._calls, self._age = owner, values, calls, 0
         self._result: list[Any] = []
         self._stages = 1  # messages of the function that have begun
-        self.task = owner.interleaver().start(lambda pause: self._result.append(function()))
+        self.task = Coroutine(owner.interleaver(), lambda pause: self._result.append(function()))
+        self.task.go_on()
 
-    def advance(self) -> None:
-        """Begin the next message where it is time for it, one call later."""
+    def advance(self) -> bool:
+        """Begin the next message where it is time for it, one call later; returns whether the call of its use has not passed."""
         self._age += 1
         # The messages of a function are spread evenly over its calls; their number is known once one has run.
         if self._age < self._calls:
             due = 1 + math.floor(self._age * self._owner.stages / self._calls)
             while self._stages < due and not self.task.done:
                 self._begin_next()
+        return self._age <= self._calls
 
     def _begin_next(self) -> None:
         self.task.go_on()
@@ -81,9 +83,14 @@ class DeferredMessages:
         return function()
 
     def advance(self) -> None:
-        """Begin the next messages of all functions under way; once in each step."""
-        for begun in self._begun:
-            begun.advance()
+        """Begin the next messages of all functions under way; once in each step.
+
+        A function whose result has not been used in time is dropped: its step has been taken again, from another state.
+        """
+        for begun in list(self._begun):
+            if not begun.advance():
+                begun.task.abandon()
+                self._begun.remove(begun)
 
     @property
     def under_way(self) -> int:
@@ -92,6 +99,6 @@ class DeferredMessages:
 
     def clear(self) -> None:
         """Drop all functions under way."""
-        self._begun.clear()
-        if self._interleaver is not None:
-            self._interleaver.clear()
+        begun, self._begun = self._begun, []
+        for one in begun:
+            one.task.abandon()

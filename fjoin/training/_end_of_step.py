@@ -30,7 +30,7 @@ class EndOfStep:
     ) -> None:  # fmt: skip
         self._pipeline, self._mesh, self._hook, self._step_check = pipeline, mesh, hook, step_check
         self._on_buffers = on_buffers
-        self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape)
+        self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape, step_check.check_step)
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
         self._deferred = deferred if overlaps and deferred.travel else None
 
@@ -125,7 +125,8 @@ class EndOfStep:
             params = storage.own_leaves()
             states = storage.optimizer_states() if storage.has_masters or pipeline.on_state else {}
             body.after, body.on_state = run_ends(
-                pipeline, self._mesh, params, states, (body.after, body.on_state), storage.flats, weight, effect, body.step,
+                pipeline, self._mesh, params, states, (body.after, body.on_state), [*storage.flats, *storage.exact], weight, effect,
+                body.step,
                 **extra,
             )  # fmt: skip
 
@@ -135,6 +136,11 @@ class EndOfStep:
             extra = {} if self._deferred is None else {"prefetch": self._deferred}
             self._run_ends(body, 0.0, FLUSH, flush=True, **extra)
             self._gather(body, Effect(True))
+            if body.buffers is not None:
+                with bind_axes(self._mesh.axes):
+                    body.buffers, body.buffers_state = FLUSH.after(
+                        self._on_buffers, body.buffers, body.buffers_state, 0.0, body.step, flush=True
+                    )
 
     def _gather(self, body: StateData, effect: Effect) -> None:
         """Give all ranks the parameters that each of them has stepped."""

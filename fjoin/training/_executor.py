@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._bucket_hooks import BucketHook, StepHook
@@ -18,7 +20,7 @@ from ..reducer._flat_params import Storage, copy_if_aliased
 from ..reducer._grad_hooks import GradHooks
 from ..reducer._lane import StepLane
 from ..reducer._reduce_scatter import ReduceScatterHook
-from ..reducer._step_check import StepCheck, raise_left_out
+from ..reducer._step_check import StepCheck
 from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
@@ -70,6 +72,7 @@ class Run:
         else:
             self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
         self._deferred = DeferredMessages(mesh)
+        weakref.finalize(self, self._deferred.clear).atexit = False  # each message under way has a thread
         self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers, self._deferred)
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
@@ -97,17 +100,61 @@ class Run:
         self._loss.check(buffers)
 
     def close(self) -> None:
-        """Free buffers and hooks."""
+        """Free buffers and hooks, and drop the messages under way."""
         self._grad_hooks.detach()
         self._grad_hooks.queue = self._queue = None
         for lane in self._lanes.values():
             lane.buffer = None
         self._count_buffers = []
+        self._deferred.clear()
         self.hook.close()
+
+    def forget(self) -> None:
+        """Forget the steps so far: a new run begins."""
+        self._end.late_counts.clear()
+        self.step_check.clear()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
+        self._begin_flush(body)
         self._end.flush(body)
+
+    def _begin_flush(self, body: StateData) -> None:
+        """Check that all ranks flush after the same step, and raise for a step that some of them left out.
+
+        The message has the size of the counts that begin a step, so that a rank that steps instead receives it as such.
+        Where no step sends counts of its own, ranks are never apart, and there is no message.
+        """
+        counts, step = self._counts, body.step
+        self.step_check.drain()
+        if all(self._lane(at) is counts for at in (step, max(step - 1, 0))):
+            return
+        self._raise_late(step)
+        # Twice the `step_id` is no step's, and the step travels as the weight.
+        own = {**counts.complete({"bad": 0.0}), "step_id": 2 * counts.step_id, "weight": float(step)}
+        sums = self._sum_counts(own, counts.alone(body.storage.layout))
+        if sums["step_id"] != 2 * counts.step_id * counts.ranks or sums["weight"] != step * counts.ranks:
+            raise DesyncError(
+                f"only some ranks have called step.flush after step {step - 1}; others have called a step, or flush after another "
+                f"step. Take the same number of steps on all ranks, with step.join where their inputs differ",
+                step=step - 1,
+            )
+        self.step_check.raise_left_out(step - 1, sums)
+
+    def _raise_late(self, step: int) -> None:
+        """Read the counts of the step before, where they have not been read yet, and raise for them."""
+        for late, of_all in self._end.late_counts.take(step):
+            sums = StepCheck.host(of_all)
+            self.step_check.check_step(step, sums, late)  # sums on a device have not been checked yet
+            self.step_check.raise_left_out(step - late, sums)
+
+    def _sum_counts(self, values: dict[str, Any], words: Tensor) -> dict[str, float]:
+        """Sum counts outside a step, with the bits of the ranks that left out the last one."""
+        counts = self._counts
+        counts.write(counts.left_out(values, self.step_check.left_out), words)
+        counts.send(words).wait()
+        self.step_check.left_out = 0.0
+        return StepCheck.host(self.step_check.read_lane(counts, words))
 
     def drop(self) -> None:
         """Drop the messages under way, after a failure."""
@@ -131,13 +178,9 @@ class Run:
         counts = self._counts
         if not self._count_buffers or self.pipeline.skips is not None or self._lane(step - 1) is counts:
             return
-        for late, sums in self._end.late_counts.take():
-            raise_left_out(step - late, StepCheck.host(sums))
-        words = self._count_buffers[0]
-        counts.write(counts.left_out(counts.complete({"bad": 0.0}), self.step_check.left_out), words)
-        counts.send(words).wait()
-        self.step_check.left_out = 0.0
-        raise_left_out(step - 1, StepCheck.host(self.step_check.read_lane(counts, words)))
+        self._raise_late(step)
+        sums = self._sum_counts(counts.complete({"bad": 0.0}), self._count_buffers[0])
+        self.step_check.raise_left_out(step - 1, sums)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -249,7 +292,10 @@ class Run:
         Returns:
             A function that waits for the sums. It must be called before the step after the next one.
         """
-        counts = self._counts
+        counts, read_lane = (
+            self._counts,
+            self.step_check.read_lane,
+        )  # metrics keep `sums`, and must not keep this object
         if not self._count_buffers:
             self._count_buffers = [counts.alone(storage.layout) for _ in range(2)]
         words = self._count_buffers[0]
@@ -260,7 +306,7 @@ class Run:
         @functools.cache
         def sums() -> dict[str, Any]:
             work.wait()
-            return self.step_check.read_lane(counts, words)
+            return read_lane(counts, words)
 
         return sums
 

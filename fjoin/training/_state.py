@@ -200,3 +200,10 @@ class TrainState:
         body = self._body
         how = "torn" if body.torn else "donated" if body.version != self._version else f"step={body.step}"
         return f"TrainState({len(body.storage.leaves)} parameters, {how})"
+
+
+def check_state(state: Any) -> TrainState:
+    """The given state; raises TypeError if it is none."""
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a TrainState from step.init or the last step, got a {type(state).__name__}")
+    return state

@@ -20,7 +20,7 @@ from ._init_state import make_state_data
 from ._loss import refuse_inference
 from ._metrics import Metrics
 from ._params import check_buffers
-from ._state import TrainState
+from ._state import TrainState, check_state
 
 B = TypeVar("B")
 
@@ -90,22 +90,25 @@ class TrainStep:
         try:
             body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes, self._accumulate)
             self._device = body.storage.layout[0].device if body.storage.layout else None
+            self._run.forget()
             return TrainState(body)
         except BaseException as error:
             self._raise(error)
 
     def close(self) -> None:
-        """Free the step's buffers and hooks; states stay readable.
+        """Free the step's buffers and hooks, and drop its messages under way; states stay readable.
+
+        A step can be called again after `close` on all ranks; then a dropped message is sent again at its use.
 
         Warns:
             UserWarning: the last steps have not been averaged; see `flush`.
         """
         steps = 0 if self._last_step is None or self._flushed else self._last_step + 1
-        left = [part for part in self.pipeline.ends if unfinished(part, steps)]
+        left = [part for part in (*self.pipeline.ends, self._run.on_buffers) if unfinished(part, steps)]
         self._run.close()
         if left and self._broken is None:
             warnings.warn(
-                f"after step {self._last_step} a window of {left[0]!r} is unfinished, so the ranks' parameters may differ; call "
+                f"after step {self._last_step} a window of {left[0]!r} is unfinished, so the ranks' values may differ; call "
                 f"state = step.flush(state) at the end of training",
                 stacklevel=2,
             )
@@ -114,7 +117,8 @@ class TrainStep:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.
 
         The transforms after the optimizer that would run in later steps, such as those in `every`, run now, with the
-        weights since their last run. Results that wait for their step are used, in the order of their steps.
+        weights since their last run, and so does `on_buffers`. Results that wait for their step are used, in the order of
+        their steps. First the ranks compare their steps, in one small message.
 
         Args:
             state: The state that `init` or the last call returned; its memory is taken, as by a step.
@@ -123,18 +127,26 @@ class TrainStep:
             The new state, with the same `step`.
 
         Raises:
+            NonFinite: on all ranks: some of them left out one of the last two steps. The given state is unchanged.
+            DesyncError: on all ranks: others have called a step, or flush after another step.
+            TypeError: `state` is no TrainState.
             ValueError: `state` is within an accumulation window.
             PeerLost, CollectiveTimeout, DonatedState, TornState: as a step.
         """
         with self._alone():
             self._usable()
             try:
-                body = state._claim(self._run.token)
+                body = check_state(state)._claim(self._run.token)
                 if body.window:
                     raise ValueError("flush within an accumulation window; call it after the last call of a window")
                 if not self._donate:
                     body = body.clone()
+                if not self._compared:
+                    same_loops(self._mesh, self._run.axes, "step.flush before any step")
                 self._run.flush(body)
+            except NonFinite:  # raised by all ranks at the same place; nothing has changed
+                self._together = True
+                raise
             except BaseException as error:
                 self._raise(error)
         self._flushed = True
@@ -181,11 +193,7 @@ class TrainStep:
                         step=self._last_step,
                     )
                 iteration.called = True
-            if not isinstance(state, TrainState):
-                raise TypeError(
-                    f"state must be a TrainState from step.init or the last step, got a {type(state).__name__}"
-                )
-            given = body = state._claim(self._run.token)
+            given = body = check_state(state)._claim(self._run.token)
             if not self._donate:
                 body = body.clone()
             self._run.step_check.raise_pending()

@@ -197,9 +197,10 @@ class DDPHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp
         assert self._join.last_joiner is not None
+        kept = {*ddp.parameters_to_ignore, *REGISTERED.get(ddp, ())}  # a pipeline has stepped its own on this rank too
         _sync_module_states(
             module=ddp.module, process_group=ddp.process_group, broadcast_bucket_size=ddp.broadcast_bucket_size,
-            src=self._join.last_joiner, params_and_buffers_to_ignore=ddp.parameters_to_ignore,
+            src=self._join.last_joiner, params_and_buffers_to_ignore=kept,
             broadcast_buffers=ddp.forward_sync_buffers,
         )  # fmt: skip
 

@@ -46,6 +46,7 @@ def copies(what: str, how: str) -> None:
     _pass(model, handle, what)
     other = COPIES[how](model)
     assert other._comm_hooks == [] and len(model._comm_hooks) == 1
+    assert other.join_hook.__func__ is DistributedDataParallel.join_hook and other.join_hook.__self__ is other
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     again = fjoin.ddp.register(other, WHAT[what]())
     again.load_state_dict(handle.state_dict())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.algorithms.join as torch_join
 from helpers import max_diff, raises_text
 from plan_problem import (
     NAN,
@@ -83,6 +85,27 @@ def test_modules_that_take_their_own_steps_raise_together(pool: Any) -> None:
         assert len(seen) == 3 and error == (1, (1,)), rank
 
 
+@pytest.mark.parametrize("name", ["first means, then local steps", "one leaf"])
+def test_only_the_rank_with_bad_gradients_is_named(pool: Any, name: str) -> None:
+    for seen, error in pool.run(2, in_module, name, [[1.0] * 4, [1.0, NAN, 1.0, 1.0]], False):
+        assert len(seen) == 1 and error == (1, (1,))
+
+
+def flushed_after_a_bad_pass() -> Any:
+    model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
+    handle, rank = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 9)), torch.distributed.get_rank()
+    for batch in (1.0, 1.0, NAN if rank else 1.0):
+        model.zero_grad()
+        model(batch).backward()
+    text = raises_text(fjoin.NonFinite, handle.flush, "Rank 1 left step 2 out, which the others took")
+    handle.flush()
+    return bool(text), model.module.w[0].item()
+
+
+def test_flush_raises_for_a_last_pass_that_one_rank_left_out(pool: Any) -> None:
+    assert pool.run(2, flushed_after_a_bad_pass) == [(True, 1 - (3 * 3 + 2 * 2) / 5)] * 2
+
+
 def load_another_step() -> Any:
     model = torch.nn.parallel.DistributedDataParallel(Holder(torch.float64))
     handle, rank = fjoin.ddp.register(model, PIPELINES["mean"]), torch.distributed.get_rank()
@@ -94,6 +117,34 @@ def load_another_step() -> Any:
 
 def test_ranks_that_load_different_steps_raise(pool: Any) -> None:
     assert pool.run(3, load_another_step) == [True] * 3
+
+
+def resumed(wrapped_first: bool) -> Any:
+    """The weight after six steps, the last two of them after a resume in the middle of a window."""
+    rank, saved = torch.distributed.get_rank(), None
+    pipeline, inner = tx.local_sgd(tx.sgd(1.0), "data", 3), Holder(torch.float64)
+    for steps in (4, 2):
+        inner, weights = Holder(torch.float64), copy.deepcopy(inner.state_dict())
+        if not wrapped_first:
+            inner.load_state_dict(weights)
+        model = torch.nn.parallel.DistributedDataParallel(inner)
+        inner.load_state_dict(weights if wrapped_first else inner.state_dict())
+        handle = fjoin.ddp.register(model, pipeline)
+        if saved is not None:
+            handle.load_state_dict(saved)
+        for _ in range(steps):
+            model.zero_grad()
+            if saved is not None and not wrapped_first:
+                return raises_text(fjoin.DesyncError, lambda: model(1.0).backward(), "rank 1 goes on", "after Dist")  # noqa: B023
+            model(1.0 + rank).backward()
+        saved = copy.deepcopy(handle.state_dict())
+    return inner.w[0].item()
+
+
+def test_weights_are_loaded_after_the_module_is_made(pool: Any) -> None:
+    """Its constructor sends those of rank 0 to all ranks, which is noticed."""
+    assert pool.run(2, resumed, True) == [1 - 6 * 1.5] * 2
+    assert all(pool.run(2, resumed, False))
 
 
 def flushed() -> Any:
@@ -111,3 +162,33 @@ def flushed() -> Any:
 def test_a_registered_pipeline_can_be_flushed(pool: Any) -> None:
     first, second = pool.run(2, flushed)
     assert max_diff(first, second) == 0 and first["w"].tolist() == [1 - 3 * 1.5] * 2
+
+
+JOINS: dict[str, Any] = {"torch": lambda: torch_join.Join, "ours": lambda: fjoin.Join}
+
+
+def in_a_join(which: str) -> Any:
+    """The weight before and after the flush, and the buffer: rank 0 has five batches, rank 1 four."""
+    rank = torch.distributed.get_rank()
+    inner = torch.nn.Sequential(torch.nn.BatchNorm1d(1, affine=False), torch.nn.Linear(1, 1, bias=False)).eval()
+    torch.nn.init.zeros_(inner[1].weight)
+    model = torch.nn.parallel.DistributedDataParallel(inner)
+    handle = fjoin.ddp.register(model, tx.local_sgd(tx.sgd(1.0), "data", 10))
+    with JOINS[which]()([model]):
+        for _ in range(5 - rank):
+            model.zero_grad()
+            (model(torch.ones(1, 1)) * (1.0 + 2 * rank)).sum().backward()
+        inner[0].running_mean.fill_(1.0 + rank)
+    before = inner[1].weight.item()
+    handle.flush()
+    return before, inner[1].weight.item(), inner[0].running_mean.item()
+
+
+@pytest.mark.parametrize("which", JOINS)
+def test_each_rank_keeps_its_own_training_at_the_end_of_a_join(pool: Any, which: str) -> None:
+    """torch's Join sends the last rank's parameters to all; of buffers that stays so."""
+    first, second = pool.run(2, in_a_join, which)
+    scale = (1 + 1e-5) ** -0.5  # of the normalisation
+    assert [before for before, *_ in (first, second)] == pytest.approx([-5 * scale, -12 * scale], abs=1e-4)
+    assert first[1] == second[1] == pytest.approx((5 * -5 + 4 * -12) / 9 * scale, abs=1e-4)
+    assert first[2] == second[2] == 1.0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -155,3 +158,68 @@ def test_a_state_with_a_message_under_way_can_be_copied(pool: Any) -> None:
     want = tx.simulate(lambda: purely("encoded", 9)[0], {"data": 2})
     for (same, params), expected in zip(pool.run(2, resumed), want, strict=True):
         assert same and max_diff(params, expected) < 1e-2
+
+
+def left_behind(how: str) -> int:
+    """The threads that are left after several runs of five steps, the last of which begins a message."""
+    step, before = None, set(threading.enumerate())
+    for _ in range(4):
+        if step is None or how != "init":
+            step = fjoin.train_step(loss, pipeline("one fragment"))
+        state = step.init(start())
+        for batch in batches(step.rank, 5):
+            state, _ = step(state, batch)
+        assert step._run._deferred.under_way == 1
+        if how == "close":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the unfinished window
+                step.close()
+            assert step._run._deferred.under_way == 0
+    if how != "init":
+        del step
+        gc.collect()
+    end = time.monotonic() + 20
+    while (left := len(set(threading.enumerate()) - before)) > (how == "init") and time.monotonic() < end:
+        time.sleep(0.01)  # a dropped thread ends by itself
+    return left
+
+
+@pytest.mark.parametrize("how", ["close", "init", "drop"])
+def test_messages_under_way_leave_with_their_run(pool: Any, how: str) -> None:
+    assert pool.run(2, left_behind, how) == [1 if how == "init" else 0] * 2
+
+
+def taken_again(how: str) -> Any:
+    """The largest number of functions under way where each step is taken twice, and the final parameters."""
+    step, most = fjoin.train_step(loss, pipeline("encoded"), donate=how != "old states"), 0
+    state = step.init(start())
+    for batch in batches(step.rank, 21):
+        step(state.clone() if how == "copies" else state, 2 * batch)
+        state, _ = step(state, batch)
+        most = max(most, step._run._deferred.under_way)
+    return most, state.clone().params
+
+
+@pytest.mark.parametrize("how", ["copies", "old states"])
+def test_messages_of_steps_that_are_taken_again_are_dropped(pool: Any, how: str) -> None:
+    want = tx.simulate(lambda: purely("encoded", 21)[0], {"data": 2})
+    for (most, params), expected in zip(pool.run(2, taken_again, how), want, strict=True):
+        assert most <= 2 and max_diff(params, expected) < 1e-2
+
+
+def closed_in_between() -> Any:
+    step = fjoin.train_step(loss, pipeline("fragments"))
+    state = step.init(start())
+    for i, batch in enumerate(batches(step.rank, 13)):
+        state, _ = step(state, batch)
+        if i in (3, 6):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the unfinished window
+                step.close()
+    return state.clone().params, state.pipeline.after
+
+
+def test_a_step_goes_on_after_close(pool: Any) -> None:
+    want = tx.simulate(lambda: purely("fragments", 13), {"data": 2})
+    for got, expected in zip(pool.run(2, closed_in_between), want, strict=True):
+        assert max_diff(got, expected) < 1e-5

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import max_diff, raises_text
+from ranks import Ranks
 
 import fjoin
 from fjoin import transforms as tx
@@ -222,3 +227,129 @@ def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: An
     assert want[0] == want[1]
     for found in pool.run(2, delayed_here, name):
         assert found == pytest.approx(want[0], rel=1e-6)
+
+
+def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
+    """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has bad batches."""
+    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 3))
+    step._run.step_check.on_device = on_device
+    state = step.init({"w": torch.zeros(1)})
+    for i in range(4):
+        state, _ = step(state, math.nan if step.rank == 1 and i in bad else 1.0)
+    with pytest.raises(fjoin.NonFinite) as info:
+        step.flush(state)
+    assert state.step == 4
+    return info.value.step, info.value.ranks, str(info.value), step.flush(state).params["w"].item()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("bad", [2, 3])
+def test_flush_raises_for_the_last_steps_too(bad: int, on_device: bool) -> None:
+    """The given state stays usable, and the second flush averages it."""
+    for step, ranks, text, param in tx.simulate(lambda: left_out((bad,), on_device), {"data": 2}):
+        assert (step, ranks) == (bad, (1,)) and "which the others took" in text
+        assert param == pytest.approx(-4.0 if bad == 3 else -(3 * 3 + 2 * 2) / 5 - 1)
+
+
+def test_init_begins_without_the_errors_of_an_earlier_run() -> None:
+    def again() -> Any:
+        step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 9))
+        for _ in range(2):
+            state = step.init({"w": torch.zeros(1)})
+            for batch in (1.0, math.nan if step.rank == 1 else 1.0):
+                state, _ = step(state, batch)
+        state = step.init({"w": torch.zeros(1)})
+        for _ in range(3):
+            state, _ = step(state, 1.0)
+        return step.flush(state).params["w"].item()
+
+    assert tx.simulate(again, {"data": 2}) == [-3.0] * 2
+
+
+def test_flush_takes_a_state() -> None:
+    step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 9))
+    raises_text(TypeError, lambda: step.flush(None), "TrainState", "NoneType")  # type: ignore[arg-type]
+
+
+BUFFERS = tx.every(3, tx.average_buffers("data"))
+
+
+def with_buffers(steps: int) -> Any:
+    def loss(params: Any, buffers: Any, batch: float) -> Any:
+        return (params["w"] * batch).sum(), None, {"mean": buffers["mean"] + batch}
+
+    step = fjoin.train_step(loss, tx.local_sgd(SGD, "data", 3), weight=abs, on_buffers=BUFFERS)
+    state = step.init({"w": torch.zeros(1)}, {"mean": torch.zeros(1)})
+    for _ in range(steps):
+        state, _ = step(state, 1.0 + 2 * step.rank)
+    state = step.flush(state)
+    step.close()
+    return state.buffers["mean"].item(), step.flush(state).buffers["mean"].item()
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_flush_averages_buffers(steps: int) -> None:
+    assert tx.simulate(with_buffers, {"data": 2}, [steps] * 2) == [(2.5 * steps,) * 2] * 2
+
+
+def test_close_warns_of_buffers_that_are_not_averaged() -> None:
+    def loss(params: Any, buffers: Any, batch: float) -> Any:
+        return (params["w"] * batch).sum(), None, buffers
+
+    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), SGD), on_buffers=BUFFERS)
+    step(step.init({"w": torch.zeros(1)}, {"mean": torch.zeros(1)}), 1.0)
+    with pytest.warns(UserWarning, match=r"after step 0 a window of every\(3, average_buffers.*step\.flush"):
+        step.close()
+
+
+def of_a_step() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A function that takes a step, and one that flushes."""
+    step = fjoin.train_step(product, tx.diloco(SGD, "data", 3))
+    state = step.init({"w": torch.zeros(10)})
+
+    def take() -> None:
+        nonlocal state
+        state, _ = step(state, 1.0)
+
+    return take, lambda: step.flush(state)
+
+
+def of_a_module() -> tuple[Callable[[], Any], Callable[[], Any]]:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 1, bias=False))
+    handle = fjoin.ddp.register(model, tx.diloco(SGD, "data", 3))
+    return lambda: model(torch.ones(1, 10)).sum().backward(), handle.flush
+
+
+def apart(rank: int, report: Any, kind: str, steps: list[int], flushes: list[bool]) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    step, flush = of_a_step() if kind == "step" else of_a_module()
+    try:
+        for _ in range(steps[rank]):
+            step()
+        if flushes[rank]:
+            flush()
+        for _ in range(0 if flushes[rank] else 4):
+            step()
+        report("no error")
+    except Exception as error:
+        report(f"{type(error).__name__}: {error}")
+
+
+APART = {
+    "a step later": ([7, 6], [True, True]),
+    "in a step that averages": ([7, 5], [True, True]),
+    "not on all": ([7, 7, 7], [True, False, False]),
+    "before any step": ([5, 0], [True, True]),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]]
+)
+def test_ranks_that_do_not_flush_together_raise(kind: str, name: str) -> None:
+    steps, flushes = APART[name]
+    with Ranks(len(steps), apart, kind, steps, flushes) as run:
+        for _ in steps:
+            rank, _, text = run.next()
+            assert text.startswith("DesyncError"), (rank, text)
+            assert "flush" in text, (rank, text)

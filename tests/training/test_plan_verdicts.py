@@ -69,6 +69,49 @@ def test_a_last_step_that_some_ranks_left_out_is_raised_at_the_end_of_the_loop()
         assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [(2, 1, (1,))] * 2
 
 
+def test_a_step_that_all_ranks_left_out() -> None:
+    for *_, ranks, _, _, text in tx.simulate(
+        lambda b: not_finite(tx.noop(), False, b, True), {"data": 2}, [[1.0, NAN, 1.0, 1.0]] * 2
+    ):
+        assert ranks == (0, 1) and "Ranks 0, 1 left step 1 out; wrap" in text
+
+
+WARMUPS = {
+    "warm-up": tx.switch_after(9, tx.mean("data"), tx.noop()),
+    "by hand": tx.stateless(lambda grad: tx.psum(grad, "data") / 3),
+    "one leaf": tx.masked(tx.mean("data"), "w"),
+}
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", WARMUPS)
+def test_only_the_ranks_with_bad_gradients_are_named(name: str, on_device: bool) -> None:
+    """Their values have reached all ranks; the gradients may differ between ranks."""
+
+    def one_rank(batches: list[float]) -> Any:
+        step = fjoin.train_step(product, tx.fuse(WARMUPS[name], SGD), mesh=fjoin.mesh({"data": 3}))
+        step._run.step_check.on_device = on_device
+        state = step.init(start())
+        with pytest.raises(fjoin.NonFinite) as info:
+            for batch in batches:
+                state, _ = step(state, batch)
+        return info.value.step, info.value.ranks
+
+    batches = [[1.0] * 6, [1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
+    assert tx.simulate(one_rank, {"data": 3}, batches) == [(1, (1,))] * 3
+
+
+def test_a_sum_that_overflows_names_no_rank() -> None:
+    def one_rank() -> Any:
+        step = fjoin.train_step(product, tx.fuse(WARMUPS["by hand"], SGD), mesh=fjoin.mesh({"data": 3}))
+        state = step.init(start(torch.float32))
+        with pytest.raises(fjoin.NonFinite, match="the summed gradient of 'v', 'w' is not finite") as info:
+            step(state, 1.5e38)
+        return info.value.ranks
+
+    assert tx.simulate(one_rank, {"data": 3}) == [()] * 3
+
+
 def test_by_the_devices_verdict_they_raise_together_too() -> None:
     out = tx.simulate(
         lambda b: not_finite(tx.noop(), True, b, False), {"data": 2}, [[1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
