@@ -40,7 +40,7 @@ def watched() -> Iterator[list[Sent]]:
 
     def watch(name: str, place: int | None) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = [] if place is None else args[place]
+            given = [] if place is None else args[place] if place < len(args) else kwargs["tensor"]
             parts = [given] if isinstance(given, Tensor) else given
             sent.append(
                 Sent(

@@ -14,3 +14,5 @@ from ._post_local_sgd_state import PostLocalSGDState as PostLocalSGDState
 from ._register import Handle as Handle
 from ._register import register as register
 from ._register import register_comm_hook_type as register_comm_hook_type
+from ._zero_step import hook_with_zero_step as hook_with_zero_step
+from ._zero_step import hook_with_zero_step_interleaved as hook_with_zero_step_interleaved

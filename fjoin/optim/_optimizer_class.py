@@ -39,6 +39,30 @@ _OURS: dict[type, Any] = {
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # arguments that choose torch's kernels
 
 
+# Names of states that differ.
+_TORCHS_NAMES = {torch.optim.SGD: {"momentum": "momentum_buffer"}}
+
+
+def torchs_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A state of ours by torch's names."""
+    names = _TORCHS_NAMES.get(optimizer_class)
+    if names is None:
+        return state
+    return {names.get(name, name): value for name, value in state.items() if name != "step"}
+
+
+def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A state of torch by our names."""
+    names = _TORCHS_NAMES.get(optimizer_class)
+    if names is None or not state:
+        return state
+    ours = {theirs: own for own, theirs in names.items()}
+    return {
+        "step": torch.ones(()),
+        **{ours.get(name, name): value for name, value in state.items() if value is not None},
+    }
+
+
 class WholeLeaves:
     """Stands for an optimizer of which only its class is known: it needs whole parameters."""
 
@@ -68,7 +92,8 @@ def optimizer_of(optimizer_class: Any, arguments: dict[str, Any]) -> tuple[Any, 
         if optimizer_class is torch.optim.Adam and own.pop("decoupled_weight_decay", False):
             make = adamw
         return make(**own), defaults
-    made = optimizer_class(**arguments) if callable(optimizer_class) else optimizer_class
+    makes = callable(optimizer_class) and not isinstance(optimizer_class, type)
+    made = optimizer_class(**arguments) if makes else optimizer_class
     if not isinstance(made, Optimizer):
         raise TypeError(
             f"optimizer_class must be a class of torch.optim, or a function such as tx.lion that makes an optimizer, got "

@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..groups._axis import GroupAxis
+
+
+class NoState(dict[Any, Any]):
+    """The state of parameters that no rank has as a whole."""
+
+    def __missing__(self, key: Any) -> NoReturn:
+        raise RuntimeError(
+            "a ZeroRedundancyOptimizer has no whole state of a parameter, only slices of it on each rank; call "
+            "consolidate_state_dict(to=...) on all ranks, then state_dict() on that rank"
+        )
 
 
 class Owned(NamedTuple):

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._axis import GroupAxis
 from ..groups._group_mesh import mesh_from_group
+from ..transforms._state_dict import to_state_dict
 from ..transforms._tree import check_dense
-from ..transforms.layout._pieces import Pieces, cut
+from ..transforms.layout._pieces import cut
 from ._optimizer import Optimizer
-from ._optimizer_class import WholeLeaves, optimizer_of
-from ._whole_state import Owned, gather_states
-
-
-class Shard(NamedTuple):
-    """The pieces of one parameter group."""
-
-    pieces: Pieces
-    params: dict[str, Tensor]  # path -> parameter; the path is its number in the group
-    slices: dict[str, Tensor]  # path -> this rank's slice: a view of the parameter where that is contiguous
-    flats: list[Tensor]  # the parameters' memory, by bucket, where parameters are views of buckets
-
-
-class _NoState(dict[Any, Any]):
-    """The state of parameters that no rank has as a whole."""
-
-    def __missing__(self, key: Any) -> NoReturn:
-        raise RuntimeError(
-            "a ZeroRedundancyOptimizer has no whole state of a parameter, only slices of it on each rank; call "
-            "consolidate_state_dict(to=...) on all ranks, then state_dict() on that rank"
-        )
+from ._optimizer_class import WholeLeaves, optimizer_of, our_state, torchs_state
+from ._whole_state import NoState, Owned, gather_states
+from ._zero_join import Shard, ZeroHook, gradients, guarded
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
@@ -98,7 +81,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             raise ValueError("a ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
         self._mesh = mesh_from_group(self.process_group)
         self.world_size, self.rank = self._mesh.size, self._mesh.rank
-        self._part, hyperparameters = optimizer_of(optimizer_class, defaults)
+        self.part, hyperparameters = optimizer_of(optimizer_class, defaults)
         self._class, self._arguments = optimizer_class, defaults
         self._as_views, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
         self._shards: list[Shard] = []
@@ -106,10 +89,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         self._groups: list[int] = []  # the index of the group behind each group of `_local`
         self._whole: dict[int, Any] | None = None
         self._uneven: Any = None  # the mesh of a Join of torch
+        self._notified = False  # whether a Join has been notified of this iteration
         self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
         torch.optim.Optimizer.__init__(self, params, hyperparameters)
         torch_join.Joinable.__init__(self)
-        self.state = _NoState()  # type: ignore[assignment]
+        self.state = NoState()  # type: ignore[assignment]
         devices = {p.device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
             raise ValueError(
@@ -123,14 +107,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         params = {str(i): p for i, p in enumerate(group["params"])}
         for path, p in params.items():
             check_dense(f"parameter {path} of a group", p)
-        pieces = cut(params, self._part, "data", self.world_size, self.rank)
-        flats: list[Tensor] = []
+        pieces = cut(params, self.part, "data", self.world_size, self.rank)
+        flats: list[Tensor | None] = []
         with torch.no_grad():
-            if self._as_views:
-                for k in range(len(pieces.buckets)):
-                    flats.append(pieces.pack(k, {path: p.detach() for path, p in params.items()}).clone())
-                    for path, view in pieces.leaves(k, flats[k]).items():
+            for k, bucket in enumerate(pieces.buckets):
+                flat = None
+                # A module relies on the strides of its parameters.
+                if self._as_views and all(params[path].is_contiguous() for path in bucket.paths):
+                    flat = pieces.pack(k, {path: p.detach() for path, p in params.items()}).clone()
+                    for path, view in pieces.leaves(k, flat).items():
                         params[path].data = view
+                flats.append(flat)
             own = pieces.own({path: p.detach() for path, p in params.items()})
         slices = {path: piece.detach().requires_grad_(params[path].requires_grad) for path, piece in own.items()}
         self._shards.append(Shard(pieces, params, slices, flats))
@@ -141,10 +128,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         self._groups.append(len(self._shards) - 1)
         if self._local is not None:
             self._local.add_param_group(local)
-        elif isinstance(self._part, WholeLeaves):
+        elif isinstance(self.part, WholeLeaves):
             self._local = self._class([local], **self._arguments)
         else:
-            self._local = Optimizer([local], self._part)
+            self._local = Optimizer([local], self.part)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's method. It gets pieces of its own; the other pieces do not move."""
@@ -174,9 +161,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                     "fjoin.ddp.hook_with_zero_step(hook, ddp, zero)) first"
                 )
             return loss
-        torch_join.Join.notify_join_context(self)
+        self._notify()
+        self._notified = False
         if self._uneven is not None and self._join_config.enable:
-            self._step(self._uneven, self._grads(live=True), arguments)
+            self._step(self._uneven, gradients(self._uneven.axes["data"], self._shards, live=True), arguments)
         else:
             self._step(
                 self._mesh, [{path: p.grad for path, p in shard.params.items()} for shard in self._shards], arguments
@@ -200,7 +188,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             guards = {
                 name: getattr(self, name, None) for name in ("grad_scale", "found_inf")
             }  # a GradScaler sets these
-            with _guarded(local, guards) as steps:
+            with guarded(local, guards) as steps:
                 if steps:
                     local.step(**arguments)
         for shard in self._shards:
@@ -213,9 +201,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         axis: GroupAxis = mesh.axes["data"]
         works, pieces = [], shard.pieces
         for k, bucket in enumerate(pieces.buckets):
-            if shard.flats:
-                flat = shard.flats[k]
-            else:
+            flat = shard.flats[k]
+            if flat is None:
                 flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
                 start, stop = pieces.bounds[k][pieces.rank : pieces.rank + 2]
                 flat[start:stop] = pieces.pack_own(k, shard.slices)
@@ -223,69 +210,30 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         for k, (flat, work) in enumerate(works):
             if work is not None:
                 work.wait()
-            if not shard.flats:
+            of = {path: shard.params[path].detach() for path in pieces.buckets[k].paths}
+            if shard.flats[k] is None:
                 new = pieces.leaves(k, flat)
-                torch._foreach_copy_([shard.params[path].detach() for path in new], list(new.values()))
-        if shard.flats:  # a graph that needs the old values must see that they have changed
-            torch.autograd.graph.increment_version(list(shard.params.values()))
+                torch._foreach_copy_(list(of.values()), [new[path] for path in of])
+            else:  # a graph that needs the old values must see that they have changed
+                torch.autograd.graph.increment_version(list(of.values()))
 
     # -- in a Join of torch -----------------------------------------------------------------------
 
-    def _grads(self, live: bool) -> list[dict[str, Tensor | None]]:
-        """The gradients by group and path: those of this rank, or on a rank without input its slices of another's.
-
-        DistributedDataParallel leaves no gradients on a rank without input. The lowest of the other ranks sends it
-        those of its slices.
-        """
-        axis: GroupAxis = self._uneven.axes["data"]
-        device = self._shards[0].pieces.buckets[0].device if self._shards[0].pieces.buckets else torch.device("cpu")
-        bits = torch.zeros(self.world_size, device=device)
-        bits[self.rank] = float(live)
-        with_input = axis.run("psum", bits, None).tolist()
-        own = [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
-        if all(with_input):
-            return own
-        sender = with_input.index(1.0)
-        sends = self.rank == sender
-        has = [[float(sends and grad is not None) for grad in of.values()] for of in own]
-        counts = [len(of) for of in has]
-        given = axis.run("psum", torch.tensor(sum(has, []), device=device), None).split(counts)
-        found = []
-        for shard, of, mask in zip(self._shards, own, given, strict=True):
-            present = dict(zip(shard.params, mask.tolist(), strict=True))
-            parts: dict[str, Tensor | None] = {}
-            for k in range(len(shard.pieces.buckets)):
-                parts.update(self._receive(axis, shard, k, of, sender, with_input))
-            found.append(of if live else {path: part if present[path] else None for path, part in parts.items()})
-        return found
-
-    def _receive(
-        self,
-        axis: GroupAxis,
-        shard: Shard,
-        k: int,
-        grads: dict[str, Tensor | None],
-        sender: int,
-        with_input: list[float],
-    ) -> dict[str, Tensor]:
-        """The slices of one bucket's gradients on a rank without input; on the others empty slices."""
-        pieces, bucket, sizes = shard.pieces, shard.pieces.buckets[k], shard.pieces.sizes(k)
-        give, take = [0] * self.world_size, [0] * self.world_size
-        flat = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
-        if self.rank == sender:
-            give = [0 if with_input[r] else sizes[r] for r in range(self.world_size)]
-            leaves = {p: torch.zeros_like(shard.params[p]) if grads[p] is None else grads[p] for p in bucket.paths}
-            whole = pieces.pack(k, leaves)  # type: ignore[arg-type]
-            flat = torch.cat([part for part, n in zip(whole.split(list(sizes)), give, strict=True) if n] or [flat])
-        if not with_input[self.rank]:
-            take[sender] = sizes[self.rank]
-        received = axis.run("all_to_all_single", flat, (tuple(give), tuple(take)))
-        return {} if with_input[self.rank] else pieces.leaves_own(k, received)
-
     @torch.no_grad()
-    def _shadow_step(self) -> None:
+    def shadow_step(self) -> None:
         """The step of a rank that is out of input."""
-        self._step(self._uneven, self._grads(live=False), {})
+        self._step(self._uneven, gradients(self._uneven.axes["data"], self._shards, live=False), {})
+
+    def _notify(self) -> None:
+        """Notify a Join that this rank has input, once in an iteration."""
+        if not self._notified:
+            torch_join.Join.notify_join_context(self)
+            self._notified = True
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        """Where this is a Join's first joinable: notify it before the messages of a module's forward pass."""
+        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled() and self._join_config.enable:
+            self._notify()
 
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """The hook of torch's Join: on a rank without input it steps with the gradients of the others.
@@ -296,7 +244,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             # A second group: the module's messages and these are in no fixed order.
             ranks = dist.get_process_group_ranks(self.process_group)
             self._uneven = mesh_from_group(dist.new_group(ranks, use_local_synchronization=True))
-        return _Hook(self)
+        return ZeroHook(self, register_module_forward_pre_hook(self._before_forward))
 
     @property
     def join_device(self) -> torch.device:
@@ -321,6 +269,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                 else:
                     state = {} if self._local is None or not own.numel() else dict(self._local.state.get(own, {}))
                     start, stop = shard.pieces.slices[path]
+                state = torchs_state(self._class, state)
                 if state and start < stop:
                     yield Owned(first + number, start, stop, state)
             first += len(shard.slices)
@@ -366,7 +315,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         keys, found = iter([key for group in groups for key in group["params"]]), []
         for shard in self._shards:
             for path, p in shard.params.items():
-                found.append((shard, path, _slices_of(p, shard.pieces, path, saved.get(next(keys), {}))))
+                given = our_state(self._class, saved.get(next(keys), {}))
+                found.append((shard, path, self._slices_of(shard, path, p, given)))
         if self.run is not None:
             self.run.load_states([(shard.params[path], state) for shard, path, state in found])
         elif self._local is not None:
@@ -378,76 +328,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             self._local.load_state_dict({**packed, "state": states})
         self._whole = None
 
-
-def _slices_of(p: Tensor, pieces: Pieces, path: str, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's slices of a parameter's state; {} for another rank's parameter."""
-    start, stop = pieces.slices[path]
-    if not stop:
-        return {}
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and path not in pieces.whole:
-            if value.shape != p.shape:
-                raise ValueError(
-                    f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
-                )
-            value = value.reshape(-1)[start:stop].to(p.device, copy=True)
-        found[name] = value.to(p.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
-    return found
-
-
-@contextlib.contextmanager
-def _guarded(local: torch.optim.Optimizer, guards: dict[str, Any]) -> Iterator[bool]:
-    """A context in which a GradScaler's settings are those of another optimizer; yields whether it steps."""
-    given = {name: value for name, value in guards.items() if value is not None}
-    if not given or getattr(local, "_step_supports_amp_scaling", False):
-        for name, value in given.items():
-            setattr(local, name, value)
-        try:
-            yield True
-        finally:
-            for name in given:
-                delattr(local, name)
-        return
-    if "grad_scale" in given:
-        for group in local.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad = p.grad / given["grad_scale"]
-    yield not ("found_inf" in given and given["found_inf"].item())
-
-
-class _Hook(torch_join.JoinHook):
-    """The work of a rank that is out of input.
-
-    A main hook only begins a step, in a thread: the gradients are those of a pass of the module, whose own main hook may
-    come after this one. The next main hook, or the post hook, waits for it.
-    """
-
-    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
-        self._zero = zero
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def main_hook(self) -> None:
-        self._finish()
-        if self._zero.run is None:  # else the shadow pass of the module steps
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._finish()
-
-    def _run(self) -> None:
-        try:
-            self._zero._shadow_step()
-        except BaseException as error:
-            self._error = error
-
-    def _finish(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+    def _slices_of(self, shard: Shard, path: str, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's slices of a parameter's state; {} for another rank's parameter."""
+        (start, stop), own, found = shard.pieces.slices[path], shard.slices[path], dict[str, Any]()
+        if not stop or not state:
+            return {}
+        whole = isinstance(self.part, WholeLeaves) or path in shard.pieces.whole
+        sliced = {} if whole else to_state_dict(self.part.init_param(own.detach()))
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name in sliced and sliced[name].shape == own.shape:
+                if value.shape != p.shape:
+                    raise ValueError(
+                        f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
+                    )
+                value = value.reshape(-1)[start:stop].view(own.shape)
+            found[name] = value.to(p.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
+        return found

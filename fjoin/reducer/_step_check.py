@@ -60,14 +60,12 @@ class StepCheck:
         self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
     ) -> None:
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
-        # 1 where this rank left out the last step although other ranks of its loop may have taken it: all raise in the
-        # next one.
+        # 1 where this rank left out the last step, which others may have taken: all raise in the next one.
         self.left_out: Any = 0.0
         self.step_id = 0.0  # identifies this step among those of its mesh; 0 where it does not travel
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, Sequence[CountsOfAll], Tensor, Any]] = []
-        # The sum of the weights in the newest step for which the host knows it, the same on all ranks; None before the
-        # first.
+        # The sum of the weights in the newest step for which the host knows it; None before the first.
         self.weight: float | None = None
         self._bad_pieces: Any = 0.0  # the number of ranks whose pieces of sharded gradients are not finite
 
@@ -113,7 +111,7 @@ class StepCheck:
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 
     def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
-        """Learn whether any rank's piece of the gradients is not finite, and their norm: one small message."""
+        """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms."""
         bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
         squares = [out.seen.double() ** 2 for out in outgoing] if self.norm else []
         summed = axis.run_(torch.stack([bad, sum(squares, torch.zeros_like(bad))]))

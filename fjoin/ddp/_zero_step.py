@@ -1,0 +1,144 @@
+"""torch's hooks that step a ZeroRedundancyOptimizer in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from ..groups._consistency import same_hook
+from ..groups._group_mesh import mesh_from_group
+from ..optim._optimizer_class import WholeLeaves
+from ..optim._param_groups import own_by_group, values_of
+from ..optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..transforms._state_dict import to_state_dict
+from ..transforms._transform import Transform
+from ..transforms.optimizers._inject import remade
+from ..transforms.pipelines._zero import zero as sharded
+from ..transforms.step_param._optimizer import Optimizer
+from . import _comm_hooks
+from ._hook import REGISTERED, DDPRun
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+
+def hook_with_zero_step(
+    hook: Any, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """A communication hook that sends each rank its pieces of the gradients, steps them, and gathers the parameters.
+
+    It steps from the first backward pass on, and `zero.step()` does nothing. The hyperparameters in `zero.param_groups`
+    are those of the next pass. After a pass every `p.grad` is None, since no rank has a whole gradient: clip by the
+    hook, as `chain(mean("data", over="world"), clip_by_global_norm(1.0))`.
+
+    Args:
+        hook: One of torch's hooks, or of those in `fjoin.ddp`, or a `Transform` with a mean over "data".
+        ddp: The module.
+        zero: Its optimizer, made with `overlap_with_ddp=True`.
+        shard_buckets: Without effect: each bucket is always shared out among all ranks.
+
+    Returns:
+        The hook, for `ddp.register_comm_hook(None, hook)`.
+
+    Raises:
+        TypeError: an argument of the wrong kind; an optimizer of which only torch's class is known.
+        ValueError: `zero` was made without `overlap_with_ddp=True`, or has other parameters than the module.
+
+    Same as: torch's hook_with_zero_step, whose first passes step nothing, whose steps ignore `param_groups`, and which needs
+        NCCL.
+    """
+    del shard_buckets
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"hook_with_zero_step: ddp must be a DistributedDataParallel, got a {type(ddp).__name__}")
+    if not isinstance(zero, ZeroRedundancyOptimizer):
+        raise TypeError(f"hook_with_zero_step: zero must be a fjoin.ZeroRedundancyOptimizer, got {zero!r}")
+    if not zero.overlap_with_ddp:
+        raise ValueError(
+            "hook_with_zero_step needs ZeroRedundancyOptimizer(..., overlap_with_ddp=True); without it call zero.step() after "
+            "backward, and register no hook of this kind"
+        )
+    if isinstance(zero.part, WholeLeaves):
+        raise TypeError(
+            "hook_with_zero_step steps optimizers of torch.optim or of fjoin.transforms; this class is neither"
+        )
+    paths = {p: path for path, p in ddp.module.named_parameters() if p.requires_grad}
+    mine = {p for group in zero.param_groups for p in group["params"] if p.requires_grad}
+    if mine != paths.keys():
+        missing = sorted(path for p, path in paths.items() if p not in mine)
+        raise ValueError(
+            f"hook_with_zero_step: the optimizer must have exactly the module's trainable parameters; it lacks {missing} and has "
+            f"{len(mine - paths.keys())} others"
+        )
+    pipeline = sharded(_transform(hook), _by_group(zero, paths), "data")
+    mesh = mesh_from_group(ddp.process_group)
+    same_hook(mesh, pipeline.hook)
+    run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
+    REGISTERED[ddp] = frozenset(run.leaves)
+    zero.run = _States(run, paths)
+
+    def zero_step(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        return run(bucket)
+
+    zero_step.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
+    return zero_step
+
+
+hook_with_zero_step_interleaved = hook_with_zero_step  # torch's two differ in when the buckets are stepped
+
+
+def _transform(hook: Any) -> Transform:
+    if isinstance(hook, Transform):
+        return hook
+    ours = getattr(_comm_hooks, str(getattr(hook, "__name__", "")), None)
+    if not callable(ours):
+        raise TypeError(
+            f"hook_with_zero_step: hook must be one of torch's or fjoin's communication hooks, or a Transform, got {hook!r}"
+        )
+    made: Transform = ours()
+    return made
+
+
+def _by_group(zero: ZeroRedundancyOptimizer, paths: dict[Tensor, str]) -> Optimizer:
+    """The optimizer of each parameter, with the present hyperparameters of its group."""
+    part: Optimizer = zero.part
+    names = tuple(own_by_group(part))
+    group_of = {paths[p]: group for group in zero.param_groups for p in group["params"] if p in paths}
+    made: dict[Any, Optimizer] = {}
+
+    def at(path: str) -> Optimizer:
+        values = values_of(group_of[path], names)
+        if values not in made:
+            if len(made) > 64:  # a schedule has produced many values
+                made.clear()
+            made[values] = remade(part, dict(values))
+        return made[values]
+
+    return Optimizer(
+        part.init_param, part.step_param, part.step_param_, elementwise=part.elementwise, select=at, check=part.check
+    )
+
+
+class _States:
+    """The optimizer's states in a module's hook, by parameter."""
+
+    def __init__(self, run: DDPRun, paths: dict[Tensor, str]) -> None:
+        self._run, self._paths = run, paths
+
+    def state_of(self, param: Tensor) -> tuple[dict[str, Any], tuple[int, int]]:
+        """This rank's state of a parameter by name, and the slice that it is of."""
+        step, pieces, path = self._run.pipeline_step, self._run.pieces, self._paths.get(param)
+        if path is None or step is None or pieces is None:
+            return {}, (0, 0)
+        return to_state_dict(step.stepper.states[path]), pieces.slices[path]
+
+    def load_states(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Take these states, by name, of this rank's slices."""
+        step, pieces = self._run.pipeline_step, self._run.pieces
+        assert step is not None and pieces is not None
+        at, own = step.pipeline.optimizer.at, pieces.own({path: p.detach() for p, path in self._paths.items()})
+        items = [(path, at(path), own[path], s) for p, s in states if s and (path := self._paths.get(p)) is not None]
+        step.stepper.adopt(step.stepper.prepared(items))
