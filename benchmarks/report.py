@@ -26,12 +26,15 @@ TITLES = {
     "slow wire": "10M transformer at 100 Mbit/s",
     "local": "10M transformer, local SGD with period 4",
     "slow local": "10M transformer at 100 Mbit/s, local SGD with period 4",
+    "zero": "10M transformer, ZeRO",
+    "zero 50m": "50M MLP, ZeRO",
+    "slow zero": "10M transformer at 1 Gbit/s, ZeRO",
     "power": "10M transformer at 1 Gbit/s, PowerSGD of rank 4",
     "slow power": "10M transformer at 100 Mbit/s, PowerSGD of rank 4",
 }
 
 
-LINKS = ("link", "wire", "slow wire", "slow local", "power", "slow power")
+LINKS = ("link", "wire", "slow wire", "slow local", "slow zero", "power", "slow power")
 
 
 class Row(NamedTuple):
@@ -83,6 +86,18 @@ ROWS = [
     Row("local SGD / DDP", "slow local", "ours local", "ddp", 0.35),
     Row("DDP with torch's PostLocalSGDOptimizer / DDP", "slow local", "ddp local", "ddp"),
     Row("streaming DiLoCo in int4 / DDP", "slow local", "ours int4 later", "ddp"),
+    *(
+        Row(text, group, what, base, target)
+        for group, of_ddp, of_zero in (("zero", 0.97, 0.90), ("zero 50m", 0.97, 0.90), ("slow zero", None, 0.75))
+        for text, what, base, target in (
+            ("zero / DDP", "ours zero", "ddp", of_ddp),
+            ("zero / DDP with torch's ZeroRedundancyOptimizer", "ours zero", "ddp zero", of_zero),
+            ("zero / fjoin without it", "ours zero", "ours", None),
+            ("DDP with torch's ZeroRedundancyOptimizer / DDP", "ddp zero", "ddp", None),
+            ("DDP with fjoin's ZeroRedundancyOptimizer / DDP with torch's", "ddp our zero", "ddp zero", None),
+            ("DDP with fjoin's hook_with_zero_step / DDP with torch's class", "ddp our zero hook", "ddp zero", None),
+        )
+    ),
     Row("fjoin in join, even inputs / fjoin without join", "tiny", "ours join", "ours", 1.02),
     Row("fjoin in join, even inputs / fjoin without join", "1m", "ours join", "ours", 1.02),
     Row("fjoin in join, 14 against 10 batches / fjoin without join", "tiny", "ours join uneven", "ours"),

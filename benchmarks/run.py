@@ -53,6 +53,7 @@ STEPS = (
 POWERS = ("ddp power", "ddp power batched", "ours power", "ours power 5", "ours power bf16")
 WIRES = ("ours bf16", "ours int8", "ours int8 fed back", "ours int4")
 LOCAL = (*DDP, "ours", "ddp local", "ours local", "ddp our local")
+ZERO = (*DDP, "ours", "ours zero", "ddp zero", "ddp our zero", "ddp our zero hook")
 GROUPS = {
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", "ddp our join", *PIECES)),
     "1m": Group("1m", 80, 4, (*DDP, "ours", "ours join", "pure", *OPTIMIZERS, *PIECES)),
@@ -67,6 +68,9 @@ GROUPS = {
     "slow wire": Group("10m", 6, 1, (*DDP, "ddp bf16", "ours", *WIRES), "100mbit"),
     "local": Group("10m period", 15, 2, LOCAL),
     "slow local": Group("10m period", 4, 1, (*LOCAL, "ours int4 later"), "100mbit"),
+    "zero": Group("10m", 24, 3, ZERO),
+    "zero 50m": Group("50m", 16, 2, ZERO),
+    "slow zero": Group("10m", 16, 2, (*ZERO, "ours zero int8"), "1gbit"),
     "power": Group("10m", 24, 2, (*DDP, "ours", *POWERS, "C", "O"), "1gbit"),
     "slow power": Group("10m", 8, 1, (*DDP, *POWERS), "100mbit"),
 }

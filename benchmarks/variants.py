@@ -34,6 +34,7 @@ with contextlib.redirect_stderr(io.StringIO()):  # the import prints a deprecati
     from torch.distributed.optim.functional_adamw import _FunctionalAdamW
     from torch.distributed.optim.functional_sgd import _FunctionalSGD
     from torch.distributed.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
+    from torch.distributed.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 LR = 1e-3
 ADAMW = partial(torch.optim.AdamW, lr=LR, fused=True)
@@ -75,6 +76,25 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
             run(share(n))
 
     return run_joined if join else run, lambda: list(model.parameters())
+
+
+def ddp_zero(name: str, batch: Any, mesh: Any, kind: str) -> Variant:
+    """A DistributedDataParallel whose optimizer is sharded: by torch's class, by ours, or in our hook."""
+    x, y = batch
+    model = DistributedDataParallel(models.model(name), gradient_as_bucket_view=True)
+    make: Any = ZeroRedundancyOptimizer if kind == "torch" else fjoin.ZeroRedundancyOptimizer
+    settings = {"overlap_with_ddp": True} if kind == "hook" else {"parameters_as_bucket_view": True, "fused": True}
+    zero = make(model.parameters(), torch.optim.AdamW, lr=LR, **settings)
+    if kind == "hook":
+        model.register_comm_hook(None, fjoin.ddp.hook_with_zero_step(fjoin.ddp.allreduce_hook, model, zero))
+
+    def run(n: int) -> None:
+        for _ in range(n):
+            zero.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            zero.step()
+
+    return run, lambda: list(model.parameters())
 
 
 PERIOD = 4  # of the averages
@@ -147,11 +167,12 @@ def ours(
     join: str = "",
     sgd: bool = False,
     hook: tx.Transform | None = None,
+    gather: tx.Codec | None = None,
     **settings: Any,
 ) -> Variant:
     """fjoin's step: alone, or inside its join on even or uneven inputs."""
     loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
-    pipeline = tx.fuse(hook, pipeline.optimizer) if hook else pipeline
+    pipeline = tx.fuse(hook, pipeline.optimizer, gather=gather) if hook else pipeline
     step = fjoin.train_step(loss_fn, pipeline, mesh=mesh, **settings)
     state = step.init(params)
     del params
@@ -318,6 +339,13 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours local": ours_local,
     "ours int4 later": lambda *a: ours_local(*a, every=PERIOD, delay=PERIOD - 1, wire=tx.int4()),
     "ours int4 stream": lambda *a: ours_local(*a, every=48, fragments=4, delay=12, wire=tx.int4()),
+    "ours zero": lambda *a: ours(*a, hook=tx.scatter_mean("data")),
+    "ours zero int8": lambda *a: ours(
+        *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather=tx.int8()
+    ),
+    "ddp zero": lambda *a: ddp_zero(*a, "torch"),
+    "ddp our zero": lambda *a: ddp_zero(*a, "ours"),
+    "ddp our zero hook": lambda *a: ddp_zero(*a, "hook"),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
