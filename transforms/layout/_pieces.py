@@ -131,11 +131,17 @@ class Pieces:
 
     def pack_own(self, k: int, slices: Mapping[str, Tensor]) -> Tensor:
         """This rank's piece of a bucket, from its slices."""
-        bucket, low, high = self.buckets[k], *self.bounds[k][self.rank : self.rank + 2]
-        piece = slices[bucket.paths[0]].new_zeros(high - low)
-        for path, part in self.leaves_own(k, piece).items():
-            part.copy_(slices[path])
-        return piece
+        parts: list[Tensor] = []
+        at = self.bounds[k][self.rank]
+        for path, offset in zip(self.buckets[k].paths, self.buckets[k].offsets, strict=True):
+            (start, stop), part = self.slices[path], slices[path].reshape(-1)
+            if stop:
+                if offset + start > at:
+                    parts.append(part.new_zeros(offset + start - at))
+                parts.append(part)
+                at = offset + stop
+        rest = slices[self.buckets[k].paths[0]].new_zeros(self.bounds[k][self.rank + 1] - at)
+        return parts[0] if len(parts) == 1 and not rest.numel() else torch.cat([*parts, rest])
 
     def leaves_own(self, k: int, piece: Tensor) -> dict[str, Tensor]:
         """Path -> slice, views of this rank's piece of a bucket."""

@@ -150,3 +150,61 @@ def test_other_input_that_cannot_be_used() -> None:
     raises_text(TypeError, lambda: tx.scatter_mean(("node", "local")), "one axis", "chain(scatter_mean")  # type: ignore[arg-type]
     pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
     raises_text(tx.UnboundAxis, lambda: pipeline.init(start()), "'data'", "fjoin.bind")
+
+
+def test_a_matrix_cut_between_ranks_is_noticed() -> None:
+    """Muon on flat slices would make other matrices orthogonal on each rank, as DeepSpeed's did."""
+    muon = tx.muon(0.1)
+
+    def step_param(p: Tensor, g: Tensor, s: Any) -> Any:
+        if p.dim() == 2:
+            return muon.step_param(p, g, s)
+        new, state = muon.step_param(p.view(1, -1), g.view(1, -1), s._replace(momentum=s.momentum.view(1, -1)))
+        return new.view(-1), state._replace(momentum=state.momentum.view(-1))
+
+    def step_param_(p: Tensor, g: Tensor, s: Any, **guards: Any) -> None:
+        new, state = step_param(p, g, s)
+        for to, value in ((p, new), (s.momentum, state.momentum), (s.step, state.step)):
+            to.copy_(value)
+
+    broken = tx.Optimizer(muon.init_param, step_param, step_param_)  # it says that it is elementwise
+    right, wrong = (
+        run(tx.zero(tx.mean("data"), tx.partition({"*.weight": part, "*": tx.sgd(0.1)}), "data"), {"data": 2}, steps=2)
+        for part in (muon, broken)
+    )
+    assert torch.equal(right[0][0]["scale"], wrong[0][0]["scale"])
+    assert (right[0][0]["b.weight"] - wrong[0][0]["b.weight"]).abs().max() > 1e-3
+
+
+def test_a_derivative_through_a_sharded_step() -> None:
+    """It is that of the unsharded step."""
+
+    def one_rank(rank: int, pipeline: tx.Pipeline) -> Tensor:
+        params = start(torch.float64)
+        state = pipeline.init(params)
+
+        def moved(scale: Tensor) -> Tensor:
+            grads = {path: scale * g for path, g in gradients(rank, 0, torch.float64).items()}
+            new, _ = pipeline.step(params, grads, state)
+            return sum(p.square().sum() for p in new.values())  # type: ignore[return-value]
+
+        return torch.func.grad(moved)(torch.ones((), dtype=torch.float64))
+
+    optimizer = tx.sgd(0.1, momentum=0.9)
+    want, got = (
+        tx.simulate(lambda rank, p=p: one_rank(rank, p), {"data": 2}, [0, 1])
+        for p in (tx.fuse(tx.mean("data"), optimizer), tx.zero(tx.mean("data"), optimizer, "data"))
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, 7, pytest.param(16, marks=pytest.mark.long), pytest.param(64, marks=pytest.mark.long)]
+)
+def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
+    """Pieces smaller than the alignment, and empty ones."""
+    optimizer = tx.partition({"*.weight": tx.muon(0.1), "*.bias": tx.adamw(0.1), "*": tx.sgd(0.1, momentum=0.9)})
+    want = run(tx.fuse(tx.mean("data"), optimizer), {"data": ranks}, steps=100)
+    got = run(tx.zero(tx.mean("data"), optimizer, "data"), {"data": ranks}, steps=100)
+    same(got, want)
