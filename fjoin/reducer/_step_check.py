@@ -65,8 +65,7 @@ class StepCheck:
         self.step_id = 0.0  # identifies this step among those of its mesh; 0 where it does not travel
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, Sequence[CountsOfAll], Tensor, Any]] = []
-        # The sum of the weights in the newest step for which the host knows it; None before the first.
-        self.weight: float | None = None
+        self.weight: float | None = None  # the sum of the weights in the newest step for which the host knows it
         self._bad_pieces: Any = 0.0  # the number of ranks whose pieces of sharded gradients are not finite
 
     def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
@@ -113,8 +112,8 @@ class StepCheck:
     def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
         """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms."""
         bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
-        squares = [out.seen.double() ** 2 for out in outgoing] if self.norm else []
-        summed = axis.run_(torch.stack([bad, sum(squares, torch.zeros_like(bad))]))
+        squares = sum((out.seen.double() ** 2 for out in outgoing if self.norm), torch.zeros_like(bad))
+        summed = axis.run_(torch.stack([bad, squares]))
         self._bad_pieces = summed[0].item() if self.readable_without_sync(outgoing) else summed[0]
         for i, out in enumerate(outgoing if self.norm else ()):
             out.seen = torch.zeros_like(summed[1]) if i else summed[1].sqrt()
@@ -188,7 +187,8 @@ class StepCheck:
         fine = torch.isfinite(scalars).all() & (torch.stack(_masks(sums)) == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
-        fine = fine & (torch.as_tensor(self._bad_pieces, device=fine.device) == 0)
+        if isinstance(self._bad_pieces, Tensor):
+            fine = fine & (self._bad_pieces == 0)
         live, lanes = sums["weight"] != 0, [CountsOfAll(0, sums)] if counts is None else counts
         other = torch.zeros_like(fine)
         if self.step_id:
