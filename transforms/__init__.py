@@ -23,7 +23,7 @@ collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_
 run          simulate
 optax        from_optax  to_optax
 look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
-save         to_state_dict  from_state_dict
+save         to_state_dict  from_state_dict  placements  Placement  PerRank  Piece
 """
 
 if __name__ != "fjoin.transforms":
@@ -37,6 +37,9 @@ from ._errors import CollectiveMismatch as CollectiveMismatch
 from ._errors import NotVmappable as NotVmappable
 from ._errors import UnboundAxis as UnboundAxis
 from ._from_json import from_json as from_json
+from ._placement import PerRank as PerRank
+from ._placement import Piece as Piece
+from ._placement import Placement as Placement
 from ._spec import Spec as Spec
 from ._spec import factory as factory
 from ._spec import fingerprint as fingerprint
@@ -173,6 +176,7 @@ from .pipelines._fuse import fuse as fuse
 from .pipelines._loss_scale import LossScaleState as LossScaleState
 from .pipelines._loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from .pipelines._pipeline import Pipeline as Pipeline
+from .pipelines._placements import placements as placements
 from .pipelines._skip_nonfinite import SkipState as SkipState
 from .pipelines._skip_nonfinite import skip_if_nonfinite as skip_if_nonfinite
 from .pipelines._zero import zero as zero

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._check import whole_number
 from .._counter import Period, check_state, counts_steps
+from .._placement import PerRank
 from .._spec import factory
 from .._transform import Inner, Needs, Reduction, Transform, check_transform, flush_kwargs
 from .._tree import State, Tree, choose_state, device_of, to_device, zeros_like
@@ -98,7 +99,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
 class EveryState(NamedTuple):
     step: int  # calls so far, on the host
     inner: State
-    weight: Tensor  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
+    weight: PerRank[Tensor]  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
 
 
 @factory
@@ -176,9 +177,9 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
 
 class AccumulateState(NamedTuple):
     step: int  # calls so far, on the host
-    weight: Tensor  # the sum of the weights in this window so far, 0-d float64
-    grads: Tree  # sum of weight * gradient in this window, like the parameters
-    lane: dict[str, Tensor]  # sums of the lane in this window
+    weight: PerRank[Tensor]  # the sum of the weights in this window so far, 0-d float64
+    grads: PerRank[Tree]  # sum of weight * gradient in this window, like the parameters
+    lane: PerRank[dict[str, Tensor]]  # sums of the lane in this window
     inner: State
 
     def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:

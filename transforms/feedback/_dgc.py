@@ -12,6 +12,7 @@ from .._bucketwise import FirstBucket, substate
 from .._check import decay, flag, one_axis, positive, whole_number
 from .._counter import counts_steps
 from .._lane import Lane
+from .._placement import PerRank
 from .._spec import factory
 from .._transform import Compression, Needs, Reduction, Transform
 from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, zeros_at_least_f32
@@ -30,9 +31,9 @@ _STAGES = 5
 class DGCState(NamedTuple):
     reduced: MeanState
     step: int  # calls so far, on the host
-    momentum: dict[str, Tensor]  # path -> momentum of this rank's gradients, at least float32
-    error: dict[str, Tensor]  # path -> residual, not sent yet, in units of weight * momentum
-    last: dict[str, Tensor]  # as in `ErrorState`
+    momentum: PerRank[dict[str, Tensor]]  # path -> momentum of this rank's gradients, at least float32
+    error: PerRank[dict[str, Tensor]]  # path -> residual, not sent yet, in units of weight * momentum
+    last: PerRank[dict[str, Tensor]]  # as in `ErrorState`
 
 
 @factory

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._bucketwise import FirstBucket
 from .._lane import Lane
+from .._placement import PerRank
 from .._spec import factory
 from .._transform import Compression, Inner, Needs, Transform
 from .._tree import State, Tree, all_finite, device_of, named_leaves, to_device
@@ -25,10 +26,10 @@ _MOVED = "ranks with the state of another"
 
 class EF21State(NamedTuple):
     inner: State
-    own: dict[str, Tensor]  # path -> the others' estimate of this rank's weight * gradient, at least float32
+    own: PerRank[dict[str, Tensor]]  # path -> the others' estimate of this rank's weight * gradient, at least float32
     whole: dict[str, Tensor]  # path -> the sum of all ranks' estimates, equal on all ranks
-    counts: Tensor  # this rank's factor when it last had input, 0-d float64
-    place: Tensor  # (2,) int64, the rank and the number of ranks that `own` belongs to; -1 at first
+    counts: PerRank[Tensor]  # this rank's factor when it last had input, 0-d float64
+    place: PerRank[Tensor]  # (2,) int64, the rank and the number of ranks that `own` belongs to; -1 at first
 
 
 @factory

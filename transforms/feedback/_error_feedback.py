@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._check import whole_number
 from .._counter import counts_steps
+from .._placement import PerRank
 from .._spec import factory
 from .._transform import Compression, Inner, Needs, Transform, check_transform
 from .._tree import State, Tree, named_leaves, zeros_at_least_f32
@@ -21,8 +22,10 @@ WithoutInput: TypeAlias = Literal["freeze", "flush"]
 
 class ErrorState(NamedTuple):
     inner: State
-    error: dict[str, Tensor]  # path -> residual, not sent yet, in units of weight * gradient, at least float32
-    last: dict[str, Tensor]  # path -> (weight of the residual, its divisor), (1, 2), float64; 0 before the first call
+    error: PerRank[dict[str, Tensor]]  # path -> residual, not sent yet, in units of weight * gradient, at least float32
+    last: PerRank[
+        dict[str, Tensor]
+    ]  # path -> (weight of the residual, its divisor), (1, 2), float64; 0 before the first call
 
 
 @factory
@@ -93,8 +96,8 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
 class LocoState(NamedTuple):
     inner: State
     step: int  # calls so far, on the host
-    error: dict[str, Tensor]  # path -> encoded residual, uint8
-    last: dict[str, Tensor]  # as in `ErrorState`
+    error: PerRank[dict[str, Tensor]]  # path -> encoded residual, uint8
+    last: PerRank[dict[str, Tensor]]  # as in `ErrorState`
 
 
 @factory

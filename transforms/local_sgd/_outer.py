@@ -11,6 +11,7 @@ from torch import Tensor
 from .._check import is_finite, is_number, whole_number
 from .._counter import Period, check_state, counts_steps
 from .._later import Prefetch
+from .._placement import PerRank
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
 from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
@@ -24,9 +25,9 @@ class OuterState(NamedTuple):
     anchor: dict[str, Tensor]  # path -> the parameters after the last outer step, at least float32, equal on all ranks
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
-    weight: Tensor  # the sum of the weights since the last message, 0-d float64
-    pending: dict[str, Tensor]  # path -> this rank's change that waits for its use; empty without a delay
-    pending_weight: Tensor  # its weight, 0-d float64
+    weight: PerRank[Tensor]  # the sum of the weights since the last message, 0-d float64
+    pending: PerRank[dict[str, Tensor]]  # path -> this rank's change that waits for its use; empty without a delay
+    pending_weight: PerRank[Tensor]  # its weight, 0-d float64
 
 
 @factory

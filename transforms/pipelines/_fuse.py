@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._axis_env import bound
 from .._lane import Lane, check_lane
+from .._placement import PerRank
 from .._spec import factory
 from .._transform import Transform, check_transform
 from .._tree import (
@@ -44,7 +45,9 @@ class PipelineState(NamedTuple):
     after: State
     on_state: State
     step: int  # steps so far, skipped ones included, on the host; periods count by it
-    window: Tensor  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    window: PerRank[
+        Tensor
+    ]  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
     gather: State = ()  # of a sharded pipeline whose parameters are gathered in code
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._placement import Piece
 from .._tree import Tree, map_with_path, named_leaves
 from ..axes._collectives import axis_index
 from ..axes._ragged import all_to_all_single
@@ -19,7 +20,7 @@ class GatherState(NamedTuple):
     """The exact values of this rank's slices, where a codec sends their changes."""
 
     step: int  # calls so far, on the host; it keys the random bits
-    master: dict[str, Tensor]  # path -> slice; without the parameters of which the optimizer keeps a master copy
+    master: Piece[dict[str, Tensor]]  # path -> slice; without the parameters of which the optimizer keeps a master copy
 
 
 def gather(pieces: Pieces, slices: Tree, like: Tree) -> Tree:
