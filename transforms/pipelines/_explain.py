@@ -17,6 +17,7 @@ from ..combinators._chain import stages
 from ..combinators._fragments import fragments_alone
 from ..combinators._partition import parts_alone
 from ..layout._buckets import BUCKET_BYTES, Bucket, make_layout
+from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._phases import Phase, changes_with_steps, phases, shown
 from ..step_param._optimizer import Optimizer
@@ -27,7 +28,7 @@ from ._explanation import Message, Row
 from ._pipeline import Pipeline
 from ._sharding import Sharding
 
-MOST_RANKS = 2**20
+MOST_SHOWN = 1024  # ranks, for the time that their loads take
 
 
 def explain(
@@ -95,7 +96,7 @@ def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, T
             used = run.sum_of(torch.zeros(run.module_words), tuple(run.sizes))
             rows.append(Row("(parameters that are used)", Needs.LAYOUT, "each step", used, 0))
         if run.optimizer is not None:
-            rows += _optimizer_rows(run.optimizer, run.own)
+            rows += _optimizer_rows(run.optimizer, run.own, run.pieces)
         if isinstance(run.pipeline, Pipeline):
             slots = run.pipeline.optimizer.init(run.own)
             rows += _end_rows(run, at_step, run.pipeline.after, masters_of(run.own, slots))
@@ -182,8 +183,8 @@ def _phases(
     return phases(part, sends, at_end) if at_step is None else [Phase(f"step {at_step}", at_step)]
 
 
-def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row]:
-    """One row for each different optimizer, with the number of its leaves."""
+def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor], pieces: Pieces | None) -> list[Row]:
+    """One row for each different optimizer, with the number of its leaves, and how evenly the ranks share them."""
     states = optimizer.init(params)
     served: dict[int, tuple[Optimizer, list[str]]] = {}
     for path in params:
@@ -193,7 +194,7 @@ def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row
         Row(
             repr(part),
             Needs.NOTHING if part.elementwise else Needs.LEAVES,
-            _how_many(paths, params),
+            _how_many(paths, params) + _how_evenly(part, paths, pieces),
             (),
             _state_bytes([states[path] for path in paths]),
         )
@@ -203,6 +204,13 @@ def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor]) -> list[Row
 
 def _how_many(paths: list[str], params: dict[str, Tensor]) -> str:
     return "each step" if len(paths) == len(params) else f"each step, {len(paths)} of {len(params)} leaves"
+
+
+def _how_evenly(part: Optimizer, paths: list[str], pieces: Pieces | None) -> str:
+    if pieces is None or part.elementwise or pieces.ranks > MOST_SHOWN:
+        return ""
+    load = pieces.imbalance({path: part.cost(pieces.shapes[path]) for path in paths})
+    return f"; the largest rank {load:.2f} x the mean"
 
 
 def _state_bytes(state: Any) -> int:

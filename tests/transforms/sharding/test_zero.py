@@ -170,3 +170,12 @@ def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
     want = run(tx.fuse(tx.mean("data"), optimizer), {"data": ranks}, steps=100)
     got = run(tx.zero(tx.mean("data"), optimizer, "data"), {"data": ranks}, steps=100)
     same(got, want)
+
+
+def test_explain_says_how_evenly_matrices_are_shared_out() -> None:
+    """Of a GPT with four kinds of matrices in each block, over 8 ranks."""
+    shapes = {"qkv": (96, 32), "out": (32, 32), "up": (128, 32), "down": (32, 128)}
+    params = {f"{i}.{name}.weight": torch.zeros(shape) for i in range(6) for name, shape in shapes.items()}
+    what = tx.explain(tx.zero(tx.mean("data"), tx.muon(0.1), "data"), params, {"data": 8})
+    (row,) = [row for row in what.rows if row.stage.startswith("muon")]
+    assert row.when.startswith("each step; the largest rank 1.") and float(row.when.split()[5]) <= 1.15
