@@ -159,9 +159,13 @@ def joined(kind: str) -> Any:
     ddp = DistributedDataParallel(model())
     optimizer: Any = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     if kind != "whole":
-        optimizer = fjoin.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=0.01)
+        late = kind.startswith("hooked")
+        optimizer = fjoin.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, overlap_with_ddp=late, lr=0.01)
+        if late:
+            ddp.register_comm_hook(None, fjoin.ddp.hook_with_zero_step(fjoin.ddp.allreduce_hook, ddp, optimizer))
     order = [optimizer, ddp] if kind == "zero first" else [ddp, optimizer]
-    context: Any = fjoin.Join(order) if kind in ("whole", "ours") else TorchJoin(order)
+    ours = kind in ("whole", "ours", "hooked, ours")
+    context: Any = fjoin.Join(order) if ours else TorchJoin(order)
     with context:
         for batch in batches(5 - dist.get_rank()):
             optimizer.zero_grad()
@@ -175,7 +179,7 @@ def joined(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("kind", ["ours", "zero last", "zero first"])
+@pytest.mark.parametrize("kind", ["ours", "zero last", "zero first", "hooked, torch's", "hooked, ours"])
 def test_uneven_inputs(pool: Any, kind: str, ranks: int) -> None:
     """torch's own class steps with stale gradients, or hangs; see test_torch_join_hangs."""
     want = pool.run(ranks, joined, "whole")[0]
