@@ -282,3 +282,30 @@ def bad_input() -> None:
     raises_text(
         TypeError, lambda: hook(len, ddp, zero(ddp.parameters(), tx.lion, overlap_with_ddp=True)), "hook must be"
     )
+
+
+def scaled(kind: str) -> Any:
+    """Five steps with a GradScaler, the third of which overflows."""
+    ddp = DistributedDataParallel(model())
+    make: Any = {"ours": fjoin.ZeroRedundancyOptimizer, "of one's own": fjoin.ZeroRedundancyOptimizer}.get(kind)
+    if make is None:
+        optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = make(ddp.parameters(), Unknown if kind == "of one's own" else torch.optim.SGD, lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for i, batch in enumerate(batches(5)):
+        optimizer.zero_grad()
+        scaler.scale(ddp(batch) * (float("inf") if i == 2 and dist.get_rank() == 1 else 1.0)).backward()
+        if i % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return values(ddp.module), scaler.get_scale()
+
+
+@pytest.mark.parametrize("kind", ["ours", "of one's own"])
+def test_with_a_grad_scaler(pool: Any, kind: str) -> None:
+    want, scale = pool.run(2, scaled, "torch's")[0]
+    for got, found in pool.run(2, scaled, kind):
+        close(got, want)
+        assert found == scale
