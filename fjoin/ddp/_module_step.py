@@ -208,14 +208,14 @@ class ModuleStep:
         elif decision.error is not None and self._skips is None:
             return decision.effect, total
         self._run_ends(own, sums["weight"], decision.effect, step)
-        if decision.effect.steps is not False or pipeline.after is not None:
-            self._gather(own, decision.effect)
+        self._gather(own, decision.effect)
         return decision.effect, total
 
     def _gather(self, own: dict[str, Tensor], effect: Effect) -> None:
         """Give all ranks the parameters that each of them has stepped."""
         pieces, sharding = self._pieces, self.pipeline.sharding
-        if pieces is None or sharding is None:
+        effect = effect.at_end if self.pipeline.after else effect
+        if pieces is None or sharding is None or effect.steps is False:
             return
         params = {path: p.detach() for path, p in self._leaves.items()}
         with bind_axes(self._mesh.axes):

@@ -130,6 +130,35 @@ def test_encoded_means_and_changes_leave_all_ranks_equal() -> None:
         assert torch.allclose(master, first.reshape(-1), atol=2e-4), path
 
 
+@pytest.mark.parametrize("gather", [None, tx.int8()])
+def test_a_node_without_input_gets_the_average_of_the_others(gather: tx.Codec | None) -> None:
+    average = tx.average_parameters("node")
+    pipeline = tx.fuse(tx.scatter_mean("local"), tx.adamw(0.1), average, gather=gather)
+
+    def one_rank(rank: int) -> Any:
+        params = start()
+        state = pipeline.init(params)
+        for step in range(3):
+            params, state = pipeline.step(params, gradients(rank, step), state, weight=float(rank < 2))
+        return params
+
+    ranks = tx.simulate(one_rank, {"node": 2, "local": 2}, list(range(4)))
+    assert not torch.equal(ranks[0]["a.weight"], start()["a.weight"])
+    for path, value in ranks[0].items():
+        assert all(torch.equal(params[path], value) for params in ranks), path
+
+
+def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
+    params = {"w": torch.full((40,), 2.0**24 + 1, dtype=torch.float64)}
+    pipeline = tx.fuse(tx.scatter_mean("data"), tx.sgd(1.0), gather=tx.int8())
+
+    def one_rank(grad: float) -> Any:
+        return pipeline.step(params, {"w": torch.full_like(params["w"], grad)}, pipeline.init(params))[0]
+
+    for new in tx.simulate(one_rank, {"data": 2}, [0.0, 0.0]):
+        assert torch.equal(new["w"], params["w"])
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
