@@ -62,16 +62,15 @@ class ModuleStep:
         if pipeline.optimizer.check:
             pipeline.optimizer.check(held)
         self._flats = list(held.values())  # which the states of pure functions must not share
-        self.gather_state: Any = ()
-        held = self._own()
+        held = held if pieces is None else pieces.own(held)
         self.outer: Any = skips.begin(()) if skips else None
         at = pipeline.optimizer.at
         items = [(path, at(path), p, None) for path, p in held.items()]
         self.stepper = ForeachStepper()
         self.stepper.begin(items)
         slots = self.stepper.states
-        if pipeline.sharding is not None:
-            self.gather_state = pipeline.sharding.init(held, dict(slots))
+        sharding = pipeline.sharding
+        self.gather_state: Any = () if sharding is None else sharding.init(held, dict(slots))
         self.after_state: Any = ()
         if pipeline.after:
             masters = masters_of(held, dict(slots))

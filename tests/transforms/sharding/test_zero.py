@@ -164,6 +164,11 @@ def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
     [
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.scatter_mean("local")), tx.sgd(0.1)), ("shards twice",)),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.power_sgd("node")), tx.sgd(0.1)), ("power_sgd", "behind")),
+        (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.mean("data")), tx.sgd(0.1)), ("mean('data')", "different pieces")),
+        (
+            lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.cast(torch.bfloat16, tx.mean(("node", "local")))), tx.sgd(0.1)),
+            ("over 'local'", "different pieces"),
+        ),
         (lambda: tx.fuse(tx.every(2, tx.scatter_mean("data")), tx.sgd(0.1)), ("every", "cannot hold")),
         (lambda: tx.fuse(tx.masked(tx.scatter_mean("data"), "a"), tx.sgd(0.1)), ("masked", "cannot hold")),
         (lambda: tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), tx.mean("data")), ("mean('data')", "different pieces")),
@@ -179,3 +184,14 @@ def test_other_input_that_cannot_be_used() -> None:
     raises_text(TypeError, lambda: tx.scatter_mean(("node", "local")), "one axis", "chain(scatter_mean")  # type: ignore[arg-type]
     pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
     raises_text(tx.UnboundAxis, lambda: pipeline.init(start()), "'data'", "fjoin.bind")
+    params, coded = {"w": torch.ones(40)}, tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), gather=tx.int8())
+
+    def one_rank(other: tx.Pipeline, of: tx.Pipeline) -> Any:
+        return other.step(params, params, of.init(params))
+
+    for other, of in ((pipeline, coded), (coded, pipeline)):
+        raises_text(
+            ValueError,
+            lambda: tx.simulate(one_rank, {"data": 2}, [other] * 2, [of] * 2),
+            "another pipeline's state",  # noqa: B023
+        )
