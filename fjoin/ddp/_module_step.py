@@ -120,7 +120,8 @@ class ModuleStep:
             raise ValueError(
                 f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
             )
-        self.stepper.adopt(self.stepper.prepared((path, at(path), self._leaves[path], s) for path, s in saved.items()))
+        own = self._own()
+        self.stepper.adopt(self.stepper.prepared((path, at(path), own[path], s) for path, s in saved.items()))
         self.outer, self.after_state, self.on_state, self.gather_state = outer, after, on_state, gather
 
     def begin(self, step: int, scaled: bool) -> None:

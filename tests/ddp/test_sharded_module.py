@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -38,6 +39,45 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(self.layers(x).view(-1, 3, 3, 3)).mean()
+
+
+RESUMED = {
+    **{name: sharded for name, (sharded, _) in PIPELINES.items()},
+    "gather": tx.fuse(tx.scatter_mean("data"), ADAM, gather=tx.int8()),
+    "lamb": tx.zero(tx.mean("data"), tx.lamb(0.01), "data"),
+}
+
+
+def resume(name: str, steps: int) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """The parameters of a run, and of one that goes on from the state of its first half in another module."""
+    ends = []
+    torch.manual_seed(0)
+    model, saved = Model(), {}
+    for resumed in (False, True):
+        gen = torch.Generator().manual_seed(dist.get_rank())
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+        handle = fjoin.ddp.register(ddp, RESUMED[name])
+        if resumed:
+            handle.load_state_dict(saved)
+        for i in range(steps):
+            x = torch.randn(9 * 2, 20, generator=gen)
+            if not resumed or i >= steps // 2:
+                ddp(x).backward()
+            if not resumed and i + 1 == steps // 2:
+                saved, half = copy.deepcopy(handle.state_dict()), copy.deepcopy(model)
+        ends.append({path: p.detach().clone() for path, p in model.named_parameters()})
+        model = half
+    return ends, [handle.step, handle.skipped]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_sharded_pipeline_resumes_from_its_state_dict(pool: Any, name: str) -> None:
+    found = pool.run(2, resume, name, 4)
+    for (whole, resumed), counts in found:
+        assert counts == [4, 0]
+        for path, value in found[0][0][0].items():
+            torch.testing.assert_close(resumed[path], value, rtol=1e-5, atol=1e-6, msg=path)
+            assert torch.equal(resumed[path], found[0][0][1][path]) and torch.equal(whole[path], value)
 
 
 def train(name: str, sharded: bool, steps: int, caps: float | None, join: bool) -> Any:
