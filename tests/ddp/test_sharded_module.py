@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -78,6 +79,33 @@ def test_a_sharded_pipeline_resumes_from_its_state_dict(pool: Any, name: str) ->
         for path, value in found[0][0][0].items():
             torch.testing.assert_close(resumed[path], value, rtol=1e-5, atol=1e-6, msg=path)
             assert torch.equal(resumed[path], found[0][0][1][path]) and torch.equal(whole[path], value)
+
+
+def fail(how: str) -> Any:
+    """A pass with an infinite gradient on rank 1, and a hook without an optimizer."""
+    torch.manual_seed(0)
+    model = Model()
+    ddp = DistributedDataParallel(model)
+    if how == "no optimizer":
+        fjoin.ddp.register(ddp, tx.chain(tx.scatter_mean("data"), tx.clip_by_value(1.0)))
+    fjoin.ddp.register(ddp, PIPELINES["adam"][0])
+    if dist.get_rank() == 1:
+        model.layers[0].weight.register_hook(lambda grad: grad * math.inf)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(fjoin.NonFinite):
+        ddp(torch.ones(9 * 2, 20)).backward()
+    same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    return same, all(p.grad is None for p in model.parameters())
+
+
+def test_a_failed_step_leaves_no_gradients_of_pieces(pool: Any) -> None:
+    assert pool.run(2, fail, "not finite") == [(True, True)] * 2
+
+
+def test_a_hook_that_shards_needs_an_optimizer(pool: Any) -> None:
+    with pytest.raises(Exception, match=r"ValueError: chain\(scatter_mean.*register fuse\(") as error:
+        pool.run(2, fail, "no optimizer")
+    assert "rank 0" in str(error.value) and "rank 1" in str(error.value)
 
 
 def train(name: str, sharded: bool, steps: int, caps: float | None, join: bool) -> Any:
