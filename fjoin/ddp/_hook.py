@@ -109,7 +109,10 @@ class DDPRun:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
         words = 0 if self._used is None else len(self.leaves)
         what = self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
-        return explain_run(DryRun(what, self.leaves, self._mesh.shape, lambda _: self._buckets, module_words=words))
+        sharding = what.sharding if isinstance(what, Pipeline) else None
+        pieces = None if sharding is None else sharding.pieces
+        run = DryRun(what, self.leaves, self._mesh.shape, lambda _: self._buckets, module_words=words, pieces=pieces)
+        return explain_run(run)
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 

@@ -81,6 +81,34 @@ def test_a_sharded_pipeline_resumes_from_its_state_dict(pool: Any, name: str) ->
             assert torch.equal(resumed[path], found[0][0][1][path]) and torch.equal(whole[path], value)
 
 
+EXPLAINED = {
+    **RESUMED,
+    "cast": tx.fuse(tx.cast(torch.bfloat16, tx.scatter_mean("data")), ADAM, tx.ema(0.9)),
+    "int8": tx.fuse(tx.chain(tx.compress(tx.int8(), tx.scatter_mean("data")), tx.clip_by_global_norm(1.0)), ADAM),
+}
+
+
+def explained(name: str) -> Any:
+    """(bytes, messages) that rank 0 sends in each pass, counted, and as explained; and the state's bytes, explained."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Model(), bucket_cap_mb=0.001)
+    handle, seen = fjoin.ddp.register(ddp, EXPLAINED[name]), []
+    for _ in range(3):
+        with sent_to_others() as sent:
+            ddp(torch.randn(9 * 2, 20)).backward()
+        what = handle.explain()
+        seen.append(((sum(sent), len(sent)), (what.sent_bytes, what.messages)))
+    return seen, what.state_bytes
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_the_messages_of_a_module_are_those_explained(pool: Any, name: str) -> None:
+    found = pool.run(2, explained, name)
+    assert all(counted == announced for counted, announced in found[0][0])
+    if name == "adam":
+        assert found[0][1] < 1.05 * 8 * sum(p.numel() for p in Model().parameters()) / 2
+
+
 def fail(how: str) -> Any:
     """A pass with an infinite gradient on rank 1, and a hook without an optimizer."""
     torch.manual_seed(0)
