@@ -132,10 +132,14 @@ class Pieces:
     def pack_own(self, k: int, slices: Mapping[str, Tensor]) -> Tensor:
         """This rank's piece of a bucket, from its slices."""
         bucket, low, high = self.buckets[k], *self.bounds[k][self.rank : self.rank + 2]
-        piece = slices[bucket.paths[0]].new_zeros(high - low)
-        for path, part in self.leaves_own(k, piece).items():
-            part.copy_(slices[path])
-        return piece
+        zeros, parts, end = slices[bucket.paths[0]].new_zeros(high - low), list[Tensor](), 0
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True):
+            start, stop = self.slices[path]
+            if stop:
+                begin = at + start - low
+                parts += [zeros[end:begin], slices[path].reshape(-1)]
+                end = begin + stop - start
+        return torch.cat([*parts, zeros[end:]])  # a copy into views would have no derivative
 
     def leaves_own(self, k: int, piece: Tensor) -> dict[str, Tensor]:
         """Path -> slice, views of this rank's piece of a bucket."""

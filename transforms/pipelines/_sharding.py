@@ -45,6 +45,7 @@ class Sharding:
             *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)),
         )
         if key not in self._made:
+            named_leaves(params)  # raises where two leaves have one path
             named = dict(zip(paths, leaves, strict=True))
             self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes)
         return self._made[key]

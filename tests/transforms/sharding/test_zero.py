@@ -159,6 +159,31 @@ def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
         assert torch.equal(new["w"], params["w"])
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_steps_can_be_differentiated(ranks: int) -> None:
+    """By a factor of the gradients of two steps, as in an unsharded pipeline."""
+
+    def derivative(hook: tx.Transform) -> Callable[[int], Tensor]:
+        pipeline = tx.fuse(hook, tx.sgd(0.1, momentum=0.9))
+
+        def one_rank(rank: int) -> Tensor:
+            params, factor = start(torch.float64), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+            state = pipeline.init(params)
+            for step in range(2):
+                grads = {path: factor * g * params[path] for path, g in gradients(rank, step, torch.float64).items()}
+                params, state = pipeline.step(params, grads, state, weight=1.0 + rank)
+            sum((p**2).sum() for p in params.values()).backward()  # type: ignore[union-attr]
+            assert factor.grad is not None
+            return factor.grad
+
+        return one_rank
+
+    got, want = (
+        tx.simulate(derivative(h("data")), {"data": ranks}, list(range(ranks))) for h in (tx.scatter_mean, tx.mean)
+    )
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
@@ -184,6 +209,8 @@ def test_other_input_that_cannot_be_used() -> None:
     raises_text(TypeError, lambda: tx.scatter_mean(("node", "local")), "one axis", "chain(scatter_mean")  # type: ignore[arg-type]
     pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
     raises_text(tx.UnboundAxis, lambda: pipeline.init(start()), "'data'", "fjoin.bind")
+    twice = {"a.b": torch.ones(3), "a": {"b": torch.ones(4)}}
+    raises_text(ValueError, lambda: tx.simulate(pipeline.init, {"data": 2}, [twice] * 2), "have the paths ['a.b']")
     params, coded = {"w": torch.ones(40)}, tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), gather=tx.int8())
 
     def one_rank(other: tx.Pipeline, of: tx.Pipeline) -> Any:
