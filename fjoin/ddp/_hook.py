@@ -53,6 +53,11 @@ class DDPRun:
         self._plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()))
         # Whether the pipeline transforms parameters, for which the ranks that share gradients sum their weights.
         self._transforms = pipeline is not None and bool(pipeline.ends)
+        if pipeline is None and hook.sharded_over:
+            raise ValueError(
+                f"{hook!r} leaves each rank only its piece of the gradients, so it needs the optimizer that steps the piece; register "
+                f"fuse({hook!r}, optimizer)"
+            )
         ignored = ddp.parameters_to_ignore
         params = {path: p for path, p in ddp.module.named_parameters() if p.requires_grad and path not in ignored}
         self.leaves, self._path_of = params, {p: path for path, p in params.items()}
@@ -104,7 +109,10 @@ class DDPRun:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
         words = 0 if self._used is None else len(self.leaves)
         what = self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
-        return explain_run(DryRun(what, self.leaves, self._mesh.shape, lambda _: self._buckets, module_words=words))
+        sharding = what.sharding if isinstance(what, Pipeline) else None
+        pieces = None if sharding is None else sharding.pieces
+        run = DryRun(what, self.leaves, self._mesh.shape, lambda _: self._buckets, module_words=words, pieces=pieces)
+        return explain_run(run)
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 
@@ -238,6 +246,8 @@ class DDPRun:
             self.total = float(found.total)
         used = None if self._used is None else self._used.anywhere()
         new = keep_unused_state(used, (*new, *states), self.hook_state, self.leaves)
+        if self.pieces is not None:  # what the buckets hold is no gradient; before an error that ends the pass
+            after_backward(self._drop_grads)
         if pipeline_step is not None:
             for out in () if self._bare else self._outs:
                 pipeline_step.observe(out)
@@ -246,8 +256,6 @@ class DDPRun:
         self.hook_state = new
         self.step += 1
         self._buckets = tuple(out.bucket for out in self._outs)
-        if self.pieces is not None:  # what the buckets hold is no gradient
-            after_backward(self._drop_grads)
         for future, out in zip(self._futures, self._outs, strict=True):
             future.set_result(out.buffer if out.scattered else out.grads)
         self._forget()

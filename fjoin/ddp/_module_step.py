@@ -68,16 +68,15 @@ class ModuleStep:
         if pipeline.optimizer.check:
             pipeline.optimizer.check(held)
         self._flats = list(held.values())  # which the states of pure functions must not share
-        self.gather_state: Any = ()
-        held = self._own()
+        held = held if pieces is None else pieces.own(held)
         self.outer: Any = skips.begin(()) if skips else None
         at = pipeline.optimizer.at
         items = [(path, at(path), p, None) for path, p in held.items()]
         self.stepper = ForeachStepper()
         self.stepper.begin(items)
         slots = self.stepper.states
-        if pipeline.sharding is not None:
-            self.gather_state = pipeline.sharding.init(held, dict(slots))
+        sharding = pipeline.sharding
+        self.gather_state: Any = () if sharding is None else sharding.init(held, dict(slots))
         self.after_state: Any = ()
         if pipeline.after:
             masters = masters_of(held, dict(slots))
@@ -142,7 +141,8 @@ class ModuleStep:
             raise ValueError(
                 f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
             )
-        self.stepper.adopt(self.stepper.prepared((path, at(path), self._leaves[path], s) for path, s in saved.items()))
+        own = self._own()
+        self.stepper.adopt(self.stepper.prepared((path, at(path), own[path], s) for path, s in saved.items()))
         self.outer, self.after_state, self.on_state, self.gather_state = outer, after, on_state, gather
         self._loaded_checksum = state_dict["parameters"]
 
@@ -244,14 +244,14 @@ class ModuleStep:
         elif decision.error is not None and self._skips is None:
             return decision.effect, total
         self._run_ends(own, sums["weight"], decision.effect, step)
-        if decision.effect.steps is not False or pipeline.after is not None:
-            self._gather(own, decision.effect)
+        self._gather(own, decision.effect)
         return decision.effect, total
 
     def _gather(self, own: dict[str, Tensor], effect: Effect) -> None:
         """Give all ranks the parameters that each of them has stepped."""
         pieces, sharding = self._pieces, self.pipeline.sharding
-        if pieces is None or sharding is None:
+        effect = effect.at_end if self.pipeline.after else effect
+        if pieces is None or sharding is None or effect.steps is False:
             return
         params = {path: p.detach() for path, p in self._leaves.items()}
         with bind_axes(self._mesh.axes):

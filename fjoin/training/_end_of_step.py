@@ -110,8 +110,7 @@ class EndOfStep:
             self._deferred.advance()
             extra = {"prefetch": self._deferred} if effect.raises is False else {}
         self._run_ends(body, sums["weight"], effect, **extra)
-        if effect.steps is not False or self._pipeline.after is not None:
-            self._gather(body, effect)
+        self._gather(body, effect)
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)
             with bind_axes(self._mesh.axes):
@@ -145,10 +144,11 @@ class EndOfStep:
     def _gather(self, body: StateData, effect: Effect) -> None:
         """Give all ranks the parameters that each of them has stepped."""
         sharding, storage = self._pipeline.sharding, body.storage
-        if sharding is not None:
+        effect = effect.at_end if self._pipeline.after else effect
+        if sharding is not None and effect.steps is not False:
             if sharding.codec is None:
                 gather_pieces(storage, self._mesh)
-            elif effect.steps is not False:
+            else:
                 body.gather = gather_changes_(storage, sharding, self._mesh, body.gather, effect)
 
     def _raise_or_count(self, body: StateData, decision: Decision) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -38,6 +40,100 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(self.layers(x).view(-1, 3, 3, 3)).mean()
+
+
+RESUMED = {
+    **{name: sharded for name, (sharded, _) in PIPELINES.items()},
+    "gather": tx.fuse(tx.scatter_mean("data"), ADAM, gather=tx.int8()),
+    "lamb": tx.zero(tx.mean("data"), tx.lamb(0.01), "data"),
+}
+
+
+def resume(name: str, steps: int) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """The parameters of a run, and of one that goes on from the state of its first half in another module."""
+    ends = []
+    torch.manual_seed(0)
+    model, saved = Model(), {}
+    for resumed in (False, True):
+        gen = torch.Generator().manual_seed(dist.get_rank())
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+        handle = fjoin.ddp.register(ddp, RESUMED[name])
+        if resumed:
+            handle.load_state_dict(saved)
+        for i in range(steps):
+            x = torch.randn(9 * 2, 20, generator=gen)
+            if not resumed or i >= steps // 2:
+                ddp(x).backward()
+            if not resumed and i + 1 == steps // 2:
+                saved, half = copy.deepcopy(handle.state_dict()), copy.deepcopy(model)
+        ends.append({path: p.detach().clone() for path, p in model.named_parameters()})
+        model = half
+    return ends, [handle.step, handle.skipped]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_sharded_pipeline_resumes_from_its_state_dict(pool: Any, name: str) -> None:
+    found = pool.run(2, resume, name, 4)
+    for (whole, resumed), counts in found:
+        assert counts == [4, 0]
+        for path, value in found[0][0][0].items():
+            torch.testing.assert_close(resumed[path], value, rtol=1e-5, atol=1e-6, msg=path)
+            assert torch.equal(resumed[path], found[0][0][1][path]) and torch.equal(whole[path], value)
+
+
+EXPLAINED = {
+    **RESUMED,
+    "cast": tx.fuse(tx.cast(torch.bfloat16, tx.scatter_mean("data")), ADAM, tx.ema(0.9)),
+    "int8": tx.fuse(tx.chain(tx.compress(tx.int8(), tx.scatter_mean("data")), tx.clip_by_global_norm(1.0)), ADAM),
+}
+
+
+def explained(name: str) -> Any:
+    """(bytes, messages) that rank 0 sends in each pass, counted, and as explained; and the state's bytes, explained."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Model(), bucket_cap_mb=0.001)
+    handle, seen = fjoin.ddp.register(ddp, EXPLAINED[name]), []
+    for _ in range(3):
+        with sent_to_others() as sent:
+            ddp(torch.randn(9 * 2, 20)).backward()
+        what = handle.explain()
+        seen.append(((sum(sent), len(sent)), (what.sent_bytes, what.messages)))
+    return seen, what.state_bytes
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_the_messages_of_a_module_are_those_explained(pool: Any, name: str) -> None:
+    found = pool.run(2, explained, name)
+    assert all(counted == announced for counted, announced in found[0][0])
+    if name == "adam":
+        assert found[0][1] < 1.05 * 8 * sum(p.numel() for p in Model().parameters()) / 2
+
+
+def fail(how: str) -> Any:
+    """A pass with an infinite gradient on rank 1, and a hook without an optimizer."""
+    torch.manual_seed(0)
+    model = Model()
+    ddp = DistributedDataParallel(model)
+    if how == "no optimizer":
+        fjoin.ddp.register(ddp, tx.chain(tx.scatter_mean("data"), tx.clip_by_value(1.0)))
+    fjoin.ddp.register(ddp, PIPELINES["adam"][0])
+    if dist.get_rank() == 1:
+        model.layers[0].weight.register_hook(lambda grad: grad * math.inf)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(fjoin.NonFinite):
+        ddp(torch.ones(9 * 2, 20)).backward()
+    same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    return same, all(p.grad is None for p in model.parameters())
+
+
+def test_a_failed_step_leaves_no_gradients_of_pieces(pool: Any) -> None:
+    assert pool.run(2, fail, "not finite") == [(True, True)] * 2
+
+
+def test_a_hook_that_shards_needs_an_optimizer(pool: Any) -> None:
+    with pytest.raises(Exception, match=r"ValueError: chain\(scatter_mean.*register fuse\(") as error:
+        pool.run(2, fail, "no optimizer")
+    assert "rank 0" in str(error.value) and "rank 1" in str(error.value)
 
 
 def train(name: str, sharded: bool, steps: int, caps: float | None, join: bool) -> Any:

@@ -87,6 +87,22 @@ def test_every_pipeline(name: str) -> None:
                 )
 
 
+@pytest.mark.parametrize("gather", [None, tx.int8()])
+def test_a_node_without_input_gets_the_average_of_the_others(gather: tx.Codec | None) -> None:
+    pipeline = tx.fuse(tx.scatter_mean("local"), tx.adamw(0.1), tx.average_parameters("node"), gather=gather)
+
+    def one_rank(rank: int) -> Any:
+        step = fjoin.train_step(loss_fn, pipeline, mesh=fjoin.mesh({"node": 2, "local": 2}), weight=lambda b: b[1])
+        state = step.init(start())
+        for b in step.join([batch(rank, i) for i in range(3 if rank < 2 else 0)], empty=batch(0, 0)):
+            state, _ = step(state, b)
+        return state.clone()
+
+    ranks = tx.simulate(one_rank, {"node": 2, "local": 2}, list(range(4)))
+    assert not torch.equal(ranks[0].params["a.weight"], start()["a.weight"])
+    same(ranks[1:], [ranks[0]] * 3)
+
+
 def flat(state: Any) -> dict[str, Any]:
     return tx.to_state_dict(state)
 

@@ -76,7 +76,7 @@ class DryRun:
             # The values that this rank steps.
             self.own: dict[str, Tensor] = self.pieces.own(self.params) if self.pieces else self.params
             self.layout, self.plan = (
-                self.pieces.buckets if self.pieces else layout(self.params),
+                self.pieces.buckets if self.pieces and not self._in_module else layout(self.params),
                 make_plan(self.hook, sizes, *ends, *(() if on_buffers is None else (on_buffers,))),
             )
         ranks, in_module = self._ranks(self.plan.reduced(0).axes), self._in_module
@@ -107,7 +107,7 @@ class DryRun:
         lane = self._lane if in_hook and self.plan.reduced(step).equal else None
         if in_hook and part is self.plan.reduce:
             self._reduce(part)
-        elif in_hook and part is self.plan.clip:
+        elif in_hook and part is self.plan.clip and not (self._in_module and self._sharded):
             pass  # the step knows the norm itself; of pieces it is in the message that says whether they are finite
         elif per_bucket:
             self._update_buckets(part, step, lane)
@@ -123,6 +123,19 @@ class DryRun:
         """The keyword of the stages behind the one that shards."""
         behind = self.pieces is not None and self.values is self.own
         return {"sharded_over": self.pieces.axis} if behind and self.pieces else {}
+
+    def _in_bucket(self, k: int, flat: bool) -> tuple[Pieces | None, dict[str, Tensor]]:
+        """The pieces of a bucket, and its values: one flat tensor, or leaves.
+
+        A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
+        """
+        bucket = self.layout[k]
+        leaves = {path: self.values[path] for path in bucket.paths}
+        if self.pieces is not None and self._in_module:
+            return self.pieces.among(bucket.paths), leaves
+        if not flat:
+            return self.pieces and self.pieces.only(k), leaves
+        return self.pieces and self.pieces.flat(k, ""), {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
 
     def gather(self) -> tuple[Message, ...]:
         """The messages with the parameters that the ranks have stepped."""
@@ -155,16 +168,15 @@ class DryRun:
     def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
         """Run a stage bucket by bucket; the first bucket carries the lane."""
         assert self.plan.early is not None
-        flat, full, first_bucket = takes_flat(self.plan.early), part.init(self.values), None
-        for k, bucket in enumerate(self.layout):
-            pieces = self.pieces and (self.pieces.flat(k, "") if flat else self.pieces.only(k))
+        flat = takes_flat(self.plan.early) and not (self._in_module and self.pieces)
+        full, first_bucket = part.init(self.values), None
+        for k in range(len(self.layout)):
+            pieces, some = self._in_bucket(k, flat)
             with bind_pieces(pieces):
                 if flat:
-                    some = {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
                     some = pieces.own(some) if pieces and self._sharded else some
                     state = part.init(some)
                 else:
-                    some = {path: self.values[path] for path in bucket.paths}
                     state = restrict(full, self.params, some)
                 own_lane = None if first_bucket else lane
                 _, new = _update(
@@ -182,13 +194,13 @@ class DryRun:
             psum(total.new_ones(1 if self._lane is None else 2), axis)
         elif carrier is None:
             psum(encode_lane({"total": total, **(self._lane or {})}, self._dtype, axis_size(axis)), axis)
-        for i, bucket in enumerate(self.layout):
-            flat = {"flat": torch.zeros(bucket.numel, dtype=bucket.dtype)}
+        for i in range(len(self.layout)):
+            pieces, some = self._in_bucket(i, flat=True)
             extra = (
                 {"lane": self._lane} if i == carrier else {"first_bucket": FirstBucket(lambda: MeanState(total, {}))}
             )
-            with bind_pieces(self.pieces and self.pieces.flat(i, "flat")):
-                part.update(flat, part.init(flat), flat, weight=None, **extra)
+            with bind_pieces(pieces):
+                part.update(some, part.init(some), some, weight=None, **extra)
 
 
 class _AtOnce:

@@ -33,6 +33,11 @@ class Effect(NamedTuple):
         """Whether the optimizer takes a step."""
         return both(self.live, self.fine)
 
+    @property
+    def at_end(self) -> Effect:
+        """The effect on the values that a transform at the end of the step may change, which runs in all steps."""
+        return Effect(True if self.raises is False else ~torch.as_tensor(self.raises))
+
     def keep(self, new: Any, old: Any) -> Any:
         """The state after the step, or the state before it with advanced host counters.
 

@@ -198,7 +198,8 @@ def pipeline_of(
         """The whole parameters, from those that this rank has stepped."""
         if sharding is None or pieces is None:
             return own, state
-        if effect.steps is False and (after is None or gather is not None):
+        effect = effect.at_end if after else effect
+        if effect.steps is False:
             return params, state
         new, found = sharding.gather(pieces, params, own, state.optimizer, state.gather)
         return new if gather is None else effect.where(new, params), state._replace(gather=found)

@@ -45,6 +45,7 @@ class Sharding:
             *((path, p.shape, p.dtype, p.device) for path, p in zip(paths, leaves, strict=True)),
         )
         if key not in self._made:
+            named_leaves(params)  # raises where two leaves have one path
             named = dict(zip(paths, leaves, strict=True))
             self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes)
         return self._made[key]
@@ -61,6 +62,11 @@ class Sharding:
     def held(self, pieces: Pieces, params: Tree, state: Any) -> Tree:
         """This rank's slices of the parameters, or their exact values."""
         own = pieces.own(params)
+        if isinstance(state, GatherState) != (self.codec is not None):
+            raise ValueError(
+                f"the gather's state is a {type(state).__name__}, but this pipeline has gather={self.codec!r}; it is another "
+                f"pipeline's state"
+            )
         if not isinstance(state, GatherState):
             return own
         return map_with_path(lambda path, leaf: state.master.get(path, leaf), own)
@@ -116,6 +122,11 @@ def sharding_of(
                 f"fuse: {part!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
             )
     for part in _behind(hook):
+        if axis in axes_of(part, ()):
+            raise ValueError(
+                f"fuse: {part!r} communicates over {axis!r} behind {found[0]!r}, but the ranks of {axis!r} then hold different pieces; "
+                f"use it over the other axes"
+            )
         if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE) and not part.accepts("sharded_over"):
             raise ValueError(
                 f"fuse: {part!r} cannot work behind {found[0]!r}, which leaves each rank flat slices of the leaves; put it before, or "

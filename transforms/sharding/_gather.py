@@ -63,8 +63,13 @@ def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, ste
         data = _from_all(codes, pieces, tuple(widths)).split(widths)
         parts = [codec.decode(row.unsqueeze(0), n)[0] for row, n in zip(data, sizes, strict=True) if n]
         moved = pieces.leaves(k, torch.cat(parts) if parts else changes)
-        new.update({path: (old[path].float() + change).to(old[path].dtype) for path, change in moved.items()})
+        new.update({path: (_wide(old[path]) + change).to(old[path].dtype) for path, change in moved.items()})
     return map_with_path(lambda path, _: new[path], params)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """The values in float32, or in their own dtype where that is wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _from_all(own: Tensor, pieces: Pieces, sizes: tuple[int, ...]) -> Tensor:

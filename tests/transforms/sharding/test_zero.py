@@ -92,11 +92,70 @@ def test_encoded_means_and_changes_leave_all_ranks_equal() -> None:
         assert torch.allclose(master, first.reshape(-1), atol=2e-4), path
 
 
+@pytest.mark.parametrize("gather", [None, tx.int8()])
+def test_a_node_without_input_gets_the_average_of_the_others(gather: tx.Codec | None) -> None:
+    average = tx.average_parameters("node")
+    pipeline = tx.fuse(tx.scatter_mean("local"), tx.adamw(0.1), average, gather=gather)
+
+    def one_rank(rank: int) -> Any:
+        params = start()
+        state = pipeline.init(params)
+        for step in range(3):
+            params, state = pipeline.step(params, gradients(rank, step), state, weight=float(rank < 2))
+        return params
+
+    ranks = tx.simulate(one_rank, {"node": 2, "local": 2}, list(range(4)))
+    assert not torch.equal(ranks[0]["a.weight"], start()["a.weight"])
+    for path, value in ranks[0].items():
+        assert all(torch.equal(params[path], value) for params in ranks), path
+
+
+def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
+    params = {"w": torch.full((40,), 2.0**24 + 1, dtype=torch.float64)}
+    pipeline = tx.fuse(tx.scatter_mean("data"), tx.sgd(1.0), gather=tx.int8())
+
+    def one_rank(grad: float) -> Any:
+        return pipeline.step(params, {"w": torch.full_like(params["w"], grad)}, pipeline.init(params))[0]
+
+    for new in tx.simulate(one_rank, {"data": 2}, [0.0, 0.0]):
+        assert torch.equal(new["w"], params["w"])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_steps_can_be_differentiated(ranks: int) -> None:
+    """By a factor of the gradients of two steps, as in an unsharded pipeline."""
+
+    def derivative(hook: tx.Transform) -> Callable[[int], Tensor]:
+        pipeline = tx.fuse(hook, tx.sgd(0.1, momentum=0.9))
+
+        def one_rank(rank: int) -> Tensor:
+            params, factor = start(torch.float64), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+            state = pipeline.init(params)
+            for step in range(2):
+                grads = {path: factor * g * params[path] for path, g in gradients(rank, step, torch.float64).items()}
+                params, state = pipeline.step(params, grads, state, weight=1.0 + rank)
+            sum((p**2).sum() for p in params.values()).backward()  # type: ignore[union-attr]
+            assert factor.grad is not None
+            return factor.grad
+
+        return one_rank
+
+    got, want = (
+        tx.simulate(derivative(h("data")), {"data": ranks}, list(range(ranks))) for h in (tx.scatter_mean, tx.mean)
+    )
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize(
     "make, words",
     [
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.scatter_mean("local")), tx.sgd(0.1)), ("shards twice",)),
         (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.power_sgd("node")), tx.sgd(0.1)), ("power_sgd", "behind")),
+        (lambda: tx.fuse(tx.chain(tx.scatter_mean("data"), tx.mean("data")), tx.sgd(0.1)), ("mean('data')", "different pieces")),
+        (
+            lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.cast(torch.bfloat16, tx.mean(("node", "local")))), tx.sgd(0.1)),
+            ("over 'local'", "different pieces"),
+        ),
         (lambda: tx.fuse(tx.every(2, tx.scatter_mean("data")), tx.sgd(0.1)), ("every", "cannot hold")),
         (lambda: tx.fuse(tx.masked(tx.scatter_mean("data"), "a"), tx.sgd(0.1)), ("masked", "cannot hold")),
         (lambda: tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), tx.mean("data")), ("mean('data')", "different pieces")),
@@ -112,6 +171,18 @@ def test_other_input_that_cannot_be_used() -> None:
     raises_text(TypeError, lambda: tx.scatter_mean(("node", "local")), "one axis", "chain(scatter_mean")  # type: ignore[arg-type]
     pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
     raises_text(tx.UnboundAxis, lambda: pipeline.init(start()), "'data'", "fjoin.bind")
+    twice = {"a.b": torch.ones(3), "a": {"b": torch.ones(4)}}
+    raises_text(ValueError, lambda: tx.simulate(pipeline.init, {"data": 2}, [twice] * 2), "have the paths ['a.b']")
+    params, coded = {"w": torch.ones(40)}, tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), gather=tx.int8())
+
+    def one_rank(other: tx.Pipeline, of: tx.Pipeline) -> Any:
+        return other.step(params, params, of.init(params))
+
+    def run_with_state_of(other: tx.Pipeline, of: tx.Pipeline) -> Any:
+        return tx.simulate(one_rank, {"data": 2}, [other] * 2, [of] * 2)
+
+    raises_text(ValueError, lambda: run_with_state_of(pipeline, coded), "another pipeline's state")
+    raises_text(ValueError, lambda: run_with_state_of(coded, pipeline), "another pipeline's state")
 
 
 def test_a_matrix_cut_between_ranks_is_noticed() -> None:
