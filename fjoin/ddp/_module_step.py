@@ -14,6 +14,7 @@ from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
+from ..reducer._gather_pieces import gather_leaves
 from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import StepCheck
 from ..training._apply import run_ends
@@ -253,12 +254,13 @@ class ModuleStep:
         effect = effect.at_end if self.pipeline.after else effect
         if pieces is None or sharding is None or effect.steps is False:
             return
+        if sharding.codec is None:
+            gather_leaves(pieces, own, self._leaves, self._mesh.axes[pieces.axis])
+            return
         params = {path: p.detach() for path, p in self._leaves.items()}
         with bind_axes(self._mesh.axes):
             new, self.gather_state = sharding.gather(pieces, params, own, dict(self.stepper.states), self.gather_state)
-        torch._foreach_copy_(
-            list(params.values()), list((effect.where(new, params) if sharding.codec else new).values())
-        )
+        torch._foreach_copy_(list(params.values()), list(effect.where(new, params).values()))
 
     def flush(self, step: int) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""

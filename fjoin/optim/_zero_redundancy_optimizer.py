@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..groups._axis import GroupAxis
 from ..groups._group_mesh import mesh_from_group
+from ..reducer._gather_pieces import gather_leaves
 from ..transforms._state_dict import to_state_dict
 from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import cut
@@ -194,28 +194,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         for shard in self._shards:
             for own in shard.slices.values():
                 own.grad = None
-            self._gather(mesh, shard)
-
-    def _gather(self, mesh: Any, shard: Shard) -> None:
-        """Fill a group's parameters from all ranks' slices."""
-        axis: GroupAxis = mesh.axes["data"]
-        works, pieces = [], shard.pieces
-        for k, bucket in enumerate(pieces.buckets):
-            flat = shard.flats[k]
-            if flat is None:
-                flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-                start, stop = pieces.bounds[k][pieces.rank : pieces.rank + 2]
-                flat[start:stop] = pieces.pack_own(k, shard.slices)
-            works.append((flat, axis.gather_(flat, pieces.sizes(k)) if self.world_size > 1 else None))
-        for k, (flat, work) in enumerate(works):
-            if work is not None:
-                work.wait()
-            of = {path: shard.params[path].detach() for path in pieces.buckets[k].paths}
-            if shard.flats[k] is None:
-                new = pieces.leaves(k, flat)
-                torch._foreach_copy_(list(of.values()), [new[path] for path in of])
-            else:  # a graph that needs the old values must see that they have changed
-                torch.autograd.graph.increment_version(list(of.values()))
+            gather_leaves(shard.pieces, shard.slices, shard.params, mesh.axes["data"], shard.flats)
 
     # -- in a Join of torch -----------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..groups._axis import GroupAxis, Work
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Axis, bind_axes
+from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._sharding import Sharding
@@ -39,6 +41,36 @@ def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work
     own = flat[bounds[rank] : bounds[rank + 1]]
     flat.copy_(axis.run("all_to_all_single", own.repeat(len(sizes)), ((len(own),) * len(sizes), tuple(sizes))))
     return None
+
+
+def gather_leaves(
+    pieces: Pieces, slices: Mapping[str, Tensor], params: Mapping[str, Tensor], axis: Axis,
+    flats: Sequence[Tensor | None] = (),
+) -> None:  # fmt: skip
+    """Write all ranks' slices into the parameters; all messages travel at once.
+
+    Args:
+        slices: Path -> this rank's slice.
+        params: Path -> parameter, in memory of its own.
+        flats: By bucket: the memory that its parameters and slices are views of, or None.
+    """
+    works: list[tuple[Tensor, Work | None]] = []
+    for k, bucket in enumerate(pieces.buckets):
+        flat = flats[k] if flats else None
+        if flat is None:
+            flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            start, stop = pieces.bounds[k][pieces.rank : pieces.rank + 2]
+            flat[start:stop] = pieces.pack_own(k, slices)
+        works.append((flat, _start(axis, flat, pieces.bounds[k], pieces.rank) if pieces.ranks > 1 else None))
+    for k, (flat, work) in enumerate(works):
+        if work is not None:
+            work.wait()
+        of = {path: params[path].detach() for path in pieces.buckets[k].paths}
+        if flats and flats[k] is not None:  # a graph that needs the old values must see that they have changed
+            torch.autograd.graph.increment_version(list(of.values()))
+        else:
+            new = pieces.leaves(k, flat)
+            torch._foreach_copy_(list(of.values()), [new[path] for path in of])
 
 
 def gather_changes_(storage: Storage, sharding: Sharding, mesh: Mesh, step: int, effect: Effect) -> int:
