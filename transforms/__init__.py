@@ -207,6 +207,7 @@ from .schedules._schedules_of_parts import piecewise as piecewise
 from .schedules._schedules_of_parts import tabulated as tabulated
 from .schedules._schedules_of_parts import warmup as warmup
 from .sharding._gather import GatherState as GatherState
+from .sharding._gather import ShardState as ShardState
 from .sharding._scatter_mean import scatter_mean as scatter_mean
 from .step_param._optimizer import Optimizer as Optimizer
 from .sync._batch_norm import BatchNormState as BatchNormState

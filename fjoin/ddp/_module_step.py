@@ -77,7 +77,7 @@ class ModuleStep:
         self.stepper.begin(items)
         slots = self.stepper.states
         sharding = pipeline.sharding
-        self.gather_state: Any = () if sharding is None else sharding.init(held, dict(slots))
+        self.gather_state: Any = () if sharding is None or pieces is None else sharding.init(pieces, held, dict(slots))
         self.after_state: Any = ()
         if pipeline.after:
             masters = masters_of(held, dict(slots))

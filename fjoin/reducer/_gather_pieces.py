@@ -15,7 +15,7 @@ from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._sharding import Sharding
-from ..transforms.sharding._gather import GatherState, gather_changes
+from ..transforms.sharding._gather import GatherState, ShardState, gather_changes
 from ._flat_params import Storage, assign_
 
 
@@ -92,8 +92,12 @@ def gather_changes_(storage: Storage, sharding: Sharding, mesh: Mesh, step: int,
 
 def gather_state(storage: Storage, step: int) -> Any:
     """The state of the gather in the form of the pure pipeline."""
-    if not storage.exact:
+    if storage.pieces is None:
         return ()
+    if not storage.exact:
+        return ShardState(storage.pieces.ranks)
     states = storage.optimizer_states() if storage.has_masters else {}
     own = storage.own_leaves()
-    return GatherState(step, {path: leaf for path, leaf in own.items() if master_of(states.get(path)) is None})
+    return GatherState(
+        storage.pieces.ranks, step, {path: leaf for path, leaf in own.items() if master_of(states.get(path)) is None}
+    )

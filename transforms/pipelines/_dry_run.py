@@ -142,7 +142,7 @@ class DryRun:
         del self._notes[:]
         if isinstance(self.pipeline, Pipeline) and self.pipeline.sharding and self.pieces:
             sharding, slots = self.pipeline.sharding, self.pipeline.optimizer.init(self.own)
-            sharding.gather(self.pieces, self.params, self.own, slots, sharding.init(self.own, slots))
+            sharding.gather(self.pieces, self.params, self.own, slots, sharding.init(self.pieces, self.own, slots))
         return tuple(self._notes)
 
     def lane_messages(self, step: int) -> tuple[tuple[Message, ...], ...]:

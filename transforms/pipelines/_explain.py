@@ -124,11 +124,11 @@ def _hook_rows(run: DryRun, at_step: int | None) -> list[Row]:
 
 def _gather_rows(run: DryRun, sharding: Sharding | None, slots: Any) -> list[Row]:
     """The messages of a sharded pipeline beside those of its stages."""
-    if sharding is None:
+    if sharding is None or run.pieces is None:
         return []
     verdict = run.sum_of(torch.zeros(2, dtype=torch.float64), (sharding.axis,))
     codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
-    state = _state_bytes(sharding.init(run.own, slots))
+    state = _state_bytes(sharding.init(run.pieces, run.own, slots))
     return [
         Row("(whether all pieces are finite)", Needs.TREE, "each step", verdict, 0),
         Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", run.gather(), state),

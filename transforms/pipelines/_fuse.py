@@ -129,7 +129,7 @@ def pipeline_of(
         state = PipelineState(
             hook_state, slots, after.init(masters_of(own, slots)) if after else (),
             on_state.init(state_fields(_by_path(own, slots))) if on_state else (), 0, _nothing(),
-            sharding.init(own, slots) if sharding else (),
+            sharding.init(pieces, own, slots) if sharding and pieces else (),
         )  # fmt: skip
         return skips.begin(state) if skips else state
 
@@ -151,6 +151,8 @@ def pipeline_of(
         if lane and "weight" in lane:
             raise ValueError("'weight' in the lane is taken by the ranks' weights; choose another name")
         own, pieces = check_weight(weight), sharding.pieces(params) if sharding else None
+        if sharding and pieces:
+            sharding.check(pieces, old.gather)
         with bind_pieces(pieces):
             grads, hook_state = hook.update(
                 prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,

@@ -14,7 +14,7 @@ from ..layout._buckets import BUCKET_BYTES
 from ..layout._pieces import Pieces, cut
 from ..optimizers._mixed_precision import master_of
 from ..plan._plan import axes_of
-from ..sharding._gather import GatherState, gather, gather_changes
+from ..sharding._gather import GatherState, ShardState, gather, gather_changes
 from ..step_param._optimizer import Optimizer
 
 # The transforms that may hold a scatter_mean: they hand on what it returns.
@@ -50,23 +50,33 @@ class Sharding:
             self._made[key] = cut(named, self._optimizer, self.axis, ranks, rank, bucket_bytes)
         return self._made[key]
 
-    def init(self, own: Tree, slots: Any) -> Any:
+    def init(self, pieces: Pieces, own: Tree, slots: Any) -> ShardState | GatherState:
         """The state of the gather."""
         if self.codec is None:
-            return ()
+            return ShardState(pieces.ranks)
         named, states = named_leaves(own), _leaves_of(own, slots)
         return GatherState(
-            0, {path: leaf.detach().clone() for path, leaf in named.items() if master_of(states[path]) is None}
+            pieces.ranks,
+            0,
+            {path: leaf.detach().clone() for path, leaf in named.items() if master_of(states[path]) is None},
         )
 
-    def held(self, pieces: Pieces, params: Tree, state: Any) -> Tree:
-        """This rank's slices of the parameters, or their exact values."""
-        own = pieces.own(params)
-        if isinstance(state, GatherState) != (self.codec is not None):
+    def check(self, pieces: Pieces, state: Any) -> None:
+        """Raise ValueError unless the state of the gather is of this pipeline, and of as many ranks."""
+        if not isinstance(state, ShardState if self.codec is None else GatherState):
             raise ValueError(
                 f"the gather's state is a {type(state).__name__}, but this pipeline has gather={self.codec!r}; it is another "
                 f"pipeline's state"
             )
+        if state.ranks != pieces.ranks:
+            raise ValueError(
+                f"the state is cut into pieces for {state.ranks} ranks, but the axis {self.axis!r} has {pieces.ranks}; reshard it: put "
+                f"the slices of the {state.ranks} ranks together, and start this pipeline's init with them cut anew"
+            )
+
+    def held(self, pieces: Pieces, params: Tree, state: ShardState | GatherState) -> Tree:
+        """This rank's slices of the parameters, or their exact values."""
+        own = pieces.own(params)
         if not isinstance(state, GatherState):
             return own
         return map_with_path(lambda path, leaf: state.master.get(path, leaf), own)
@@ -84,7 +94,7 @@ class Sharding:
         states, named = _leaves_of(own, slots), named_leaves(own)
         exact = {path: leaf if (m := master_of(states[path])) is None else m for path, leaf in named.items()}
         new = gather_changes(pieces, exact, params, self.codec, state.step)
-        return new, GatherState(state.step + 1, {path: named[path] for path in state.master})
+        return new, state._replace(step=state.step + 1, master={path: named[path] for path in state.master})
 
 
 def _leaves_of(own: Tree, slots: Any) -> dict[str, Any]:

@@ -16,9 +16,16 @@ from ..codecs._stochastic import StochasticEncoder
 from ..layout._pieces import Pieces
 
 
+class ShardState(NamedTuple):
+    """The sharding of a state whose parameters are gathered as they are."""
+
+    ranks: int  # among which it is cut, on the host
+
+
 class GatherState(NamedTuple):
     """The exact values of this rank's slices, where a codec sends their changes."""
 
+    ranks: int  # among which the state is cut, on the host
     step: int  # calls so far, on the host; it keys the random bits
     master: Piece[dict[str, Tensor]]  # path -> slice; without the parameters of which the optimizer keeps a master copy
 

@@ -250,3 +250,14 @@ def test_explain_says_how_evenly_matrices_are_shared_out() -> None:
     what = tx.explain(tx.zero(tx.mean("data"), tx.muon(0.1), "data"), params, {"data": 8})
     (row,) = [row for row in what.rows if row.stage.startswith("muon")]
     assert row.when.startswith("each step; the largest rank 1.") and float(row.when.split()[5]) <= 1.15
+
+
+def test_a_state_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
+    pipeline = tx.zero(tx.mean("data"), tx.adamw(0.1), "data")
+    states = tx.simulate(lambda: pipeline.init(start()), {"data": 3})
+
+    def one_rank(rank: int) -> None:
+        text = "cut into pieces for 3 ranks", "'data' has 2", "reshard"
+        raises_text(ValueError, lambda: pipeline.step(start(), gradients(rank, 0), states[rank]), *text)
+
+    tx.simulate(one_rank, {"data": 2}, [0, 1])
