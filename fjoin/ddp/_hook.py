@@ -68,8 +68,6 @@ class DDPRun:
             # By the parameters, not by the module's buckets, which change after the first pass.
             with bind_axes(mesh.axes):
                 self.pieces = pipeline.sharding.pieces(held)
-            if plan.reduce is not None:
-                self._plan = plan = plan._replace(reduce=None, early=plan.reduce)
         self.pipeline_step = None
         if pipeline is not None:
             self.pipeline_step = ModuleStep(pipeline, plan, mesh, params, self._transforms, self.pieces)

@@ -14,6 +14,7 @@ from ..transforms._tree import to_device
 from ..transforms.axes._collectives import axis_index
 from ..transforms.plan._plan import Plan
 from ._buckets import DDPBucket
+from ._module_scatter import ModuleScatter
 
 
 class Counts:
@@ -75,7 +76,7 @@ class WeightedSum:
         return self._sums[-1]
 
     def send(self, out: DDPBucket) -> None:
-        """Start summing a bucket in place, times its `unit`."""
+        """Start summing a bucket in place, times its `unit`, or this rank's piece of it."""
         if out.grads.dtype.itemsize < 4 and 0 < self.total < math.inf:
             # Weighted sums of gradients would overflow: scale by a power of two near 1 / total, which loses no bit.
             out.unit = 2.0 ** -math.floor(math.log2(self.total))
@@ -84,4 +85,7 @@ class WeightedSum:
             out.grads.zero_()  # 0 times NaN is NaN
         elif factor != 1.0:
             out.grads.mul_(factor)
-        out.work = self._mesh.reduce_(out.grads, self._axes)
+        if out.pieces is not None:
+            out.work = ModuleScatter(out, self._mesh.axes[out.pieces.axis])
+        else:
+            out.work = self._mesh.reduce_(out.grads, self._axes)

@@ -55,6 +55,12 @@ class Pieces:
         """Path -> (start, stop), this rank's slice of the flat leaf."""
         return {path: span for k in range(len(self.buckets)) for path, span in self.slices_in(k, self.rank).items()}
 
+    @functools.cached_property
+    def slices_of_all(self) -> list[dict[str, tuple[int, int]]]:
+        """`slices` of each rank."""
+        ranks, buckets = range(self.ranks), range(len(self.buckets))
+        return [{path: span for k in buckets for path, span in self.slices_in(k, rank).items()} for rank in ranks]
+
     def slices_in(self, k: int, rank: int) -> dict[str, tuple[int, int]]:
         """Path -> (start, stop), a rank's slices of the leaves in one bucket."""
         (low, high), found = self.bounds[k][rank : rank + 2], {}

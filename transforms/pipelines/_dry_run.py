@@ -23,6 +23,7 @@ from .._lane import encode_lane, lane_dtype, mask_words, step_lane
 from .._transform import Transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
+from ..axes._ragged import all_to_all_single
 from ..layout._buckets import Bucket, lane_bucket
 from ..layout._pieces import Pieces, bind_pieces
 from ..plan._plan import make_plan, takes_flat
@@ -194,13 +195,23 @@ class DryRun:
             psum(total.new_ones(1 if self._lane is None else 2), axis)
         elif carrier is None:
             psum(encode_lane({"total": total, **(self._lane or {})}, self._dtype, axis_size(axis)), axis)
-        for i in range(len(self.layout)):
+        for i, bucket in enumerate(self.layout):
+            if self._in_module and self.pieces is not None:
+                self._scatter_in_module(self.pieces.among(bucket.paths), bucket)
+                continue
             pieces, some = self._in_bucket(i, flat=True)
             extra = (
                 {"lane": self._lane} if i == carrier else {"first_bucket": FirstBucket(lambda: MeanState(total, {}))}
             )
             with bind_pieces(pieces):
                 part.update(some, part.init(some), some, weight=None, **extra)
+
+    def _scatter_in_module(self, pieces: Pieces, bucket: Bucket) -> None:
+        """The message of a module's bucket: all slices of other ranks at once."""
+        sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]
+        give, take = [0, *sizes[1:]], [0, *(sizes[0] for _ in sizes[1:])]
+        flat = torch.zeros(sum(give), dtype=bucket.dtype)
+        all_to_all_single(flat, pieces.axis, input_split_sizes=give, output_split_sizes=take)
 
 
 class _AtOnce:

@@ -1,0 +1,43 @@
+"""The sharded sum of one of a module's buckets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..groups._axis import GroupAxis
+from ..transforms._axis_env import Axis
+from ._buckets import DDPBucket
+
+
+class ModuleScatter:
+    """The message of one bucket: each rank sends every other rank the slices that this one owns.
+
+    The slices of a rank travel in the order of the module's bucket.
+    """
+
+    def __init__(self, out: DDPBucket, axis: Axis) -> None:
+        assert out.pieces is not None
+        self._out, self._rank = out, out.pieces.rank
+        grads = {path: grad.reshape(-1) for path, grad in out.by_path().items()}
+        parts = [
+            [grads[path][start:stop] for path in out.bucket.paths for start, stop in (slices[path],) if stop]
+            for slices in out.pieces.slices_of_all
+        ]
+        empty = out.grads[:0]
+        self._own = torch.cat([empty, *parts[self._rank]])
+        give, take = [sum(map(len, of)) for of in parts], [len(self._own)] * len(parts)
+        give[self._rank] = take[self._rank] = 0
+        sent = torch.cat([empty, *(part for rank, of in enumerate(parts) if rank != self._rank for part in of)])
+        arguments = ("all_to_all_single", sent, (tuple(give), tuple(take)))
+        self._received = axis.begin(*arguments) if isinstance(axis, GroupAxis) else lambda: axis.run(*arguments)
+
+    def wait(self) -> None:
+        """Add the slices in the order of the ranks."""
+        own, received = self._own, self._received()
+        rows: list[Tensor] = list(received.split(len(own))) if received.numel() else []
+        rows.insert(self._rank, own)
+        total = rows[0]
+        for row in rows[1:]:
+            total = torch.add(total, row, out=row if row is own else total)
+        self._out.scatter(total)
