@@ -38,6 +38,9 @@ def leaves_with_placement(
         hints = get_type_hints(type(state), include_extras=True)
         for name, value in zip(state._fields, state, strict=True):
             marks = [mark for mark in get_args(hints[name])[1:] if isinstance(mark, Placement)]
+            if marks and isinstance(value, int):
+                yield f"{path}.{name}".removeprefix("."), marks[0]
+                continue
             yield from leaves_with_placement(value, f"{path}.{name}", marks[0] if marks else kind)
     elif isinstance(state, dict):
         for name, value in state.items():

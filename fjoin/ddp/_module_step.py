@@ -137,6 +137,8 @@ class ModuleStep:
         after = restored("the state of the after", self.after_state, state_dict["after"])
         on_state = restored("the state of on_state", self.on_state, state_dict["on_state"])
         gather = restored("the state of the gather", self.gather_state, state_dict["gather"])
+        if self.pipeline.sharding is not None and self._pieces is not None:
+            self.pipeline.sharding.check(self._pieces, gather)
         saved, at = state_dict["optimizer"], self.pipeline.optimizer.at
         if self.stepper.states.keys() != saved.keys():
             raise ValueError(

@@ -15,7 +15,7 @@ from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._sharding import Sharding
-from ..transforms.sharding._gather import GatherState, ShardState, gather_changes
+from ..transforms.sharding._gather import GatherState, ShardState, cut_of, gather_changes
 from ._flat_params import Storage, assign_
 
 
@@ -95,9 +95,9 @@ def gather_state(storage: Storage, step: int) -> Any:
     if storage.pieces is None:
         return ()
     if not storage.exact:
-        return ShardState(storage.pieces.ranks)
+        return ShardState(cut_of(storage.pieces))
     states = storage.optimizer_states() if storage.has_masters else {}
     own = storage.own_leaves()
     return GatherState(
-        storage.pieces.ranks, step, {path: leaf for path, leaf in own.items() if master_of(states.get(path)) is None}
+        cut_of(storage.pieces), step, {path: leaf for path, leaf in own.items() if master_of(states.get(path)) is None}
     )

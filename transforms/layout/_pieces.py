@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,13 @@ class Pieces:
     def slices(self) -> dict[str, tuple[int, int]]:
         """Path -> (start, stop), this rank's slice of the flat leaf."""
         return {path: span for k in range(len(self.buckets)) for path, span in self.slices_in(k, self.rank).items()}
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number that differs for other buckets, cuts or numbers of ranks."""
+        return zlib.crc32(
+            repr([(bucket.paths, cuts) for bucket, cuts in zip(self.buckets, self.bounds, strict=True)]).encode()
+        )
 
     @functools.cached_property
     def slices_of_all(self) -> list[dict[str, tuple[int, int]]]:

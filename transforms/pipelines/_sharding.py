@@ -14,7 +14,7 @@ from ..layout._buckets import BUCKET_BYTES
 from ..layout._pieces import Pieces, cut
 from ..optimizers._mixed_precision import master_of
 from ..plan._plan import axes_of
-from ..sharding._gather import GatherState, ShardState, gather, gather_changes
+from ..sharding._gather import GatherState, ShardState, cut_of, gather, gather_changes
 from ..step_param._optimizer import Optimizer
 
 # The transforms that may hold a scatter_mean: they hand on what it returns.
@@ -53,10 +53,10 @@ class Sharding:
     def init(self, pieces: Pieces, own: Tree, slots: Any) -> ShardState | GatherState:
         """The state of the gather."""
         if self.codec is None:
-            return ShardState(pieces.ranks)
+            return ShardState(cut_of(pieces))
         named, states = named_leaves(own), _leaves_of(own, slots)
         return GatherState(
-            pieces.ranks,
+            cut_of(pieces),
             0,
             {path: leaf.detach().clone() for path, leaf in named.items() if master_of(states[path]) is None},
         )
@@ -68,11 +68,21 @@ class Sharding:
                 f"the gather's state is a {type(state).__name__}, but this pipeline has gather={self.codec!r}; it is another "
                 f"pipeline's state"
             )
-        if state.ranks != pieces.ranks:
+        if state.cut == (here := cut_of(pieces)):
+            return
+        if state.cut.ranks != here.ranks:
             raise ValueError(
-                f"the state is cut into pieces for {state.ranks} ranks, but the axis {self.axis!r} has {pieces.ranks}; reshard it: put "
-                f"the slices of the {state.ranks} ranks together, and start this pipeline's init with them cut anew"
+                f"the state is cut into pieces for {state.cut.ranks} ranks, but the axis {self.axis!r} has {here.ranks}; reshard it: "
+                f"put the slices of the {state.cut.ranks} ranks together, and start this pipeline's init with them cut anew"
             )
+        if state.cut.rank != here.rank:
+            raise ValueError(
+                f"the state is of the pieces of rank {state.cut.rank}, but this is rank {here.rank} of {self.axis!r}; each rank must be "
+                f"given its own state"
+            )
+        raise ValueError(
+            "the state is of other pieces: those of other parameters, of another optimizer, or of another bucket_bytes"
+        )
 
     def held(self, pieces: Pieces, params: Tree, state: ShardState | GatherState) -> Tree:
         """This rank's slices of the parameters, or their exact values."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._placement import Piece
+from .._placement import PerRank, Piece
 from .._tree import Tree, map_with_path, named_leaves
 from ..axes._collectives import axis_index
 from ..axes._ragged import all_to_all_single
@@ -16,18 +16,30 @@ from ..codecs._stochastic import StochasticEncoder
 from ..layout._pieces import Pieces
 
 
-class ShardState(NamedTuple):
-    """The sharding of a state whose parameters are gathered as they are."""
+class Cut(NamedTuple):
+    """Host numbers that say which pieces a state is of."""
 
-    ranks: int  # among which it is cut, on the host
+    ranks: int
+    rank: PerRank[int]
+    fingerprint: int  # of the pieces
+
+
+class ShardState(NamedTuple):
+    """The state of the gather where the parameters are gathered as they are."""
+
+    cut: Cut
 
 
 class GatherState(NamedTuple):
     """The exact values of this rank's slices, where a codec sends their changes."""
 
-    ranks: int  # among which the state is cut, on the host
+    cut: Cut
     step: int  # calls so far, on the host; it keys the random bits
     master: Piece[dict[str, Tensor]]  # path -> slice; without the parameters of which the optimizer keeps a master copy
+
+
+def cut_of(pieces: Pieces) -> Cut:
+    return Cut(pieces.ranks, pieces.rank, pieces.fingerprint)
 
 
 def gather(pieces: Pieces, slices: Tree, like: Tree) -> Tree:

@@ -69,7 +69,7 @@ def test_placements(name: str) -> None:
         elif not all(_same(value, values[0]) for value in values):
             differ.add(kind)
         if kind is tx.Placement.PER_RANK:
-            assert len({value.shape for value in values}) == 1, path
+            assert len({value.shape for value in values if isinstance(value, torch.Tensor)}) <= 1, path
     # `window` is 0 unless gradients are accumulated.
     marked = {kind for path, kind in kinds.items() if not path.endswith("window")}
     assert differ >= marked - {tx.Placement.REPLICATED}

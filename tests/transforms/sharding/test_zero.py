@@ -261,3 +261,16 @@ def test_a_state_of_another_number_of_ranks_is_refused_on_all_ranks() -> None:
         raises_text(ValueError, lambda: pipeline.step(start(), gradients(rank, 0), states[rank]), *text)
 
     tx.simulate(one_rank, {"data": 2}, [0, 1])
+
+
+def test_a_state_of_another_rank_or_of_other_pieces_is_refused() -> None:
+    pipeline = tx.zero(tx.mean("data"), tx.adamw(0.1), "data")
+    states = tx.simulate(lambda: pipeline.init(start()), {"data": 2})
+    other = {path: torch.ones(5) for path in start()}
+
+    def one_rank(rank: int) -> None:
+        text = f"of rank {1 - rank}", f"this is rank {rank}", "its own"
+        raises_text(ValueError, lambda: pipeline.step(start(), gradients(rank, 0), states[1 - rank]), *text)
+        raises_text(ValueError, lambda: pipeline.step(other, other, states[rank]), "other pieces")
+
+    tx.simulate(one_rank, {"data": 2}, [0, 1])
