@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -38,6 +38,11 @@ class Axis:
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         raise NotImplementedError
+
+    def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
+        """Start `run`; the returned function waits for the message and returns the result."""
+        out = self.run(op, x, arg)
+        return lambda: out
 
     def run_(self, x: Tensor) -> Tensor:
         """psum of a tensor that may be overwritten."""

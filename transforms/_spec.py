@@ -10,7 +10,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -254,7 +254,7 @@ def fingerprint(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _call(make: Callable[..., Any], args: tuple[tuple[str, Any], ...]) -> Any:
+def call_factory(make: Callable[..., Any], args: Iterable[tuple[str, Any]]) -> Any:
     """The result of a factory with the arguments of a spec."""
     bound = inspect.BoundArguments(inspect.signature(make), dict(args))  # type: ignore[arg-type]
     return make(*bound.args, **bound.kwargs)
@@ -267,7 +267,7 @@ class PickledBySpec:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         make = _FACTORIES.get(self.spec.name)
-        return super().__reduce_ex__(protocol) if make is None else (_call, (make, self.spec.args))
+        return super().__reduce_ex__(protocol) if make is None else (call_factory, (make, self.spec.args))
 
     def __deepcopy__(self, memo: Any) -> Any:
         del memo

@@ -44,6 +44,7 @@ class Reduction(NamedTuple):
     # Whether the transform is one psum of weight * gradient, weight and lane, then the division, with a `MeanState` as
     # state. A step then sums buckets in place, and leaves the division to the optimizer's kernel.
     fusable: bool = False
+    scatters: bool = False  # whether each rank gets only its piece of the result
 
 
 class Compression(NamedTuple):
@@ -123,9 +124,9 @@ class Transform(Specified):
 
     @functools.cached_property
     def sharded_over(self) -> str | None:
-        """The axis over which the result is sharded, by a `scatter_mean`; None where each rank gets all of it."""
-        if self.spec.name == "scatter_mean":
-            return str(self.spec["axis"])
+        """The axis over which the result is sharded; None where each rank gets all of it."""
+        if self.reduces and self.reduces.scatters:
+            return str(self.reduces.axis)
         inside = (child.sharded_over for child in self.spec.children if isinstance(child, Transform))
         return next(filter(None, inside), None)
 
@@ -187,7 +188,7 @@ class Inner:
             found = sums(getattr(state, self.field))
             return found._replace(lane={name: value for name, value in found.lane.items() if name not in own})
 
-        _, axis, over, _ = self.transform.reduces
+        axis, over = self.transform.reduces.axis, self.transform.reduces.over
         return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
 
 

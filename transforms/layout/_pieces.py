@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,9 +39,6 @@ class Pieces:
     bounds: tuple[tuple[int, ...], ...]
     shapes: Mapping[str, torch.Size]
     whole: frozenset[str]
-    _parts: dict[Any, Pieces] = field(
-        init=False, repr=False, default_factory=dict
-    )  # results of `among`, by its argument
 
     @property
     def ranks(self) -> int:
@@ -101,8 +98,6 @@ class Pieces:
 
     def among(self, paths: Collection[str]) -> Pieces:
         """The pieces of some of the leaves, packed without gaps; their slices are the same."""
-        if (key := tuple(paths)) in self._parts:
-            return self._parts[key]
         buckets, bounds = [], []
         for k, bucket in enumerate(self.buckets):
             if chosen := tuple(path for path in bucket.paths if path in paths):
@@ -116,8 +111,7 @@ class Pieces:
                 ]
                 buckets.append(bucket._replace(paths=chosen, offsets=tuple(offsets), numel=at))
                 bounds.append((0, *itertools.accumulate(sizes)))
-        self._parts[key] = replace(self, buckets=tuple(buckets), bounds=tuple(bounds))
-        return self._parts[key]
+        return replace(self, buckets=tuple(buckets), bounds=tuple(bounds))
 
     def flat(self, k: int, name: str) -> Pieces:
         """The pieces of one bucket as a tree of one flat tensor."""

@@ -45,8 +45,8 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
         TypeError: `axis` is no name.
         UnboundAxis: at `update`: nothing binds `axis`.
 
-    Same as: torch.distributed.algorithms.model_averaging.utils.average_parameters, with over="world"; that one gives
-        all parameters new memory.
+    Same as: torch's model_averaging.utils.average_parameters, with over="world"; that one gives all parameters new
+        memory.
 
     >>> from fjoin import transforms as tx
     >>> def one_rank(p, weight):

@@ -15,9 +15,8 @@ from .._spec import _FACTORIES, factory
 from .._tree import State, fields
 from ..step_param._formula import like, rate_at
 from ..step_param._hyper import no_schedule
-from ..step_param._inplace import one_param
 from ..step_param._optimizer import Optimizer
-from ..step_param._wrap import each_part, step_in_place
+from ..step_param._wrap import around, each_part, step_in_place
 
 
 class InjectState(NamedTuple):
@@ -184,12 +183,4 @@ def _injected(part: Optimizer) -> Optimizer:
         for name, value in scheduled(first.step).items():
             first.scheduled[name].copy_(value)
 
-    return Optimizer(
-        init_param,
-        step_param,
-        one_param(step_params_),
-        step_params_,
-        elementwise=part.elementwise,
-        check=part.check,
-        cost=part.cost,
-    )
+    return around(part, init_param, step_param, step_params_)

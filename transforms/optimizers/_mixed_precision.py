@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .._spec import factory
 from .._tree import State, Tree
-from ..step_param._inplace import one_param
 from ..step_param._optimizer import Optimizer
-from ..step_param._wrap import each_part, step_in_place
+from ..step_param._wrap import around, each_part, step_in_place
 
 
 class MixedState(NamedTuple):
@@ -84,15 +83,7 @@ def _with_master(part: Optimizer, dtype: torch.dtype) -> Optimizer:
         step_in_place(part, masters, [grad.to(dtype) for grad in grads], inner, **guards)
         torch._foreach_copy_(params, masters)
 
-    return Optimizer(
-        init_param,
-        step_param,
-        one_param(step_params_),
-        step_params_,
-        elementwise=part.elementwise,
-        check=part.check,
-        cost=part.cost,
-    )
+    return around(part, init_param, step_param, step_params_)
 
 
 def master_of(state: Any) -> Tensor | None:

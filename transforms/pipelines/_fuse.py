@@ -45,10 +45,8 @@ class PipelineState(NamedTuple):
     after: State
     on_state: State
     step: int  # steps so far, skipped ones included, on the host; periods count by it
-    window: PerRank[
-        Tensor
-    ]  # the sum of this rank's weights in the calls of `accumulate` since the last step, 0-d float64
-    gather: State = ()  # of a sharded pipeline whose parameters are gathered in code
+    window: PerRank[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    gather: State = ()  # of a sharded pipeline
 
 
 @factory
@@ -120,6 +118,18 @@ def pipeline_of(
     plans: dict[tuple[tuple[str, int], ...], Plan] = {}
     sharding = sharding_of(hook, optimizer, after, on_state, gather)
 
+    def pieces_of(params: Tree, state: PipelineState) -> Pieces | None:
+        """The pieces of the parameters, of which the state must be."""
+        if sharding is None:
+            return None
+        pieces = sharding.pieces(params)
+        sharding.check(pieces, state.gather)
+        return pieces
+
+    def held_of(pieces: Pieces | None, params: Tree, state: PipelineState) -> Tree:
+        """The parameters that this rank steps."""
+        return sharding.held(pieces, params, state.gather) if sharding and pieces else params
+
     def init(params: Tree) -> State:
         pieces = sharding.pieces(params) if sharding else None
         own = pieces.own(params) if pieces else params
@@ -150,9 +160,7 @@ def pipeline_of(
         check_lane(lane)
         if lane and "weight" in lane:
             raise ValueError("'weight' in the lane is taken by the ranks' weights; choose another name")
-        own, pieces = check_weight(weight), sharding.pieces(params) if sharding else None
-        if sharding and pieces:
-            sharding.check(pieces, old.gather)
+        own, pieces = check_weight(weight), pieces_of(params, old)
         with bind_pieces(pieces):
             grads, hook_state = hook.update(
                 prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,
@@ -166,7 +174,7 @@ def pipeline_of(
         if axes not in plans:
             plans[axes] = make_plan(hook, dict(axes))
         effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, weight is None, bool(skips))
-        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        held = held_of(pieces, params, old)
         new = held, old.optimizer
         if effect.steps is not False:
             new = effect.where(optimizer.step(held, grads, old.optimizer), new)
@@ -210,11 +218,11 @@ def pipeline_of(
         old = inside(state)
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
-        pieces = sharding.pieces(params) if sharding else None
-        held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        pieces = pieces_of(params, old)
+        held = held_of(pieces, params, old)
         matched(optimizer, held, old.optimizer)
         held, inner = end(held, old.optimizer, old, FLUSH, 0.0, flush=True)
-        params, inner = gathered(pieces, params, held, inner, Effect(True))
+        params, inner = gathered(pieces, params, held, inner, FLUSH)
         return params, state._replace(inner=inner) if skips else inner
 
     return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)

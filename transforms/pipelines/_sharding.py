@@ -17,8 +17,8 @@ from ..plan._plan import axes_of
 from ..sharding._gather import GatherState, ShardState, cut_of, gather, gather_changes
 from ..step_param._optimizer import Optimizer
 
-# The transforms that may hold a scatter_mean: they hand on what it returns.
-_AROUND = ("scatter_mean", "chain", "compress", "cast", "error_feedback", "accumulate")
+# The transforms that may hold one that shards: they hand on its result.
+_AROUND = ("chain", "compress", "cast", "error_feedback", "accumulate")
 
 
 class Sharding:
@@ -123,7 +123,7 @@ def sharding_of(
         ValueError: two shardings; a stage behind one that cannot work on slices; a transform after the optimizer that
             reduces over the same axis; `gather` without a sharding.
     """
-    found = [part for part in _walk(hook) if part.spec.name == "scatter_mean"]
+    found = [part for part in _walk(hook) if _shards(part)]
     if codec is not None:
         check_codec("fuse: gather", codec)
     if not found:
@@ -135,9 +135,9 @@ def sharding_of(
             f"fuse: {hook!r} shards twice; shard over one axis, and average over the others: "
             f"chain(scatter_mean('local'), mean('node'))"
         )
-    axis = str(found[0].spec["axis"])
+    axis = str(found[0].sharded_over)
     for part in _around(hook):
-        if part.spec.name not in _AROUND:
+        if part.spec.name not in _AROUND and not _shards(part):
             raise ValueError(
                 f"fuse: {part!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
             )
@@ -160,6 +160,10 @@ def sharding_of(
         if part.needs & (Needs.LEAVES | Needs.LAYOUT | Needs.TREE):
             raise ValueError(f"fuse: {part!r} cannot work on the pieces that {found[0]!r} leaves each rank")
     return Sharding(axis, optimizer, codec)
+
+
+def _shards(part: Transform) -> bool:
+    return part.reduces is not None and part.reduces.scatters
 
 
 def _walk(part: Transform) -> Iterator[Transform]:

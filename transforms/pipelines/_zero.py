@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from .._spec import _FACTORIES, factory
+from .._spec import _FACTORIES, call_factory, factory
 from .._transform import Transform, check_transform
 from ..axes._primitive import names
 from ..codecs._codec import Codec
@@ -69,7 +68,4 @@ def _sharded(part: Any, axis: str) -> Any:
         if "codec" in args:
             found = compress(args["codec"], found, args["seed"])
         return chain(found, mean(rest if len(rest) > 1 else rest[0], args["over"])) if rest else found
-    make = _FACTORIES[part.spec.name]
-    bound = inspect.signature(make).bind_partial()
-    bound.arguments.update({name: _sharded(value, axis) for name, value in args.items()})
-    return make(*bound.args, **bound.kwargs)
+    return call_factory(_FACTORIES[part.spec.name], ((name, _sharded(value, axis)) for name, value in args.items()))

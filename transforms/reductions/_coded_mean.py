@@ -86,19 +86,23 @@ def _over_one(
     chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
     positions = cut(encoder.positions, ranks, size) if codec.stochastic else encoder.positions
     codes = encoder.encode(chunks, positions)
-    rows, header = _read(codec, all_to_all(_row(codes, parts), axis), size, head + share)
-    mean, total = _mean(iter(rows.unbind(0)), header[:, :head])
+    rows, header = read_rows(codec, all_to_all(row_of(codes, parts), axis), size, head + share)
+    mean, total = weighted_mean(iter(rows.unbind(0)), header[:, :head])
     mean = map_mean(mean)
     coded = encoder.encode(
         mean.unsqueeze(0), positions.index_select(0, here.view(1)) if codec.stochastic else positions, back=True
     )
-    back, summed = _read(codec, all_gather(_row(coded, header[:, head:].sum(0, keepdim=True))[0], axis), size, share)
+    back, summed = read_rows(
+        codec, all_gather(row_of(coded, header[:, head:].sum(0, keepdim=True))[0], axis), size, share
+    )
     lost = decoded = None
     if times is not None:
         is_here = torch.arange(ranks, device=flat.device).unsqueeze(1) == here
-        again = torch.where(is_here, _lost(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks))
+        again = torch.where(
+            is_here, encoding_error(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks)
+        )
         decoded = codec.decode(codes, size)
-        lost = (_lost(chunks, decoded, times) + again).flatten()[:n]
+        lost = (encoding_error(chunks, decoded, times) + again).flatten()[:n]
         decoded = decoded.flatten()[:n]
     return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost, decoded)
 
@@ -122,19 +126,19 @@ def _gathered(
 ) -> Reduced:  # fmt: skip
     own = factor.reshape(1) if times is None else torch.stack([factor, times])
     codes, mine = encoder.encode(flat.unsqueeze(0), encoder.positions.unsqueeze(0)), torch.cat([own, words])
-    data = all_gather(_row(codes, mine.unsqueeze(0))[0], axis)
+    data = all_gather(row_of(codes, mine.unsqueeze(0))[0], axis)
     header, n = _words(data, len(mine)), flat.numel()
     each = data[:, : codec.width(n)].split(1)
     rows = (codec.decode(row, n)[0] for row in each)  # one at a time: all of them do not fit a cache
-    mean, total = _mean(rows, header[:, : len(own)], out)
+    mean, total = weighted_mean(rows, header[:, : len(own)], out)
     summed = header[:, len(own) :].sum(0)
     if times is None:
         return Reduced(mean, total, summed)
     coded = codec.decode(codes, n)[0]
-    return Reduced(mean, total, summed, _lost(flat, coded, times), coded)
+    return Reduced(mean, total, summed, encoding_error(flat, coded, times), coded)
 
 
-def _lost(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
+def encoding_error(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
     return (x - decoded).mul_(times.to(torch.float32))
 
 
@@ -143,7 +147,7 @@ def cut(x: Tensor, rows: int, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
 
 
-def _mean(rows: Iterator[Tensor], header: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def weighted_mean(rows: Iterator[Tensor], header: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The weighted mean of rows, and the sum of the weights; the last word of a row's header is its multiplier."""
     total = header[:, 0].sum()
     one = total / total  # 1, but NaN where `total` is infinite: x / inf would be 0
@@ -155,14 +159,14 @@ def _mean(rows: Iterator[Tensor], header: Tensor, out: Tensor | None = None) -> 
     return mean, total
 
 
-def _row(codes: Tensor, words: Tensor) -> Tensor:
+def row_of(codes: Tensor, words: Tensor) -> Tensor:
     """(rows, bytes): codes, padded to whole float64 words, then this rank's words."""
     if gap := -codes.shape[1] % 8:
         codes = torch.nn.functional.pad(codes, (0, gap))
     return torch.cat([codes, as_bytes(words)], dim=1) if words.shape[1] else codes
 
 
-def _read(codec: Codec, data: Tensor, n: int, words: int) -> tuple[Tensor, Tensor]:
+def read_rows(codec: Codec, data: Tensor, n: int, words: int) -> tuple[Tensor, Tensor]:
     """The floats, (rows, n), and the words, (rows, words), of rows of bytes."""
     return codec.decode(data[:, : codec.width(n)], n), _words(data, words)
 

@@ -154,7 +154,7 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
         ) -> tuple[Tree, State]:
             return hook.update(grads, state, params, **donate_kwargs(hook, donated), **{**extra, "wire": codec})
 
-        reduces = hook.reduces and hook.reduces._replace(fusable=False)
+        reduces = hook.reduces and hook.reduces._replace(fusable=False, scatters=False)
         return Transform(hook.init, update, needs, reduces, lossy)
 
     def init(params: Tree) -> CompressState:

@@ -201,7 +201,7 @@ def noop() -> Transform:
 
     It is the upper bound of the time that any hook can save, and the hook for methods that average parameters.
 
-    Same as: torch.distributed's ddp_comm_hooks.debugging_hooks.noop_hook.
+    Same as: torch's ddp_comm_hooks.debugging_hooks.noop_hook.
 
     >>> from fjoin import transforms as tx
     >>> tx.noop().update(torch.tensor(2.0), ())

@@ -8,9 +8,9 @@ from torch import Tensor
 from ..axes._collectives import axis_index
 from ..axes._primitive import note
 from ..axes._ragged import all_to_all_single
-from ..codecs._codec import Codec, as_bytes, read
+from ..codecs._codec import Codec
 from ..codecs._stochastic import StochasticEncoder
-from ..reductions._coded_mean import Reduced
+from ..reductions._coded_mean import Reduced, encoding_error, read_rows, row_of, weighted_mean
 
 
 def coded_scatter(
@@ -26,34 +26,19 @@ def coded_scatter(
     note(axis, f"{flat.numel()} floats")
     here, ranks = int(axis_index(axis)), len(sizes)
     encoder = StochasticEncoder(codec, flat, positions, here if codec.stochastic else 0)
-    own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    header, rows, decoded = as_bytes(own.to(torch.float64).unsqueeze(0))[0], [], []
-    at = 0
-    for n in sizes:
-        part = flat[at : at + n].unsqueeze(0)
-        where = encoder.positions[at : at + n].unsqueeze(0) if codec.stochastic else encoder.positions
-        codes = encoder.encode(part, where)[0] if n else flat.new_zeros(0, dtype=torch.uint8)
-        if times is not None and n:
-            decoded.append(codec.decode(codes.unsqueeze(0), n)[0])
-        rows += [codes, header]
-        at += n
-    widths, mine = [_width(codec, n, len(header)) for n in sizes], sizes[here]
-    width = widths[here]
-    data = all_to_all_single(torch.cat(rows), axis, input_split_sizes=widths, output_split_sizes=[width] * ranks).view(
-        ranks, width
-    )
-    factors = read(data[:, width - len(header) :].contiguous(), torch.float64)
-    total = factors[:, 0].sum()
-    one = total / total  # 1, but NaN where `total` is infinite: x / inf would be 0
-    shares = torch.where(total == 0, 0.0, factors[:, -1] / total * one).to(torch.float32)
-    mean = flat.new_zeros(mine)
-    for row, share in zip(data.unbind(0) if mine else (), shares.unbind(0), strict=False):
-        mean = mean.add_(codec.decode(row[: width - len(header)].unsqueeze(0), mine)[0] * share)
+    own = (factor.reshape(1) if times is None else torch.stack([factor, times])).unsqueeze(0)
+    places = encoder.positions.split(sizes) if codec.stochastic else [encoder.positions] * ranks
+    rows = [
+        row_of(encoder.encode(part.unsqueeze(0), where.unsqueeze(0)), own)[0]
+        for part, where in zip(flat.split(sizes), places, strict=True)
+    ]
+    give, take = list(map(len, rows)), [len(rows[here])] * ranks
+    data = all_to_all_single(torch.cat(rows), axis, input_split_sizes=give, output_split_sizes=take).view(ranks, -1)
+    values, header = read_rows(codec, data, sizes[here], own.shape[1])
+    mean, total = weighted_mean(iter(values.unbind(0)), header)
     if times is None:
         return Reduced(mean, total, words)
-    coded = torch.cat([*decoded, flat[:0]])
-    return Reduced(mean, total, words, (flat - coded).mul_(times.to(torch.float32)), coded)
-
-
-def _width(codec: Codec, n: int, header: int) -> int:
-    return (codec.width(n) if n else 0) + header
+    coded = torch.cat(
+        [codec.decode(row[: codec.width(n)].unsqueeze(0), n)[0] for row, n in zip(rows, sizes, strict=True)]
+    )
+    return Reduced(mean, total, words, encoding_error(flat, coded, times), coded)

@@ -74,14 +74,12 @@ def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, ste
             k, {path: (own[path] - old_.to(own[path].dtype)).float() for path, old_ in before.items()}
         )
         sizes = pieces.sizes(k)
-        widths = [codec.width(n) if n else 0 for n in sizes]
+        widths = list(map(codec.width, sizes))
         encoder = StochasticEncoder(codec, changes, None, int(axis_index(pieces.axis)) if codec.stochastic else 0)
-        codes = changes.new_zeros(0, dtype=torch.uint8)
-        if changes.numel():
-            codes = encoder.encode(changes.unsqueeze(0), encoder.positions.unsqueeze(0))[0]
+        codes = encoder.encode(changes.unsqueeze(0), encoder.positions.unsqueeze(0))[0]
         data = _from_all(codes, pieces, tuple(widths)).split(widths)
-        parts = [codec.decode(row.unsqueeze(0), n)[0] for row, n in zip(data, sizes, strict=True) if n]
-        moved = pieces.leaves(k, torch.cat(parts) if parts else changes)
+        parts = [codec.decode(row.unsqueeze(0), n)[0] for row, n in zip(data, sizes, strict=True)]
+        moved = pieces.leaves(k, torch.cat(parts))
         new.update({path: (_wide(old[path]) + change).to(old[path].dtype) for path, change in moved.items()})
     return map_with_path(lambda path, _: new[path], params)
 

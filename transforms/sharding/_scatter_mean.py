@@ -101,7 +101,11 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         return map_with_path(lambda path, _: slices[path], grads), new
 
     return Transform(
-        init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over, fusable=True), vmappable=False
+        init_mean,
+        update,
+        Needs.NOTHING,
+        Reduction(lambda state: state, axis, over, fusable=True, scatters=True),
+        vmappable=False,
     )
 
 

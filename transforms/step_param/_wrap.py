@@ -10,6 +10,7 @@ from torch import Tensor
 from .._spec import Spec
 from .._tree import fields, with_fields
 from ._checked import unchecked
+from ._inplace import one_param
 from ._optimizer import Optimizer
 
 
@@ -40,6 +41,21 @@ def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name
         elementwise=optimizer.elementwise,
         select=at,
         check=optimizer.check,
+    )
+
+
+def around(
+    part: Optimizer, init_param: Callable[..., Any], step_param: Callable[..., Any], step_params_: Callable[..., None]
+) -> Optimizer:
+    """An optimizer that runs another one, which is no partition, with the same requirements on parameters."""
+    return Optimizer(
+        init_param,
+        step_param,
+        one_param(step_params_),
+        step_params_,
+        part.elementwise,
+        check=part.check,
+        cost=part.cost,
     )
 
 
