@@ -45,7 +45,7 @@ class DDPBucket(GradBuffer):
 
     def __init__(self, paths: tuple[str, ...], bucket: GradBucket, pieces: Pieces | None = None) -> None:
         self.buffer = self.grads = bucket.buffer()
-        self.pieces, self.scattered = pieces and pieces.among(paths), False
+        self.pieces, self.scattered = pieces, False
         self.work: Work | None = None
         self.seen = torch.zeros((), device=self.grads.device)
         self._by_path = dict(zip(paths, gradients(bucket), strict=True))

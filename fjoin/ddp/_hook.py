@@ -64,6 +64,7 @@ class DDPRun:
         self.flats = [p.detach() for p in params.values()]
         held = {path: p.detach() for path, p in params.items()}
         self.pieces: Pieces | None = None
+        self._pieces_of: dict[tuple[str, ...], Pieces] = {}  # of the module's buckets, by their paths
         if pipeline is not None and pipeline.sharding is not None:
             # By the parameters, not by the module's buckets, which change after the first pass.
             with bind_axes(mesh.axes):
@@ -120,7 +121,10 @@ class DDPRun:
             raise TypeError(
                 "the module has sparse gradients, which are not supported; for nn.Embedding pass sparse=False"
             )
-        out = DDPBucket(tuple(self._path_of[p] for p in bucket.parameters()), bucket, self.pieces)
+        paths = tuple(self._path_of[p] for p in bucket.parameters())
+        if self.pieces is not None and paths not in self._pieces_of:
+            self._pieces_of[paths] = self.pieces.among(paths)
+        out = DDPBucket(paths, bucket, self._pieces_of.get(paths))
         # Without `index` and `is_last`: in a static graph's first pass all buckets have index 0, and none is last.
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[out.grads.device] if out.grads.is_cuda else None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ..groups._axis import GroupAxis
+from ..reducer._reduce_scatter import sum_in_order
 from ..transforms._axis_env import Axis
 from ._buckets import DDPBucket
 
@@ -29,15 +28,8 @@ class ModuleScatter:
         give, take = [sum(map(len, of)) for of in parts], [len(self._own)] * len(parts)
         give[self._rank] = take[self._rank] = 0
         sent = torch.cat([empty, *(part for rank, of in enumerate(parts) if rank != self._rank for part in of)])
-        arguments = ("all_to_all_single", sent, (tuple(give), tuple(take)))
-        self._received = axis.begin(*arguments) if isinstance(axis, GroupAxis) else lambda: axis.run(*arguments)
+        self._received = axis.begin("all_to_all_single", sent, (tuple(give), tuple(take)))
 
     def wait(self) -> None:
-        """Add the slices in the order of the ranks."""
-        own, received = self._own, self._received()
-        rows: list[Tensor] = list(received.split(len(own))) if received.numel() else []
-        rows.insert(self._rank, own)
-        total = rows[0]
-        for row in rows[1:]:
-            total = torch.add(total, row, out=row if row is own else total)
-        self._out.scatter(total)
+        """Add the slices."""
+        self._out.scatter(sum_in_order(self._received(), len(self._own), self._own, self._rank))

@@ -271,7 +271,7 @@ class ModuleStep:
         with torch.no_grad():
             own = self._own()
             self._run_ends(own, 0.0, FLUSH, step, flush=True)
-            self._gather(own, Effect(True))
+            self._gather(own, FLUSH)
 
     def _begin_flush(self, step: int) -> None:
         """Check that all ranks flush after the same step, and raise for a step that some of them left out.

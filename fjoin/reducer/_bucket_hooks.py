@@ -106,6 +106,7 @@ class BucketHook:
         self._calls: list[Call] = []
         self._bound: dict[str, Any] = {}
         self._in_waves = False
+        self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard
         self._side: SideStream | None = None  # on CUDA
         # For each bucket, where the step check cannot tell from the lane whose gradients are bad: 1 if this rank's own are.
         self._own_bad: list[Any] | None = None
@@ -147,6 +148,9 @@ class BucketHook:
         self._in_waves = travel(axes, layout, "cpu")
         self._side = SideStream(layout[0].device) if travel(axes, layout, "cuda") else None
         pieces = storage.pieces
+        self._pieces = [None] * len(layout)
+        if pieces is not None and self._early is not None and self._early.sharded_over:
+            self._pieces = [pieces.flat(k, FLAT) if self.flat else pieces.only(k) for k in range(len(layout))]
         return [GradBuffer(bucket, storage.shapes, 0, pieces and pieces.only(k)) for k, bucket in enumerate(layout)]
 
     def start(self, state: HookState, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
@@ -167,10 +171,7 @@ class BucketHook:
             else:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            pieces = storage.pieces if self._early is not None and self._early.sharded_over else None
-            if pieces is not None:
-                pieces = pieces.flat(i, FLAT) if self.flat else pieces.only(i)
-            self._calls.append(Call(self, bucket_state, params, values["weight"], first_bucket, first, pieces))
+            self._calls.append(Call(self, bucket_state, params, values["weight"], first_bucket, first, self._pieces[i]))
 
     def update(self, *args: Any, pieces: Pieces | None = None, **extra: Any) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket; returns their gradients and state."""

@@ -20,18 +20,10 @@ from ._flat_params import Storage, assign_
 
 
 def gather_pieces(storage: Storage, mesh: Mesh) -> None:
-    """Fill the buckets of parameters from all ranks' pieces, in place; all messages travel at once."""
+    """Fill the buckets of parameters from all ranks' pieces, in place."""
     pieces = storage.pieces
     assert pieces is not None
-    axis: Axis = mesh.axes[pieces.axis]
-    if pieces.ranks == 1:
-        return
-    works = [_start(axis, flat, bounds, pieces.rank) for flat, bounds in zip(storage.flats, pieces.bounds, strict=True)]
-    for work in works:
-        if work is not None:
-            work.wait()
-    for flat in storage.flats:
-        torch.autograd.graph.increment_version(flat)
+    gather_leaves(pieces, {}, storage.leaves, mesh.axes[pieces.axis], storage.flats)
 
 
 def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work | None:
@@ -50,7 +42,7 @@ def gather_leaves(
     """Write all ranks' slices into the parameters; all messages travel at once.
 
     Args:
-        slices: Path -> this rank's slice.
+        slices: Path -> this rank's slice; needed where `flats` has no memory.
         params: Path -> parameter, in memory of its own.
         flats: By bucket: the memory that its parameters and slices are views of, or None.
     """

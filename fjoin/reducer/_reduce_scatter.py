@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..groups._axis import GroupAxis, Work
+from ..groups._axis import Work
 from ..transforms._axis_env import Axis
 from ..transforms.layout._pieces import bind_pieces
 from ._all_reduce import AllReduceHook
@@ -39,24 +40,35 @@ class Scatter:
 
     def __init__(self, out: GradBuffer, axis: Axis) -> None:
         assert out.pieces is not None
-        self._out, self._pieces = out, out.pieces
-        pieces, flat = self._pieces, out.buffer
+        pieces, flat = out.pieces, out.buffer
         start, stop = pieces.bounds[0][pieces.rank : pieces.rank + 2]
         give, take = list(pieces.sizes(0)), [stop - start] * pieces.ranks
-        self._own, self._without_own = flat[start:stop], pieces.rank in (0, pieces.ranks - 1)
-        if self._without_own:  # the parts for the others are adjacent
+        # The own part does not travel where the parts for the others are adjacent.
+        stays = pieces.rank in (0, pieces.ranks - 1)
+        self._out, self._own = out, flat[start:stop] if stays else None
+        self._rank, self._length = pieces.rank, stop - start
+        if stays:
             flat = flat[stop:] if pieces.rank == 0 else flat[:start]
             give[pieces.rank] = take[pieces.rank] = 0
-        arguments = ("all_to_all_single", flat, (tuple(give), tuple(take)))
-        self._received = axis.begin(*arguments) if isinstance(axis, GroupAxis) else lambda: axis.run(*arguments)
+        self._received = axis.begin("all_to_all_single", flat, (tuple(give), tuple(take)))
 
     def wait(self) -> None:
-        """Add the pieces in the order of the ranks, as an ordered sum of all would."""
-        own, received = self._own, self._received()
-        rows = list(received.split(own.numel())) if received.numel() else []
-        if self._without_own:
-            rows.insert(self._pieces.rank, own)
-        total = rows[0] if rows else own
-        for row in rows[1:]:
-            total = torch.add(total, row, out=row if row is own else total)
-        self._out.scatter(total)
+        """Add the pieces."""
+        self._out.scatter(sum_in_order(self._received(), self._length, self._own, self._rank))
+
+
+def sum_in_order(received: Tensor, length: int, own: Tensor | None, rank: int) -> Tensor:
+    """The sum of the ranks' pieces in the order of the ranks, bit for bit that of an ordered reduction.
+
+    Args:
+        received: The pieces one after the other, without that of this rank where that is `own`; they are overwritten.
+        length: The elements of a piece.
+        own: This rank's piece, where it has not travelled; the sum may be written there.
+    """
+    rows = list(received.split(length)) if received.numel() else []
+    if own is not None:
+        rows.insert(rank, own)
+    total = rows[0] if rows else received
+    for row in rows[1:]:
+        total = torch.add(total, row, out=row if row is own else total)
+    return total

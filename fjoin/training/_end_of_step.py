@@ -134,7 +134,7 @@ class EndOfStep:
         with changing(body):
             extra = {} if self._deferred is None else {"prefetch": self._deferred}
             self._run_ends(body, 0.0, FLUSH, flush=True, **extra)
-            self._gather(body, Effect(True))
+            self._gather(body, FLUSH)
             if body.buffers is not None:
                 with bind_axes(self._mesh.axes):
                     body.buffers, body.buffers_state = FLUSH.after(

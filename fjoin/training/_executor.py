@@ -295,7 +295,7 @@ class Run:
         counts, read_lane = (
             self._counts,
             self.step_check.read_lane,
-        )  # metrics keep `sums`, and must not keep this object
+        )  # metrics keep `sums`, which must not keep this object
         if not self._count_buffers:
             self._count_buffers = [counts.alone(storage.layout) for _ in range(2)]
         words = self._count_buffers[0]
