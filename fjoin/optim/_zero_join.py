@@ -123,8 +123,8 @@ class ZeroHook(torch_join.JoinHook):
             self._thread.start()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self._finish()
         self._watch.remove()
+        self._finish()
 
     def _run(self) -> None:
         try:
