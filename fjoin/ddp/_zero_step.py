@@ -93,8 +93,9 @@ hook_with_zero_step_interleaved = hook_with_zero_step  # torch's two differ in w
 def _transform(hook: Any) -> Transform:
     if isinstance(hook, Transform):
         return hook
+    known = ("torch.distributed.algorithms.ddp_comm_hooks.", _comm_hooks.__name__)  # not a user's of the same name
     ours = getattr(_comm_hooks, str(getattr(hook, "__name__", "")), None)
-    if not callable(ours):
+    if not callable(ours) or not str(getattr(hook, "__module__", "")).startswith(known):
         raise TypeError(
             f"hook_with_zero_step: hook must be one of torch's or fjoin's communication hooks, or a Transform, got {hook!r}"
         )
