@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch.distributed.algorithms.join import JoinHook
@@ -11,7 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ._hook import REGISTERED
 
 
-class JoinHookOf:
+def keep_stepped(model: DistributedDataParallel, paths: Iterable[str]) -> None:
+    """Note that a hook steps these parameters of a module, so that the end of a Join leaves them as they are."""
+    REGISTERED[model] = frozenset(paths)
+    vars(model)["join_hook"] = _JoinHookOf(model)
+
+
+class _JoinHookOf:
     """`join_hook` of a registered module: at the end of a Join, parameters that a pipeline steps stay as they are.
 
     In a pickled or deep copy of the module, which has no hook, it is the method of the class.

@@ -24,8 +24,8 @@ from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import axes_of, warn_if_silent
 from ..transforms.step_param._optimizer import Optimizer
 from ._comm_hooks import comm_hook
-from ._hook import REGISTERED, DDPRun
-from ._join_hook import JoinHookOf
+from ._hook import DDPRun
+from ._join_hook import keep_stepped
 
 
 class Handle:
@@ -217,8 +217,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     fjoin_hook.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
     model.register_comm_hook(run, fjoin_hook)
     model._comm_hooks = _Live(model._comm_hooks)
-    REGISTERED[model] = frozenset(run.leaves if run.pipeline_step is not None else ())
-    vars(model)["join_hook"] = JoinHookOf(model)
+    keep_stepped(model, run.leaves if run.pipeline_step is not None else ())
     return Handle(run)
 
 

@@ -13,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from ..groups._consistency import same_hook
 from ..groups._group_mesh import mesh_from_group
 from ..optim._optimizer_class import WholeLeaves
-from ..optim._param_groups import own_by_group, values_of
+from ..optim._param_groups import WithValues, own_by_group, values_of
 from ..optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from ..transforms._state_dict import to_state_dict
 from ..transforms._transform import Transform
-from ..transforms.optimizers._inject import remade
 from ..transforms.pipelines._zero import zero as sharded
 from ..transforms.step_param._optimizer import Optimizer
 from . import _comm_hooks
-from ._hook import REGISTERED, DDPRun
+from ._hook import DDPRun
+from ._join_hook import keep_stepped
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -77,7 +77,7 @@ def hook_with_zero_step(
     mesh = mesh_from_group(ddp.process_group)
     same_hook(mesh, pipeline.hook)
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
-    REGISTERED[ddp] = frozenset(run.leaves)
+    keep_stepped(ddp, run.leaves)
     zero.run = _States(run, paths)
 
     def zero_step(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -108,15 +108,10 @@ def _by_group(zero: ZeroRedundancyOptimizer, paths: dict[Tensor, str]) -> Optimi
     part: Optimizer = zero.part
     names = tuple(own_by_group(part))
     group_of = {paths[p]: group for group in zero.param_groups for p in group["params"] if p in paths}
-    made: dict[Any, Optimizer] = {}
+    made = WithValues()
 
     def at(path: str) -> Optimizer:
-        values = values_of(group_of[path], names)
-        if values not in made:
-            if len(made) > 64:  # a schedule has produced many values
-                made.clear()
-            made[values] = remade(part, dict(values))
-        return made[values]
+        return made(part, values_of(group_of[path], names))
 
     return Optimizer(
         part.init_param, part.step_param, part.step_param_, elementwise=part.elementwise, select=at, check=part.check

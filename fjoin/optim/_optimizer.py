@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..transforms._state_dict import to_state_dict
-from ..transforms.optimizers._inject import remade
 from ..transforms.step_param import _optimizer
 from ._foreach import ForeachStepper, Item
-from ._param_groups import check_group, own_by_group, resizing, values_of
+from ._param_groups import WithValues, check_group, own_by_group, resizing, values_of
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -62,7 +61,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         self._optimizer = optimizer
         self._stepper = ForeachStepper()  # it must not refer to this object: a cycle would delay freeing the states
-        self._made: dict[Any, _optimizer.Optimizer] = {}  # optimizers with the hyperparameters of recent steps
+        self._with = WithValues()
         hyperparameters = {} if optimizer.select else own_by_group(optimizer)
         self._names = tuple(hyperparameters)
         self._resizing = resizing(optimizer, self._names)
@@ -104,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_optimizer", "_names", "_resizing", "_sizes", "_stepper", "_ready")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_made": {}}  # type: ignore[no-untyped-call]
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_with": WithValues()}  # type: ignore[no-untyped-call]
 
     def _by_path(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -145,17 +144,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _show(self, param: Tensor, state: Any) -> None:
         self.state[param] = to_state_dict(state)
-
-    def _with(self, part: _optimizer.Optimizer, values: tuple[tuple[str, float], ...]) -> _optimizer.Optimizer:
-        """An optimizer with other hyperparameters; the same object for equal values."""
-        if not values:
-            return part
-        key = (id(part), values)
-        if key not in self._made:
-            if len(self._made) > 64:  # a schedule has produced many values
-                self._made.clear()
-            self._made[key] = remade(part, dict(values))
-        return self._made[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, for the same parameters in the same order.

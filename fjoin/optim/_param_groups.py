@@ -59,6 +59,23 @@ def values_of(group: Mapping[str, Any], names: Iterable[str]) -> tuple[tuple[str
         raise ValueError(f"the hyperparameters of a group must be numbers, betas two of them; got {given!r}") from None
 
 
+class WithValues:
+    """Optimizers with other hyperparameters; the same object for equal values."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Optimizer] = {}
+
+    def __call__(self, part: Optimizer, values: tuple[tuple[str, Any], ...]) -> Optimizer:
+        if not values:
+            return part
+        key = (id(part), values)
+        if key not in self._made:
+            if len(self._made) > 64:  # a schedule has produced many values
+                self._made.clear()
+            self._made[key] = remade(part, dict(values))
+        return self._made[key]
+
+
 def check_group(optimizer: Optimizer, names: Iterable[str], group: Mapping[str, Any]) -> None:
     """Raise where a group has another value of a hyperparameter that is the same for all groups.
 

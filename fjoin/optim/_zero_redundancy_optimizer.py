@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,6 +90,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         self._groups: list[int] = []  # the index of the group behind each group of `_local`
         self._whole: dict[int, Any] | None = None
         self._uneven: Any = None  # the mesh of a Join of torch
+        self._watch: Any = None  # of the forward passes in a Join
         self._notified = False  # whether a Join has been notified of this iteration
         self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
         torch.optim.Optimizer.__init__(self, params, hyperparameters)
@@ -223,7 +225,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             # A second group: the module's messages and these are in no fixed order.
             ranks = dist.get_process_group_ranks(self.process_group)
             self._uneven = mesh_from_group(dist.new_group(ranks, use_local_synchronization=True))
-        return ZeroHook(self, register_module_forward_pre_hook(self._before_forward))
+        if self._watch is not None:  # of a Join that an exception has ended
+            self._watch.remove()
+        before_forward = weakref.WeakMethod(self._before_forward)
+        self._watch = register_module_forward_pre_hook(
+            lambda module, args: None if (own := before_forward()) is None else own(module, args)
+        )
+        return ZeroHook(self, self._watch)
 
     @property
     def join_device(self) -> torch.device:
