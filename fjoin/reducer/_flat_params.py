@@ -18,6 +18,7 @@ from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
+from ._arrivals import Arrivals
 
 
 class Storage:
@@ -29,6 +30,7 @@ class Storage:
         leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
         slots: The optimizer's state of each bucket and span, on the flat range.
         pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
+        arrivals: The gathers of parameters under way. Until they have arrived only this rank's pieces can be read.
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
         float16: Whether some parameters are float16.
         has_masters: Whether the optimizer keeps master copies of some parameters.
@@ -43,6 +45,7 @@ class Storage:
     ) -> None:
         self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
         self.exact: list[Tensor] = []
+        self.arrivals = Arrivals()
         self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes = {path: p.shape for path, p in params.items()}
         self.flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in layout]
@@ -64,6 +67,7 @@ class Storage:
         self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
 
     def __getstate__(self) -> dict[str, Any]:
+        self.arrivals.wait()
         return {**self.__dict__, "_nodes": []}  # nodes cannot be copied
 
     def make_slots(self, exact: bool = False) -> None:
@@ -216,7 +220,9 @@ class Storage:
 
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""
+        self.arrivals.wait()
         new = object.__new__(Storage)
+        new.arrivals = Arrivals()
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
         new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
         new.flats = [flat.clone() for flat in self.flats]

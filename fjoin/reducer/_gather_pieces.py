@@ -19,11 +19,16 @@ from ..transforms.sharding._gather import GatherState, ShardState, cut_of, gathe
 from ._flat_params import Storage, assign_
 
 
-def gather_pieces(storage: Storage, mesh: Mesh) -> None:
-    """Fill the buckets of parameters from all ranks' pieces, in place."""
+def start_gather(storage: Storage, k: int, mesh: Mesh) -> None:
+    """Start filling a bucket of parameters from all ranks' pieces, in place."""
     pieces = storage.pieces
     assert pieces is not None
-    gather_leaves(pieces, {}, storage.leaves, mesh.axes[pieces.axis], storage.flats)
+    if pieces.ranks > 1:
+        work = _start(mesh.axes[pieces.axis], storage.flats[k], pieces.bounds[k], pieces.rank)
+        if work is not None:
+            storage.arrivals.add(k, work)
+    # A graph that needs the old values must see that they have changed.
+    torch.autograd.graph.increment_version(storage.by_bucket[k])
 
 
 def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work | None:

@@ -9,7 +9,7 @@ from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._bucket_hooks import StepHook
 from ..reducer._buckets import GradBuffer
-from ..reducer._gather_pieces import gather_changes_, gather_pieces
+from ..reducer._gather_pieces import gather_changes_, start_gather
 from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import Decision, StepCheck
 from ..transforms._axis_env import bind_axes
@@ -26,11 +26,14 @@ class EndOfStep:
 
     def __init__(
         self, pipeline: Pipeline, mesh: Mesh, hook: StepHook, step_check: StepCheck, on_buffers: Transform,
-        deferred: DeferredMessages,
+        deferred: DeferredMessages, overlap_gather: bool,
     ) -> None:  # fmt: skip
         self._pipeline, self._mesh, self._hook, self._step_check = pipeline, mesh, hook, step_check
         self._on_buffers = on_buffers
         self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape, step_check.check_step)
+        sharding, self._overlap_gather = pipeline.sharding, overlap_gather
+        # Whether each bucket's gather begins once it has been stepped.
+        self._gathers_buckets = sharding is not None and sharding.codec is None and pipeline.after is None
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
         self._deferred = deferred if overlaps and deferred.travel else None
 
@@ -55,8 +58,11 @@ class EndOfStep:
         self._raise_or_count(body, decision)
         with changing(body):
             if decision.changes:
-                for i, out in enumerate(outgoing):
+                # In the order of the forward pass, in which the parameters are gathered.
+                for i, out in reversed(list(enumerate(outgoing))):
                     step_bucket(body, i, out, decision)
+                    if self._gathers_buckets:
+                        start_gather(body.storage, i, self._mesh)
             self._run_after(body, buffers, lane["weight"], sums, decision)
         body.hook = decision.effect.keep(hook, body.hook)
         return sums
@@ -147,7 +153,11 @@ class EndOfStep:
         effect = effect.at_end if self._pipeline.after else effect
         if sharding is not None and effect.steps is not False:
             if sharding.codec is None:
-                gather_pieces(storage, self._mesh)
+                if not self._gathers_buckets:
+                    for k in reversed(range(len(storage.layout))):
+                        start_gather(storage, k, self._mesh)
+                if not self._overlap_gather:
+                    storage.arrivals.wait()
             else:
                 body.gather = gather_changes_(storage, sharding, self._mesh, body.gather, effect)
 

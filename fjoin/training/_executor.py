@@ -14,6 +14,7 @@ from torch import Tensor
 from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
+from ..reducer._arrivals import arrived
 from ..reducer._bucket_hooks import BucketHook, StepHook
 from ..reducer._buckets import BucketQueue
 from ..reducer._flat_params import Storage, copy_if_aliased
@@ -48,6 +49,7 @@ class Run:
         mesh: Mesh,
         accumulate: int,
         overlap_step: bool,
+        overlap_gather: bool,
         on_buffers: Transform,
     ) -> None:
         self._loss, self.pipeline, self.mesh, self._accumulate = loss, pipeline, mesh, accumulate
@@ -73,7 +75,7 @@ class Run:
             self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
         self._deferred = DeferredMessages(mesh)
         weakref.finalize(self, self._deferred.clear).atexit = False  # each message under way has a thread
-        self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers, self._deferred)
+        self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers, self._deferred, overlap_gather)
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
@@ -117,6 +119,7 @@ class Run:
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         self._begin_flush(body)
+        body.storage.arrivals.wait()
         self._end.flush(body)
 
     def _begin_flush(self, body: StateData) -> None:
@@ -241,6 +244,7 @@ class Run:
             with queue.muted(storage):
                 NOTHING.backward(replayed)
         queue.finish()
+        storage.arrivals.wait()
         early, outgoing = self._early, queue.outgoing
         if early is not None and self.step_check.readable_without_sync(outgoing) and early.knows_scale():
             sums = self._end.bucket_by_bucket(early, body, buffers, outgoing, values)
@@ -279,12 +283,13 @@ class Run:
     def _forward(
         self, body: StateData, batch: Any, weight: float, axes: dict[str, Any]
     ) -> tuple[Tensor, Any, dict[str, Tensor] | None]:
-        params = body.rebuild(dict(body.storage.leaves))
+        storage = body.storage
+        params = body.rebuild(storage.arrivals.lend(storage.leaves, storage.by_bucket))
         with torch.enable_grad(), bind_axes(axes), bind_weight(weight):
             loss, aux, buffers = self._loss(params, body.buffers, batch)
         if aux is not None or buffers is not None:
-            aux, buffers = copy_if_aliased((aux, buffers), body.storage.written(bool(body.window)))
-        return loss, aux, buffers
+            aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
+        return arrived(loss), aux, buffers
 
     def _send_counts(self, values: dict[str, Any], storage: Storage) -> Callable[[], dict[str, Any]]:
         """Start summing the lane in a message of its own, where the hook's messages do not carry it to all ranks.

@@ -103,8 +103,9 @@ class TrainState:
                 "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
                 "on its parameters: step.init(state.params)"
             )
-        if body.torn or (owner is not None and body.lost):
-            raise TornState(body.torn or body.lost, step=body.step)
+        torn = body.torn or body.storage.arrivals.failed
+        if torn or (owner is not None and body.lost):
+            raise TornState(torn or body.lost, step=body.step)
         # A lost window has overwritten nothing: the states given to its calls are the state of the last completed step.
         if self._version != body.version and not (body.lost and self._version >= body.version_before):
             step = body.step if body.window else body.step - 1
@@ -115,10 +116,16 @@ class TrainState:
             )
         return body
 
+    def _arrived(self) -> StateData:
+        """The data, once all parameters have arrived."""
+        body = self._claim()
+        body.storage.arrivals.wait()
+        return body
+
     @property
     def params(self) -> Any:
         """The parameters, in the tree given to `init`: views that the next step overwrites."""
-        body = self._claim()
+        body = self._arrived()
         tree = body.rebuild({path: leaf.detach() for path, leaf in body.storage.leaves.items()})
         self._read = tree, *optree.tree_flatten(tree)
         return tree
@@ -151,7 +158,7 @@ class TrainState:
     @property
     def pipeline(self) -> Any:
         """The pipeline's state in the form of `pipeline.init` and `pipeline.step`: keyed by path, in views."""
-        body = self._claim()
+        body = self._arrived()
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
         gather = gather_state(body.storage, body.gather)
@@ -173,7 +180,7 @@ class TrainState:
 
     def clone(self) -> TrainState:
         """A copy in memory of its own, which steps of this state do not overwrite."""
-        return TrainState(self._claim().clone())
+        return TrainState(self._arrived().clone())
 
     def with_hyperparameters(self, **values: float) -> TrainState:
         """The state with other hyperparameters, for an optimizer that is wrapped in `inject_hyperparameters`.

@@ -28,6 +28,7 @@ def train_step(
     bucket_bytes: int = BUCKET_BYTES,
     accumulate: int = 1,
     overlap_step: bool = False,
+    overlap_gather: bool = False,
     on_buffers: Transform | None = None,
 ) -> TrainStep:
     """Make the training step of this rank from a loss and a pipeline.
@@ -56,6 +57,10 @@ def train_step(
             is not finite still changes nothing. A gradient that is not finite although all losses are finite is then
             detected after earlier buckets have been stepped, and leaves a torn state. The default checks all gradients
             before it changes anything.
+        overlap_gather: With a sharded pipeline, such as `zero`, whether a step returns while the new parameters are still
+            under way between ranks. In the next forward pass the first operation on a parameter waits for it, and so does
+            every read of the state. Views taken out of an older state do not wait. `loss_fn` must not
+            transform the parameters by torch.func, for which backward raises; compiled functions break their graph at them.
         on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`,
             `broadcast_buffers(axis)`, different ones for different buffers with `partition`, or only in some steps with
             `every`. By default each rank keeps its own buffers.
@@ -88,6 +93,7 @@ def train_step(
         raise TypeError(f"weight must be a function of the batch, or None, got {weight!r}")
     flag("donate", donate)
     flag("overlap_step", overlap_step)
+    flag("overlap_gather", overlap_gather)
     whole_number("accumulate", accumulate, 1)
     whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})
@@ -116,5 +122,5 @@ def train_step(
         raise ValueError(
             "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
         )
-    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, on_buffers)
+    run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, overlap_gather, on_buffers)
     return TrainStep(run, donate, bucket_bytes, accumulate)
