@@ -17,10 +17,11 @@ from torch import Tensor
 from .._errors import DesyncError, NonFinite
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Axis
-from ..transforms._lane import decode_lane, host_lane, ranks_in
+from ..transforms._lane import decode_lane, host_lane
 from ..transforms.pipelines._effect import Effect
 from ._buckets import GradBuffer
 from ._lane import StepLane
+from ._nonfinite import error_of_some, error_of_step, has_nonfinite, masks, nonfinite_paths
 
 # From the norm of the gradients to the factor to multiply them by.
 Clip: TypeAlias = Callable[[Tensor], Tensor]
@@ -66,6 +67,7 @@ class StepCheck:
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, Sequence[CountsOfAll], Tensor, Any]] = []
         self.weight: float | None = None  # the sum of the weights in the newest step for which the host knows it
+        self._of_pieces: Axis | None = None  # the axis of the ranks that hold pieces of the gradients
         self._bad_pieces: Any = 0.0  # the number of ranks whose pieces of sharded gradients are not finite
 
     def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
@@ -111,6 +113,7 @@ class StepCheck:
 
     def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
         """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms."""
+        self._of_pieces = axis
         bad = torch.as_tensor(self.bad(outgoing), dtype=torch.float64)
         squares = sum((out.seen.double() ** 2 for out in outgoing if self.norm), torch.zeros_like(bad))
         summed = axis.run_(torch.stack([bad, squares]))
@@ -121,7 +124,7 @@ class StepCheck:
     def bad(self, outgoing: Sequence[GradBuffer]) -> Any:
         """1 if a gradient is not finite, otherwise 0: a number where the host may read them, otherwise a tensor."""
         if self.readable_without_sync(outgoing):
-            return float(any(not math.isfinite(out.seen.item()) and _nonfinite(out.grads) for out in outgoing))
+            return float(any(not math.isfinite(out.seen.item()) and has_nonfinite(out.grads) for out in outgoing))
         return 1.0 - torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all().double()
 
     def decide(
@@ -154,13 +157,13 @@ class StepCheck:
             self.check_step(step, of_all, late)
         self.left_out = 0.0
         for late, of_all in lanes:
-            if late and any(_masks(of_all)):
-                return Decision(Effect(True, False), error=self._left_out(step - late, of_all))
+            if late and any(masks(of_all)):
+                return Decision(Effect(True, False), error=error_of_some(step - late, of_all, self.ranks))
         if sums["weight"] == 0:
             return Decision(Effect(False))
         self.weight = sums["weight"]
         fine = all(map(math.isfinite, (sums["weight"], sums["total"], sums["loss"])))
-        fine = fine and not any(_masks(sums)) and not self._bad_pieces and not self.bad(outgoing)
+        fine = fine and not any(masks(sums)) and not self._bad_pieces and not self.bad(outgoing)
         if clip is not None and fine and not math.isfinite(norm_of(outgoing).item()):
             for out in outgoing:  # finite gradients whose squares overflow float32
                 out.seen = torch.linalg.vector_norm(out.grads.double())
@@ -168,7 +171,8 @@ class StepCheck:
             self.left_out = 0.0 if self.skips else 1.0
             return Decision(Effect(True, False))
         if not fine:
-            return Decision(Effect(True, False), error=_error(step, sums, _nonfinite_paths(outgoing)))
+            paths = () if self.skips else nonfinite_paths(outgoing, self._of_pieces)
+            return Decision(Effect(True, False), error=error_of_step(step, sums, paths))
         scale = divisor
         if clip is not None:
             scale = divisor / clip(norm_of(outgoing) / divisor).item()
@@ -184,7 +188,7 @@ class StepCheck:
         counts: Sequence[CountsOfAll] | None,
     ) -> Decision:
         scalars = torch.stack([sums["weight"], sums["total"], sums["loss"]])
-        fine = torch.isfinite(scalars).all() & (torch.stack(_masks(sums)) == 0).all()
+        fine = torch.isfinite(scalars).all() & (torch.stack(masks(sums)) == 0).all()
         if outgoing:
             fine = fine & torch.isfinite(torch.stack([out.seen.double() for out in outgoing])).all()
         if isinstance(self._bad_pieces, Tensor):
@@ -199,7 +203,7 @@ class StepCheck:
         else:
             raises = other
             for _, of_all in counts:
-                raises = raises | (torch.stack(_masks(of_all)) != 0).any()
+                raises = raises | (torch.stack(masks(of_all)) != 0).any()
             self.left_out = 0.0 if self.skips else (~fine & live & ~raises).double()
             fine = fine & ~raises
         self._remember(step, lanes, torch.stack([raises.double(), sums["weight"]]))
@@ -293,58 +297,16 @@ class StepCheck:
         for late, sums in lanes if raises else ():
             self.check_step(step, self.host(sums), late)
             if not late:
-                raise _error(step, self.host(sums), ())
+                raise error_of_step(step, self.host(sums), ())
             self.raise_left_out(step - late, self.host(sums))
 
     def raise_left_out(self, step: int, counts: dict[str, float]) -> None:
         """Raise NonFinite if some ranks left out a step, which others may have taken."""
-        if any(_masks(counts)):
-            raise self._left_out(step, counts)
-
-    def _left_out(self, step: int, counts: dict[str, float]) -> NonFinite:
-        ranks = ranks_in(_masks(counts))
-        which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        others = ", which the others took, since the hook does not reduce over all of them"
-        return NonFinite(
-            f"step {step}: the loss or a gradient of {which} is not finite. {which.capitalize()} left step {step} out"
-            f"{others if len(ranks) < self.ranks else ''}; wrap the pipeline in skip_if_nonfinite(...) to go on after such steps",
-            step=step,
-            ranks=ranks,
-        )
+        if any(masks(counts)):
+            raise error_of_some(step, counts, self.ranks)
 
 
 def norm_of(outgoing: Sequence[GradBuffer]) -> Tensor:
     """The 2-norm of all gradients together, 0-d float64, from the norms of the buckets."""
     norms = [out.seen for out in outgoing]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
-
-
-def _nonfinite(grads: Tensor) -> bool:
-    return not bool(torch.isfinite(grads).all())
-
-
-def _nonfinite_paths(outgoing: Sequence[GradBuffer]) -> tuple[str, ...]:
-    return tuple(path for out in outgoing for path, grad in out.by_path().items() if _nonfinite(grad))
-
-
-def _masks(sums: dict[str, Any]) -> list[Any]:
-    """The words of the lane that hold one bit per rank."""
-    return [value for name, value in sums.items() if name.startswith("nonfinite")]
-
-
-def _error(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:
-    ranks = ranks_in(_masks(sums))
-    parts = []
-    if ranks:
-        cause = "a gradient" if math.isfinite(sums["loss"]) else "the loss"
-        parts.append(f"{cause} of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} is not finite")
-    if paths:
-        shown = ", ".join(map(repr, paths[:5])) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
-        parts.append(f"the {'' if ranks else 'summed '}gradient of {shown} is not finite")
-    return NonFinite(
-        f"step {step}: {'; '.join(parts) or 'a gradient or a weight is not finite'}. Parameters and state are unchanged; wrap the "
-        f"pipeline in skip_if_nonfinite(...) to leave such steps out",
-        step=step,
-        ranks=ranks,
-        paths=paths,
-    )

@@ -201,3 +201,20 @@ def test_real_ranks_send_what_is_announced(pool: Any, ranks: int) -> None:
             assert max(own for _, own, _ in found) <= 1.03 * slots / ranks
         elif name == "int8":
             assert total <= 0.27 * reference
+
+
+def test_an_error_names_the_parameters_of_all_pieces() -> None:
+    """Each rank sees only its piece, but all name the same parameters."""
+
+    def one_rank(rank: int) -> Any:
+        step = fjoin.train_step(loss_fn, tx.zero(tx.mean("data"), tx.sgd(0.1), "data"), mesh=fjoin.mesh({"data": 3}))
+        state = step.init(start())
+        grads = batch(rank, 0)
+        if rank == 1:
+            for path in ("a.weight", "c.weight"):
+                grads[0][path].view(-1)[-1] = torch.nan
+        with pytest.raises(fjoin.NonFinite) as error:
+            step(state, (grads[0], 1.0))
+        return error.value.paths
+
+    assert tx.simulate(one_rank, {"data": 3}, [0, 1, 2]) == [("c.weight", "a.weight")] * 3
