@@ -11,6 +11,7 @@ import pytest
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", ["adam_states.py", "local_sgd_quality.py"])
 def test_study(script: str, tmp_path: Path) -> None:
     files = ["--runs", str(tmp_path / "runs.json"), "--out", str(tmp_path / "page.md")]

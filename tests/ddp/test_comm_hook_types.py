@@ -47,6 +47,7 @@ def trained(name: str, whose: str) -> Any:
 ROOM = {"FP16_COMPRESS": 2e-3, "BF16_COMPRESS": 0.02, "QUANTIZE_PER_TENSOR": 0.03, "QUANTIZE_PER_CHANNEL": 0.03}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TYPES)
 def test_in_a_module(pool: Any, name: str) -> None:
     """In two buckets from the second pass on: as torch's hook where that runs, near the module without a hook elsewhere."""
@@ -112,6 +113,7 @@ def messages(name: str) -> Any:
     return sent, [sorted((m.payload_bytes, str(m.dtype)) for m in announced(what, i)) for i, what in enumerate(said)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_what_is_announced_is_sent(pool: Any, name: str, ranks: int) -> None:

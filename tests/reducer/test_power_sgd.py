@@ -111,6 +111,7 @@ def trained(hook: str, bucket_bytes: int, ordered: bool = False) -> Any:
     return out
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bucket_bytes", [300, 10**6])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_on_processes_as_simulated(pool: Any, hook: str, bucket_bytes: int) -> None:

@@ -145,6 +145,7 @@ def averages(name: str, rounds: int, bucket_bytes: int, mixed: bool) -> Any:
     return apart, unequal
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name, bucket_bytes, mixed",
     [("DiLoCo", 64, False), ("average", 10**6, False), ("int8", 300, False), ("DiLoCo", 64, True)],

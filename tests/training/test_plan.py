@@ -20,6 +20,7 @@ import fjoin
 from fjoin import transforms as tx
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(
     "inputs",

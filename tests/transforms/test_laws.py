@@ -233,6 +233,7 @@ def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, TRANSFORM_LAWS))
 def test_transform(make: Any, law: Any) -> None:
     law(make)
@@ -241,6 +242,7 @@ def test_transform(make: Any, law: Any) -> None:
 CODED = {name: [lambda make=make: tx.quantized_mean("data", make()) for make in rows] for name, rows in CODECS.items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("make", "law"), _cases({**LOSSY, **CODED}, FEEDBACK_LAWS))
 def test_error_feedback(make: Any, law: Any) -> None:
     law(make)
@@ -251,6 +253,7 @@ def test_optimizer(make: Any, law: Any) -> None:
     law(make)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("make", "law"), _cases(CODECS, CODEC_LAWS))
 def test_codec(make: Any, law: Any) -> None:
     law(make)

@@ -174,6 +174,7 @@ def check_torch(what: str, ranks: int = 2) -> list[Any]:
     return values
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "want"),
     [

@@ -88,6 +88,7 @@ def torch_adam(params: Any) -> torch.optim.Optimizer:
 INNER = {"sgd": (torch_sgd, tx.sgd(0.05, momentum=0.9)), "adam": (torch_adam, tx.adam(0.01))}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("over", ["weight", "world"])
 @pytest.mark.parametrize("inner", list(INNER))
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -116,6 +117,7 @@ def test_average_every_has_the_steps_of_the_periodic_model_averager(ranks: int, 
     close(run(pipeline, {"data": ranks}, False), want, start)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize("over", ["weight", "world"])
 def test_hierarchical_average(over: Any, warmup: int) -> None:
@@ -135,6 +137,7 @@ def test_hierarchical_average(over: Any, warmup: int) -> None:
     close(run(tx.fuse(tx.noop(), ours, after), {"pod": 2, "node": 2, "local": 2}, weighted), want, start)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("delay, mix, count", [(0, 0.0, 1), (0, 0.5, 2), (3, 0.0, 1), (2, 0.25, 3), (9, 0.5, 4)])
@@ -169,6 +172,7 @@ def test_slow_mo(ranks: int) -> None:
     close(run(tx.slow_mo(ours, "data", every=12, lr=0.9, momentum=0.6), {"data": ranks}, True), want, start)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("over", ["weight", "world"])
 @pytest.mark.parametrize("inner", list(INNER))
 @pytest.mark.parametrize("ranks, warmup", [(2, 7), (3, 20), (5, 0)])
