@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -167,6 +168,7 @@ print("fine")
 """
 
 
+@pytest.mark.long
 def test_with_several_buckets_it_hangs_or_aborts_on_gloo(tmp_path: Path) -> None:
     """Its callbacks send later messages in an order of their own; ours runs in several buckets in test_power_sgd.py."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ from .outcomes import inflict, problems, times_of_notice
 from .plan import plan
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 50))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(50) if seed != 1)])
 def test_a_plan_of_faults(seed: int) -> None:
     wrong, noticed, hits = [], [], 0
     for fault in plan(seed, 9):

@@ -62,6 +62,7 @@ def by_us(rank: int, feedback: bool, bucket_bytes: int) -> Any:
     return seen
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("feedback", [True, False], ids=["fed back", "alone"])
 @pytest.mark.parametrize("rank", [1, 4])
 def test_equal_to_torchs_hook(pool: Any, rank: int, feedback: bool) -> None:
@@ -155,6 +156,7 @@ def counted(hook: str, bucket_bytes: int) -> Any:
     return sent
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 @pytest.mark.parametrize("hook", ["fed back", "batched"])
 def test_two_messages_for_each_bucket_at_most(pool: Any, hook: str, bucket_bytes: int) -> None:

@@ -69,6 +69,7 @@ def messages(name: str, ranks: int) -> Any:
     return seen, state.clone().params
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_messages_are_those_announced(pool: Any, name: str) -> None:
     ranks = 4 if axes_of(name, 2) == NODES else 2
@@ -174,6 +175,7 @@ def nested(steps: int) -> Any:
     return state.clone().params
 
 
+@pytest.mark.long
 def test_averages_on_nested_axes_in_every_step(pool: Any) -> None:
     first, *others = pool.run(4, nested, 500)
     assert all(max_diff(first, other) < 1e-5 for other in others)

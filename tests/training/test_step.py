@@ -37,6 +37,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10**6])

@@ -233,7 +233,7 @@ def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, TRANSFORM_LAWS))
 def test_transform(make: Any, law: Any) -> None:
     law(make)
@@ -248,6 +248,7 @@ def test_error_feedback(make: Any, law: Any) -> None:
     law(make)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, OPTIMIZER_LAWS))
 def test_optimizer(make: Any, law: Any) -> None:
     law(make)

@@ -174,7 +174,7 @@ def check_torch(what: str, ranks: int = 2) -> list[Any]:
     return values
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("what", "want"),
     [
@@ -192,6 +192,7 @@ def test_what_hangs_in_torchs_join(what: str, want: list[float]) -> None:
     assert outcomes(what, "fjoin") == want
 
 
+@pytest.mark.long
 def test_ranks_that_disagree_on_no_sync() -> None:
     """torch times out; ours raises an error that names the cause."""
     check_torch("no_sync", 3)

@@ -172,7 +172,7 @@ def test_slow_mo(ranks: int) -> None:
     close(run(tx.slow_mo(ours, "data", every=12, lr=0.9, momentum=0.6), {"data": ranks}, True), want, start)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("over", ["weight", "world"])
 @pytest.mark.parametrize("inner", list(INNER))
 @pytest.mark.parametrize("ranks, warmup", [(2, 7), (3, 20), (5, 0)])

@@ -47,6 +47,7 @@ def _grads(steps: int) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     return trees[0], trees[1:]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("optimizer", "theirs"), [pytest.param(a, b, id=name) for name, a, b in CASES])
 def test_the_same_steps(optimizer: tx.Optimizer, theirs: Any) -> None:
     start, grads = _grads(100)

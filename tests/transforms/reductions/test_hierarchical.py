@@ -135,6 +135,7 @@ def trained(hook: str) -> Any:
     return out
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hook", ["floats", "int8"])
 def test_in_a_step_on_processes(pool: Any, hook: str) -> None:
     """Four ranks of uneven input, per bucket during backward, as in the simulator."""

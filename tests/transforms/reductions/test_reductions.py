@@ -129,7 +129,7 @@ def test_differences_as_written_out() -> None:
         assert max_diff(outs, differences(grads, 3)) < 1e-5
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 def test_constant_gradients_arrive_exactly_in_the_end(over: Any, n: int) -> None:

@@ -22,7 +22,7 @@ def same(got: list[Any], want: list[Any]) -> None:
             assert torch.equal(params[path], value), path
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("name, i", [(name, i) for name, rows in OPTIMIZERS.items() for i in range(len(rows))])
 def test_every_optimizer(name: str, i: int, ranks: int) -> None:
@@ -32,6 +32,7 @@ def test_every_optimizer(name: str, i: int, ranks: int) -> None:
     same(got, want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_pipeline(name: str) -> None:
     pair, dtype = PAIRS[name], PAIRS[name].options.get("dtype", torch.float32)
