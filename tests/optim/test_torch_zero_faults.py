@@ -59,3 +59,37 @@ def overlaps() -> str:
 
 def test_overlap_is_refused_on_gloo(pool: Any) -> None:
     assert "may meet hangs" in pool.run(2, overlaps)[0]
+
+
+def overlapped() -> list[float]:
+    """How far the parameters move in each of five passes; the learning rate is 0 from the fourth on."""
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    zero, backend = torchs(model, overlap_with_ddp=True), dist.get_backend
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    dist.get_backend = lambda group=None: "nccl"
+    try:
+        hook = hook_with_zero_step(allreduce_hook, model, zero)
+    finally:
+        dist.get_backend = backend
+    model.register_comm_hook(None, hook)
+    moves = []
+    for i in range(5):
+        if i == 3:
+            zero.param_groups[0]["lr"] = 0.0
+        before = [p.detach().clone() for p in model.parameters()]
+        zero.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        moves.append(sum((p - b).abs().max().item() for p, b in zip(model.parameters(), before, strict=True)))
+    return moves
+
+
+def test_overlap_loses_the_first_passes_and_ignores_the_learning_rate(pool: Any) -> None:
+    for first, second, third, *later in pool.run(2, overlapped):
+        assert first == second == 0.0, "two passes step nothing"
+        assert third > 0 and min(later) > 0, "the learning rate of 0 has no effect"
