@@ -39,6 +39,7 @@ def _run(rank: int, report: Any, name: str) -> None:
     report((ended.value.code, out.getvalue()))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
@@ -49,6 +50,7 @@ def test_recipe(name: str, ranks: int) -> None:
             assert not code and text.count(RESULT) == 1, text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
 def test_commands(launcher: list[str]) -> None:
     command = [sys.executable, *launcher, str(EXAMPLES / "custom_loop.py")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from helpers import raises_text
 
@@ -90,6 +91,7 @@ def test_explain_finds_what_runs_now_and_then_inside_others() -> None:
     assert when == "every 2 steps" and len(messages) == 1
 
 
+@pytest.mark.long
 def test_explain_of_what_changes_with_the_step() -> None:
     """A row for each phase, also inside others; the state once, all of it."""
     params = {"w": torch.zeros(1000, 4), "v": torch.zeros(16, dtype=torch.bfloat16)}

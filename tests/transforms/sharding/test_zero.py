@@ -235,7 +235,13 @@ def test_a_derivative_through_a_sharded_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks", [2, 7, pytest.param(16, marks=pytest.mark.long), pytest.param(64, marks=pytest.mark.long)]
+    "ranks",
+    [
+        2,
+        pytest.param(7, marks=pytest.mark.long),
+        pytest.param(16, marks=pytest.mark.long),
+        pytest.param(64, marks=pytest.mark.long),
+    ],
 )
 def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
     """Pieces smaller than the alignment, and empty ones."""
