@@ -17,18 +17,14 @@ from launch import launch
 
 PEAKS = ("ddp", "ours", "ddp zero", "ours zero", "ddp our zero", "ddp our zero hook")
 STEPS = 5
-MUON = "blocks.*.weight"
+MATRICES = ("qkv", "out", "up", "down")
 
 
 def main() -> None:
     print("Peak RSS in MB of a process that runs one variant alone, 50M MLP, AdamW, 2 ranks:\n")
-    peaks = {}
-    for variant in PEAKS:
-        ranks = launch("alone", "50m", STEPS, [variant])
-        peaks[variant] = max(rank["peak"] for rank in ranks)
-        print(
-            f"{variant:20s} {peaks[variant] / 1e6:6.0f}   {peaks[variant] / peaks['ddp zero'] if 'ddp zero' in peaks else 0:.3f}"
-        )
+    peaks = {variant: max(rank["peak"] for rank in launch("alone", "50m", STEPS, [variant])) for variant in PEAKS}
+    for variant, peak in peaks.items():
+        print(f"{variant:20s} {peak / 1e6:6.0f}   {peak / peaks['ddp zero']:.3f} of torch's ZeRO")
     print("\nBytes of the optimizer's state of the busiest rank, as a part of the whole state, 10M transformer:\n")
     for ranks in (1, 2, 3, 4):
         found = launch(
@@ -61,7 +57,10 @@ def one_rank() -> dict[str, Any]:
     apply, params, _ = fjoin.functional(models.model(name))
     seconds = [0.0]
     if what == "muon":
-        optimizer, whole = tx.partition({MUON: tx.muon(0.02), "*": tx.adamw(1e-3)}), tx.mean("data")
+        optimizer, whole = (
+            tx.partition({**{f"blocks.*.{m}.weight": tx.muon(0.02) for m in MATRICES}, "*": tx.adamw(1e-3)}),
+            tx.mean("data"),
+        )
         pipeline = tx.fuse(whole, optimizer) if kind == "whole" else tx.zero(whole, optimizer, "data")
         right = _muon._orthogonal
 
@@ -84,7 +83,9 @@ def one_rank() -> dict[str, Any]:
     for _ in range(int(count) + 1):
         seconds.append(0.0)
         state, _ = step(state, batch)
-    held: list[Any] = [leaf for leaf in torch.utils._pytree.tree_leaves(state.pipeline.optimizer) if leaf.dim()]
+    held: list[Any] = [
+        leaf for leaf in torch.utils._pytree.tree_leaves(state.pipeline.optimizer) if leaf is not None and leaf.dim()
+    ]
     own = sum(leaf.numel() * leaf.element_size() for leaf in held)
     whole_bytes = 2 * sum(p.numel() * p.element_size() for p in params.values())  # AdamW has two moments
     return {"seconds": statistics.median(seconds[2:]), "bytes": own, "whole": whole_bytes}

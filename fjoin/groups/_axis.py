@@ -46,6 +46,10 @@ class _Message:
     ) -> None:
         self._axis, self._work, self._cpu, self._after = axis, work, cpu, after
 
+    def arrived(self) -> bool:
+        """Whether a message in host memory has arrived, so that `wait` would not wait."""
+        return self._cpu and self._work is not None and bool(self._work.is_completed())
+
     def wait(self) -> None:
         work, self._work = self._work, None
         try:
@@ -85,6 +89,18 @@ _LOOK_AFTER = datetime.timedelta(seconds=1)
 _SWAP_BYTES = 512 * 1024
 # gloo fills a link only while several messages are under way: two ranks exchange pieces of at most this size.
 _PIECE_BYTES = 512 * 1024
+
+
+class Received:
+    """A collective under way; a call waits for it and returns its result."""
+
+    def __init__(self, message: _Message, out: Tensor) -> None:
+        self._message, self._out = message, out
+        self.arrived = message.arrived
+
+    def __call__(self) -> Tensor:
+        self._message.wait()
+        return self._out
 
 
 class GroupAxis(Axis):
@@ -241,7 +257,7 @@ class GroupAxis(Axis):
             give, take = arg
             out = x.new_empty((sum(take), *x.shape[1:]))
             work = dist.all_to_all_single(out, x, list(take), list(give), group=group, async_op=True)
-            return self._after(out, work)
+            return Received(_Message(self, work, out.device.type == "cpu"), out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)

@@ -51,6 +51,8 @@ class GradBuffer:
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
         self.scattered = False
         self.grads = self._own  # a hook may have replaced it by its result
+        if self.bucket.direct:
+            self.buffer = self._own  # the gradient of the last step is freed
         self.taken = [False] * len(leaves)
 
     def copy_grad(self, i: int) -> None:

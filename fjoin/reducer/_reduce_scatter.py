@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._axis import Work
+from ..groups._axis import Received, Work
 from ..transforms._axis_env import Axis
 from ..transforms.layout._pieces import bind_pieces
 from ._all_reduce import AllReduceHook
 from ._buckets import GradBuffer
 from ._flat_params import Storage
 from ._interleave import keep_freed
+from ._lane import StepLane
 
 
 class ReduceScatterHook(AllReduceHook):
@@ -27,8 +28,20 @@ class ReduceScatterHook(AllReduceHook):
         with bind_pieces(storage.pieces):
             return super().init(storage)
 
+    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+        self._under_way: list[Scatter] = []
+        super().start(state, storage, lane, values, step)
+
     def launch(self, index: int, out: GradBuffer) -> Work:
-        return Scatter(out, self._mesh.axes[self._axes[0]])
+        while self._under_way and self._under_way[0].arrived():  # so that its gradients can be freed
+            self._under_way.pop(0).wait()
+        self._under_way.append(Scatter(out, self._mesh.axes[self._axes[0]]))
+        return self._under_way[-1]
+
+    def stop(self) -> None:
+        """Discard a step that has failed."""
+        self._under_way = []
+        super().stop()
 
     def observed(self, outgoing: list[GradBuffer]) -> None:
         """Share the verdict and the norm of the pieces."""
@@ -50,15 +63,26 @@ class Scatter:
         if stays:
             flat = flat[stop:] if pieces.rank == 0 else flat[:start]
             give[pieces.rank] = take[pieces.rank] = 0
-        self._received = axis.begin("all_to_all_single", flat, (tuple(give), tuple(take)))
+        self._received: Any = axis.begin("all_to_all_single", flat, (tuple(give), tuple(take)))
+
+    def arrived(self) -> bool:
+        """Whether all pieces have arrived."""
+        return isinstance(self._received, Received) and self._received.arrived()
 
     def wait(self) -> None:
-        """Add the pieces."""
-        self._out.scatter(sum_in_order(self._received(), self._length, self._own, self._rank))
+        """Add the pieces; no gradient of this bucket is needed after that."""
+        if self._received is None:
+            return
+        received, own, self._received, self._own = self._received(), self._own, None, None
+        self._out.scatter(sum_in_order(received, self._length, own, self._rank))
+        if self._out.bucket.direct:
+            self._out.buffer = self._out.grads
 
 
 def sum_in_order(received: Tensor, length: int, own: Tensor | None, rank: int) -> Tensor:
     """The sum of the ranks' pieces in the order of the ranks, bit for bit that of an ordered reduction.
+
+    It lies in memory of its own, or in that of the received pieces, so that the memory of `own` can be freed.
 
     Args:
         received: The pieces one after the other, without that of this rank where that is `own`; they are overwritten.
@@ -68,7 +92,11 @@ def sum_in_order(received: Tensor, length: int, own: Tensor | None, rank: int) -
     rows = list(received.split(length)) if received.numel() else []
     if own is not None:
         rows.insert(rank, own)
-    total = rows[0] if rows else received
-    for row in rows[1:]:
-        total = torch.add(total, row, out=row if row is own else total)
+    if not rows:
+        return received
+    if len(rows) == 2:  # of two ranks
+        return torch.add(*rows, out=rows[0] if rows[1] is own else rows[1])
+    total = rows[0].clone() if len(rows) == 1 else rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
     return total

@@ -173,3 +173,22 @@ def test_a_sharded_pipeline_in_a_module(pool: Any, name: str, ranks: int, join: 
             assert torch.equal(params[path], got[0][0][path])
     total, reference = (sum(sum(sent) for _, sent, _, _ in found) for found in (got, want))
     assert total <= reference + 400 * 5 * ranks  # with the counts of each step
+
+
+def large() -> Any:
+    """A parameter that is a bucket of its own in a train_step, trained with and without sharding."""
+    ends = []
+    for pipeline in (PIPELINES["adam"][0], PIPELINES["adam"][1]):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(1100, 1000), gradient_as_bucket_view=True)
+        fjoin.ddp.register(ddp, pipeline)
+        for i in range(3):
+            ddp.zero_grad()
+            ddp(torch.full((2, 1100), 0.1 * (i + dist.get_rank()))).square().mean().backward()
+        ends.append(ddp.module.weight.detach().clone())
+    return ends
+
+
+def test_a_large_parameter(pool: Any) -> None:
+    for sharded, whole in pool.run(2, large):
+        torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-7)
