@@ -340,6 +340,7 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ours int4 later": lambda *a: ours_local(*a, every=PERIOD, delay=PERIOD - 1, wire=tx.int4()),
     "ours int4 stream": lambda *a: ours_local(*a, every=48, fragments=4, delay=12, wire=tx.int4()),
     "ours zero": lambda *a: ours(*a, hook=tx.scatter_mean("data")),
+    "ours zero overlap": lambda *a: ours(*a, hook=tx.scatter_mean("data"), overlap_gather=True),
     "ours zero int8": lambda *a: ours(
         *a, hook=tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), gather=tx.int8()
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..groups._consistency import same_hook
 from ..groups._group_mesh import mesh_from_group
 from ..optim._optimizer_class import WholeLeaves
-from ..optim._param_groups import WithValues, own_by_group, values_of
+from ..optim._param_groups import WithValues, own_by_group, resizing, values_of
 from ..optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from ..transforms._state_dict import to_state_dict
 from ..transforms._transform import Transform
@@ -32,8 +32,9 @@ def hook_with_zero_step(
     """A communication hook that sends each rank its pieces of the gradients, steps them, and gathers the parameters.
 
     It steps from the first backward pass on, and `zero.step()` does nothing. The hyperparameters in `zero.param_groups`
-    are those of the next pass. After a pass every `p.grad` is None, since no rank has a whole gradient: clip by the
-    hook, as `chain(mean("data", over="world"), clip_by_global_norm(1.0))`.
+    are those of the next pass. After a pass every `p.grad` is None, since no rank has a whole gradient. So nothing can
+    change gradients after it, and a GradScaler cannot be used; clip by the hook, as
+    `chain(mean("data", over="world"), clip_by_global_norm(1.0))`.
 
     Args:
         hook: One of torch's hooks, or of those in `fjoin.ddp`, or a `Transform` with a mean over "data".
@@ -78,9 +79,11 @@ def hook_with_zero_step(
     same_hook(mesh, pipeline.hook)
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
     keep_stepped(ddp, run.leaves)
-    zero.run = _States(run, paths)
+    states = _States(run, paths, zero)
+    zero.attach(states)
 
     def zero_step(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        states.fit()
         return run(bucket)
 
     zero_step.__annotations__ = {}  # torch compares annotations with classes, but here they are strings
@@ -121,8 +124,30 @@ def _by_group(zero: ZeroRedundancyOptimizer, paths: dict[Tensor, str]) -> Optimi
 class _States:
     """The optimizer's states in a module's hook, by parameter."""
 
-    def __init__(self, run: DDPRun, paths: dict[Tensor, str]) -> None:
-        self._run, self._paths = run, paths
+    def __init__(self, run: DDPRun, paths: dict[Tensor, str], zero: ZeroRedundancyOptimizer) -> None:
+        self._run, self._paths, self._groups = run, paths, zero.param_groups
+        self._resizing = resizing(zero.part, own_by_group(zero.part))
+        self._sizes = self._nonzero()
+
+    def _nonzero(self) -> list[bool]:
+        return [group[name] != 0 for group in self._groups for name in self._resizing]
+
+    def fit(self) -> None:
+        """Give states the fields that the hyperparameters of this pass need."""
+        if self._sizes != (sizes := self._nonzero()):
+            self._sizes = sizes
+            self._run.pipeline_step.stepper.fit(self._items({p: None for p in self._paths}))  # type: ignore[union-attr]
+
+    def _items(self, of: Mapping[Tensor, Any]) -> list[Any]:
+        """(path, optimizer, slice, value) of each parameter with its value."""
+        step, pieces = self._run.pipeline_step, self._run.pieces
+        assert step is not None and pieces is not None
+        own = pieces.own({path: p.detach() for p, path in self._paths.items()})
+        return [
+            (path, step.pipeline.optimizer.at(path), own[path], value)
+            for p, value in of.items()
+            if (path := self._paths.get(p)) is not None
+        ]
 
     def state_of(self, param: Tensor) -> tuple[dict[str, Any], tuple[int, int]]:
         """This rank's state of a parameter by name, and the slice that it is of."""
@@ -133,8 +158,6 @@ class _States:
 
     def load_states(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         """Take these states, by name, of this rank's slices."""
-        step, pieces = self._run.pipeline_step, self._run.pieces
-        assert step is not None and pieces is not None
-        at, own = step.pipeline.optimizer.at, pieces.own({path: p.detach() for p, path in self._paths.items()})
-        items = [(path, at(path), own[path], s) for p, s in states if s and (path := self._paths.get(p)) is not None]
-        step.stepper.adopt(step.stepper.prepared(items))
+        items = self._items({p: state for p, state in states if state})
+        stepper = self._run.pipeline_step.stepper  # type: ignore[union-attr]
+        stepper.adopt(stepper.prepared(items))

@@ -113,3 +113,8 @@ def _same(a: Any, b: Any) -> bool:
         return bool(a == b)
     except RuntimeError:  # tensors of several elements
         return False
+
+
+def without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -30,6 +30,7 @@ class Owned(NamedTuple):
     start: int  # its slice of the flat parameter
     stop: int
     state: dict[str, Any]  # name -> tensor or number; tensors are of the slice, of the whole leaf, or 0-d
+    sliced: bool = True  # whether tensors of the slice are flat
 
 
 def gather_states(
@@ -40,32 +41,43 @@ def gather_states(
     Args:
         owned: This rank's parts.
         shapes: The shapes of the parameters.
+
+    Raises:
+        TypeError: on all ranks: some rank has a state that is neither tensor nor number, string or None.
     """
-    rows, parts = [], []
-    for number, start, stop, own in owned:
-        named = []
+    rows: list[Any] = []
+    parts, bad = [], ""
+    for number, start, stop, own, sliced in owned:
+        named: list[Any] = []
         for name, value in own.items():
             if isinstance(value, Tensor):
                 raw = value.detach().to(device).contiguous()
                 parts.append(raw.reshape(-1).view(torch.uint8))
                 named.append([name, str(raw.dtype).removeprefix("torch."), list(raw.shape)])
-            else:
+            elif value is None or isinstance(value, (bool, int, float, str)):
                 named.append([name, "", value])
-        rows.append([number, start, stop, named])
+            else:
+                bad = f"{name!r} is a {type(value).__name__}"
+        rows.append([number, start, stop, named, sliced])
     head = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(device)
     body = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *parts])
-    sizes = axis.run("all_gather", torch.tensor([len(head), len(body)], device=device), None).tolist()
+    sizes = axis.run("all_gather", torch.tensor([len(head), len(body), bool(bad)], device=device), None).tolist()
+    if refusing := [rank for rank, (*_, refuses) in enumerate(sizes) if refuses]:
+        raise TypeError(
+            f"consolidate_state_dict: the state of an optimizer must consist of tensors, numbers and strings; it does not on ranks "
+            f"{refusing}{f', here {bad}' if bad else ''}"
+        )
     here = axis.rank == to
-    sent, all_sizes = torch.cat([head, body]), [sum(pair) for pair in sizes]
+    sent, all_sizes = torch.cat([head, body]), [head + body for head, body, _ in sizes]
     give = [len(sent) if r == to else 0 for r in range(axis.size)]
     take = all_sizes if here else [0] * axis.size
     received = axis.run("all_to_all_single", sent, (tuple(give), tuple(take)))
     if not here:
         return None
     found: dict[int, list[Owned]] = {}
-    for (n, _), data in zip(sizes, received.split(all_sizes), strict=True):
+    for (n, *_), data in zip(sizes, received.split(all_sizes), strict=True):
         at = n
-        for number, start, stop, named in json.loads(bytes(data[:n].cpu().numpy())):
+        for number, start, stop, named, sliced in json.loads(bytes(data[:n].cpu().numpy())):
             state: dict[str, Any] = {}
             for name, dtype, value in named:
                 if dtype:
@@ -75,7 +87,7 @@ def gather_states(
                     at += width
                 else:
                     state[name] = value
-            found.setdefault(number, []).append(Owned(number, start, stop, state))
+            found.setdefault(number, []).append(Owned(number, start, stop, state, sliced))
     return {number: _joined(some, shapes[number]) for number, some in sorted(found.items())}
 
 
@@ -83,6 +95,8 @@ def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:
     """The state of a whole parameter, from those of its slices."""
     parts = sorted(parts, key=lambda part: part.start)
     first = parts[0].state
+    if not parts[0].sliced:
+        return first
     if len(parts) == 1 and parts[0].stop - parts[0].start == shape.numel():
         flat = {name: isinstance(v, Tensor) and v.shape == (shape.numel(),) for name, v in first.items()}
         return {name: value.reshape(shape) if flat[name] else value for name, value in first.items()}
@@ -92,3 +106,24 @@ def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:
         else value
         for name, value in first.items()
     }
+
+
+def slice_state(
+    state: dict[str, Any], sliced: dict[str, Any], p: Tensor, own: Tensor, start: int, stop: int
+) -> dict[str, Any]:
+    """The part of a parameter's state that belongs to a slice of it.
+
+    Args:
+        sliced: The names of the tensors that are cut, with tensors of the slice's shape.
+        own: The slice, from `start` to `stop` in the flat parameter `p`.
+    """
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and name in sliced and sliced[name].shape == own.shape:
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
+                )
+            value = value.reshape(-1)[start:stop].view(own.shape)
+        found[name] = value.to(p.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import cut
 from ._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, optimizer_of, our_state, torchs_state
-from ._whole_state import NoState, Owned, gather_states
+from ._param_groups import check_group, own_by_group, without_params
+from ._whole_state import NoState, Owned, gather_states, slice_state
 from ._zero_join import Shard, ZeroHook, gradients, guarded
 
 
@@ -39,7 +40,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
       ranks.
     - In a Join, torch's or ours, in any order with its module, ranks without input step their pieces with the
       gradients of the others.
-    - It works with torch.amp.GradScaler.
+    - It works with torch.amp.GradScaler, unless `overlap_with_ddp`.
 
     Args:
         params: As in torch.optim: tensors, or groups of them, on one device.
@@ -92,6 +93,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         self._uneven: Any = None  # the mesh of a Join of torch
         self._watch: Any = None  # of the forward passes in a Join
         self._notified = False  # whether a Join has been notified of this iteration
+        self._loaded: list[tuple[Tensor, dict[str, Any]]] = []  # states for the hook, which is not there yet
         self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
         torch.optim.Optimizer.__init__(self, params, hyperparameters)
         torch_join.Joinable.__init__(self)
@@ -106,6 +108,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
 
     def _add(self, group: dict[str, Any]) -> None:
         """Cut the parameters of a group; the pieces of other groups stay."""
+        if not isinstance(self.part, WholeLeaves):
+            check_group(self.part, own_by_group(self.part), group)
         params = {str(i): p for i, p in enumerate(group["params"])}
         for path, p in params.items():
             check_dense(f"parameter {path} of a group", p)
@@ -122,12 +126,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                 flats.append(flat)
             own = pieces.own({path: p.detach() for path, p in params.items()})
         slices = {path: piece.detach().requires_grad_(params[path].requires_grad) for path, piece in own.items()}
-        self._shards.append(Shard(pieces, params, slices, flats))
         chosen = [one for one in slices.values() if one.numel()]
-        if self.overlap_with_ddp or not chosen:
-            return
-        local = {**{name: value for name, value in group.items() if name != "params"}, "params": chosen}
-        self._groups.append(len(self._shards) - 1)
+        if chosen and not self.overlap_with_ddp:
+            self._add_local({**without_params(group), "params": chosen})
+            self._groups.append(len(self._shards))
+        self._shards.append(Shard(pieces, params, slices, flats))
+
+    def _add_local(self, local: dict[str, Any]) -> None:
         if self._local is not None:
             self._local.add_param_group(local)
         elif isinstance(self.part, WholeLeaves):
@@ -142,7 +147,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             if self.overlap_with_ddp:
                 self.param_groups.pop()
                 raise RuntimeError("the parameters of a module that steps them in its backward pass are fixed")
-            self._add(self.param_groups[-1])
+            try:
+                self._add(self.param_groups[-1])
+            except (TypeError, ValueError):
+                self.param_groups.pop()
+                raise
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -162,15 +171,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                     "overlap_with_ddp=True, but no hook steps: call ddp.register_comm_hook(None, "
                     "fjoin.ddp.hook_with_zero_step(hook, ddp, zero)) first"
                 )
+            if getattr(self, "grad_scale", None) is not None:
+                raise RuntimeError(
+                    "the hook has stepped with gradients of a scaled loss; register tx.dynamic_loss_scale(tx.zero(...)) instead"
+                )
             return loss
         self._notify()
         self._notified = False
+        mesh = self._mesh
+        grads: Any = [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
         if self._uneven is not None and self._join_config.enable:
-            self._step(self._uneven, gradients(self._uneven.axes["data"], self._shards, live=True), arguments)
-        else:
-            self._step(
-                self._mesh, [{path: p.grad for path, p in shard.params.items()} for shard in self._shards], arguments
-            )
+            mesh, grads = self._uneven, gradients(self._uneven.axes["data"], self._shards, live=True)
+        self._step(mesh, grads, arguments)
         return loss
 
     def _step(self, mesh: Any, grads: list[dict[str, Tensor | None]], arguments: dict[str, Any]) -> None:
@@ -186,7 +198,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                     own.grad = grad.reshape(-1)[start:stop].view(own.shape) if whole and grad is not None else grad
         if local is not None:
             for group, i in zip(local.param_groups, self._groups, strict=True):
-                group.update({name: value for name, value in self.param_groups[i].items() if name != "params"})
+                group.update(without_params(self.param_groups[i]))
             guards = {
                 name: getattr(self, name, None) for name in ("grad_scale", "found_inf")
             }  # a GradScaler sets these
@@ -197,6 +209,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             for own in shard.slices.values():
                 own.grad = None
             gather_leaves(shard.pieces, shard.slices, shard.params, mesh.axes["data"], shard.flats)
+
+    def attach(self, run: Any) -> None:
+        """Let a module's hook step, with the states that have been loaded."""
+        self.run = run
+        if self._loaded:
+            run.load_states(self._loaded)
+        self._loaded = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled; use consolidate_state_dict and state_dict"
+        )
 
     # -- in a Join of torch -----------------------------------------------------------------------
 
@@ -236,8 +260,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
     @property
     def join_device(self) -> torch.device:
         """The device of a Join's own messages."""
-        device: torch.device = self.param_groups[0]["params"][0].device
-        return device
+        return cast(torch.device, self.param_groups[0]["params"][0].device)
 
     @property
     def join_process_group(self) -> Any:
@@ -258,8 +281,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                     start, stop = shard.pieces.slices[path]
                 state = torchs_state(self._class, state)
                 if state and start < stop:
-                    yield Owned(first + number, start, stop, state)
+                    yield Owned(first + number, start, stop, state, self.part.elementwise)
             first += len(shard.slices)
+
+    def _own_state(self, shard: Shard, path: str, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's slices of a parameter's state; {} for another rank's parameter."""
+        (start, stop), own = shard.pieces.slices[path], shard.slices[path]
+        if not stop or not state:
+            return {}
+        sliced = to_state_dict(self.part.init_param(own.detach())) if self.part.elementwise else {}
+        return slice_state(state, sliced, p, own, start, stop)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, on which `state_dict` can then be called; all ranks must call this.
@@ -297,15 +328,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         sizes, own = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, but the optimizer of {own}")
+        for given in groups if not isinstance(self.part, WholeLeaves) else ():
+            check_group(self.part, own_by_group(self.part), given)
         for group, given in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in given.items() if name != "params"})
         keys, found = iter([key for group in groups for key in group["params"]]), []
         for shard in self._shards:
             for path, p in shard.params.items():
                 given = our_state(self._class, saved.get(next(keys), {}))
-                found.append((shard, path, self._slices_of(shard, path, p, given)))
-        if self.run is not None:
-            self.run.load_states([(shard.params[path], state) for shard, path, state in found])
+                found.append((shard, path, self._own_state(shard, path, p, given)))
+        if self.overlap_with_ddp:
+            self._loaded = [(shard.params[path], state) for shard, path, state in found]
+            if self.run is not None:
+                self.attach(self.run)
         elif self._local is not None:
             of = {id(shard.slices[path]): state for shard, path, state in found}
             packed = self._local.state_dict()
@@ -314,20 +349,3 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             states = {i: of[id(p)] for i, p in zip(indices, order, strict=True) if of[id(p)]}
             self._local.load_state_dict({**packed, "state": states})
         self._whole = None
-
-    def _slices_of(self, shard: Shard, path: str, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's slices of a parameter's state; {} for another rank's parameter."""
-        (start, stop), own, found = shard.pieces.slices[path], shard.slices[path], dict[str, Any]()
-        if not stop or not state:
-            return {}
-        whole = isinstance(self.part, WholeLeaves) or path in shard.pieces.whole
-        sliced = {} if whole else to_state_dict(self.part.init_param(own.detach()))
-        for name, value in state.items():
-            if isinstance(value, Tensor) and name in sliced and sliced[name].shape == own.shape:
-                if value.shape != p.shape:
-                    raise ValueError(
-                        f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
-                    )
-                value = value.reshape(-1)[start:stop].view(own.shape)
-            found[name] = value.to(p.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
-        return found

@@ -62,11 +62,16 @@ class Arriving(Tensor):
         args, kwargs = tree_map_only(Arriving, arrived, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Of operations that bypass `__torch_function__`, such as those in torch.func transforms."""
+        args, kwargs = tree_map_only(Arriving, lambda x: arrived(x).detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
 
 def _arriving(leaf: Tensor, wait: Callable[[], None]) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         lent: Any = leaf.as_subclass(Arriving)  # type: ignore[arg-type]
-        lent.register_hook(_refuse)
     lent._leaf, lent._wait = leaf, wait
     return cast(Tensor, lent)
 
@@ -78,11 +83,3 @@ def arrived(x: Any) -> Any:
     held = vars(x)
     held["_wait"]()
     return held["_leaf"]
-
-
-def _refuse(grad: Tensor) -> None:
-    """Raise in backward: an operation has read a parameter past `__torch_function__`, maybe before it arrived."""
-    raise RuntimeError(
-        "overlap_gather=True: loss_fn has used a parameter in a way that cannot wait for it, such as a torch.func transform "
-        "of it; leave overlap_gather out"
-    )

@@ -243,8 +243,8 @@ class Run:
         elif replayed is not None:
             with queue.muted(storage):
                 NOTHING.backward(replayed)
-        queue.finish()
         storage.arrivals.wait()
+        queue.finish()
         early, outgoing = self._early, queue.outgoing
         if early is not None and self.step_check.readable_without_sync(outgoing) and early.knows_scale():
             sums = self._end.bucket_by_bucket(early, body, buffers, outgoing, values)

@@ -59,8 +59,8 @@ def train_step(
             before it changes anything.
         overlap_gather: With a sharded pipeline, such as `zero`, whether a step returns while the new parameters are still
             under way between ranks. In the next forward pass the first operation on a parameter waits for it, and so does
-            every read of the state. Views taken out of an older state do not wait. `loss_fn` must not
-            transform the parameters by torch.func, for which backward raises; compiled functions break their graph at them.
+            every read of the state; views taken out of an older state do not wait. Compiled functions break their graph at
+            such parameters. With donate=False the copy of the state waits at once.
         on_buffers: The transform of the buffers at the end of a step: `average_buffers(axis)`,
             `broadcast_buffers(axis)`, different ones for different buffers with `partition`, or only in some steps with
             `every`. By default each rank keeps its own buffers.
@@ -102,6 +102,11 @@ def train_step(
         raise ValueError(
             f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by their "
             f"contents, got over={plan.over!r}"
+        )
+    if overlap_gather and (pipeline.sharding is None or pipeline.sharding.codec is not None):
+        raise ValueError(
+            f"overlap_gather=True: {pipeline!r} gathers no parameters as they are; it needs a sharded pipeline without gather=..., "
+            f"such as zero(...)"
         )
     if overlap_step and pipeline.sharding is not None:
         raise ValueError(

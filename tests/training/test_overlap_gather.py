@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import raises_text
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
@@ -186,7 +187,7 @@ def test_a_gather_that_fails_leaves_a_torn_state(pool: Any, where: str) -> None:
 
 
 def transformed(how: str) -> Any:
-    """A loss that transforms, or compiles, a function of the parameters."""
+    """A loss that uses the parameters past `__torch_function__`."""
     late([])
 
     def plain(params: Any, x: Tensor) -> Tensor:
@@ -196,14 +197,36 @@ def transformed(how: str) -> Any:
         grads = torch.func.grad(plain)(params, x)
         return plain({path: p - 0.1 * grads[path] for path, p in params.items()}, x)
 
-    loss = torch.compile(plain, backend="eager") if how == "compiled" else inner
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w.T
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, w = ctx.saved_tensors
+            return grad @ w, grad.T @ x
+
+    def constant(params: Any, x: Tensor) -> Tensor:
+        factor = torch.func.grad(lambda w: w.square().sum())(params["first.weight"]).detach()
+        return (factor * params["first.weight"]).mean() + params["scale"]
+
+    losses: dict[str, Any] = {
+        "compiled": torch.compile(plain, backend="eager"),
+        "torch.func": inner,
+        "torch.func, a constant": constant,
+        "a function of one's own": lambda params, x: Own.apply(x, params["first.weight"]).square().mean(),  # type: ignore[no-untyped-call]
+        "checkpoint": lambda params, x: checkpoint(plain, params, x, use_reentrant=False),
+        "reentrant": lambda params, x: checkpoint(
+            lambda w: (x @ w.T).square().mean(), params["first.weight"], use_reentrant=True
+        ),
+    }
+    loss = losses[how]
     found = []
     for overlap in (False, True):
         step, state = made(sharded(), loss, overlap_gather=overlap)
         state, _ = step(state, torch.ones(2, 8))
-        if overlap and how == "torch.func":
-            raises_text(Exception, lambda state=state, step=step: step(state, torch.ones(2, 8)), "overlap_gather")
-            return None
         state, _ = step(state, torch.ones(2, 8))
         found.append(dict(state.params))
     return found
@@ -215,8 +238,47 @@ def transformed_alone(how: str) -> Any:
         return restored(transformed)(how)
 
 
-@pytest.mark.parametrize("how", ["compiled", "torch.func"])
-def test_transformed_parameters_are_right_or_refused(pool: Any, how: str) -> None:
+@pytest.mark.parametrize(
+    "how", ["compiled", "torch.func", "torch.func, a constant", "a function of one's own", "checkpoint", "reentrant"]
+)
+def test_what_bypasses_torch_function_waits_too(pool: Any, how: str) -> None:
     for found in pool.run(2, transformed_alone, how):
-        if how == "compiled":
-            torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def decays() -> Any:
+    """A stage of buckets before the reduction reads a parameter that the loss does not use."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return {path: grad + 0.1 * params[path] for path, grad in grads.items()}, state
+
+    late([])
+    decay = tx.Transform(lambda params: (), update, tx.Needs.LEAVES)
+    found = []
+    for overlap in (False, True):
+        pipeline = tx.fuse(tx.chain(decay, tx.scatter_mean("data")), tx.sgd(0.1))
+        loss = lambda params, x: (x @ params["first.weight"].T).square().mean()  # noqa: E731
+        step, state = made(pipeline, loss, overlap_gather=overlap)
+        for _ in range(3):
+            state, _ = step(state, torch.ones(2, 8))
+        found.append(dict(state.params))
+    return found
+
+
+def decays_alone() -> Any:
+    return restored(decays)()
+
+
+def test_stages_before_the_reduction_get_parameters_that_have_arrived(pool: Any) -> None:
+    for found in pool.run(2, decays_alone):
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_overlap_without_a_gather_is_refused() -> None:
+    for pipeline in (
+        tx.fuse(tx.mean("data"), tx.sgd(0.1)),
+        tx.fuse(tx.scatter_mean("data"), tx.sgd(0.1), gather=tx.int8()),
+    ):
+        raises_text(
+            ValueError, lambda pipeline=pipeline: fjoin.train_step(len, pipeline, overlap_gather=True), "overlap_gather"
+        )

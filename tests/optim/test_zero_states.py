@@ -1,0 +1,150 @@
+"""ZeroRedundancyOptimizer: changing hyperparameters, states of all kinds, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import raises_text
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {path: p.detach().clone() for path, p in model.named_parameters()}
+
+
+def close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def with_hook(ddp: Any, **settings: Any) -> Any:
+    made = fjoin.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1, **settings)
+    ddp.register_comm_hook(None, fjoin.ddp.hook_with_zero_step(fjoin.ddp.allreduce_hook, ddp, made))
+    return made
+
+
+def small() -> Any:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(4, 3))
+
+
+def changed_momentum(ours: bool) -> Any:
+    """A momentum that begins in the third step."""
+    ddp = small()
+    optimizer = with_hook(ddp) if ours else torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for i in range(5):
+        if i == 2:
+            optimizer.param_groups[0]["momentum"] = 0.9
+        if not ours:
+            optimizer.zero_grad()
+        ddp(torch.full((2, 4), 1.0 + i)).square().sum().backward()
+        if not ours:
+            optimizer.step()
+    return values(ddp.module)
+
+
+def test_a_momentum_that_begins_later(pool: Any) -> None:
+    want = pool.run(2, changed_momentum, False)[0]
+    for got in pool.run(2, changed_momentum, True):
+        close(got, want)
+
+
+def loaded(first: bool) -> Any:
+    """Go on from a state that is loaded before, or after, the hook is there."""
+    ddp = small()
+    made = with_hook(ddp, momentum=0.9)
+    for _ in range(2):
+        ddp(torch.ones(2, 4)).square().sum().backward()
+    made.consolidate_state_dict(0)
+    saved = [made.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(saved)
+    again = DistributedDataParallel(copy.deepcopy(ddp.module))
+    other = fjoin.ZeroRedundancyOptimizer(
+        again.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1, momentum=0.9
+    )
+    if first:
+        other.load_state_dict(saved[0])
+    again.register_comm_hook(None, fjoin.ddp.hook_with_zero_step(fjoin.ddp.allreduce_hook, again, other))
+    if not first:
+        other.load_state_dict(saved[0])
+    for module in (ddp, again):
+        module(torch.ones(2, 4)).square().sum().backward()
+    return values(ddp.module), values(again.module)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_state_may_be_loaded_before_the_hook_is_there(pool: Any, first: bool) -> None:
+    for whole, resumed in pool.run(2, loaded, first):
+        close(resumed, whole)
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer with states of unusual kinds."""
+
+    kind: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if self.kind == "flat":
+                    assert self.state[p].setdefault("m", torch.zeros(p.numel())).shape == (p.numel(),)
+                else:
+                    self.state[p]["m"] = [torch.zeros(2)]
+        return super().step(closure)  # type: ignore[no-untyped-call]
+
+
+def odd(kind: str) -> Any:
+    Odd.kind = kind
+    ddp = small()
+    made = fjoin.ZeroRedundancyOptimizer(ddp.module.named_parameters(), Odd, lr=0.1)
+    for _ in range(2):
+        ddp(torch.ones(2, 4)).sum().backward()
+        made.step()
+        if kind == "list":
+            raises_text(TypeError, lambda: made.consolidate_state_dict(0), "must consist of tensors")
+            return
+        made.consolidate_state_dict(0)
+        state = [made.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(state)
+        made.load_state_dict(state[0])
+
+
+@pytest.mark.parametrize("kind", ["flat", "list"])
+def test_states_of_an_optimizer_of_ones_own(pool: Any, kind: str) -> None:
+    pool.run(2, odd, kind)
+
+
+def refused() -> None:
+    ddp = small()
+    weight, bias = ddp.module.weight, ddp.module.bias
+    made = fjoin.ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.1)
+    raises_text(
+        ValueError, lambda: made.add_param_group({"params": [bias], "maximize": True}), "'maximize' cannot differ"
+    )
+    ddp(torch.ones(2, 4)).sum().backward()
+    made.step()
+    raises_text(TypeError, lambda: copy.deepcopy(made), "state_dict")
+    for late in (False, True):
+        raises_text(
+            ValueError,
+            lambda late=late: fjoin.ZeroRedundancyOptimizer(
+                [{"params": [weight]}, {"params": [bias], "nesterov": True}],
+                torch.optim.SGD,
+                overlap_with_ddp=late,
+                lr=0.1,
+            ),
+            "'nesterov' cannot differ",
+        )
+    late = with_hook(ddp)
+    late.grad_scale = torch.ones(())  # as a GradScaler does
+    raises_text(RuntimeError, late.step, "dynamic_loss_scale")
+
+
+def test_what_cannot_be_served_is_refused_and_changes_nothing(pool: Any) -> None:
+    pool.run(2, refused)
