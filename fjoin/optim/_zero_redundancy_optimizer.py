@@ -178,8 +178,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             return loss
         self._notify()
         self._notified = False
-        mesh = self._mesh
-        grads: Any = [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
+        mesh, grads = self._mesh, [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
         if self._uneven is not None and self._join_config.enable:
             mesh, grads = self._uneven, gradients(self._uneven.axes["data"], self._shards, live=True)
         self._step(mesh, grads, arguments)
