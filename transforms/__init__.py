@@ -22,6 +22,9 @@ collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_
              axis_index  axis_size
 run          simulate
 optax        from_optax  to_optax
+memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable
+             dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these
+             save_from_both_policies
 look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Piece
 """
@@ -196,6 +199,15 @@ from .reductions._mean import mean as mean
 from .reductions._mean import noop as noop
 from .reductions._mean import sum_over as sum_over
 from .reductions._quantized_collectives import quantized as quantized
+from .remat._names import checkpoint_name as checkpoint_name
+from .remat._policies import dots_saveable as dots_saveable
+from .remat._policies import dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable
+from .remat._policies import everything_saveable as everything_saveable
+from .remat._policies import nothing_saveable as nothing_saveable
+from .remat._policies import save_any_names_but_these as save_any_names_but_these
+from .remat._policies import save_from_both_policies as save_from_both_policies
+from .remat._policies import save_only_these_names as save_only_these_names
+from .remat._remat import remat as remat
 from .schedules._schedules import Schedule as Schedule
 from .schedules._schedules import constant as constant
 from .schedules._schedules import cosine as cosine

@@ -198,3 +198,14 @@ def real(of: Mapping[str, Any], where: str) -> None:
                 f"{where}: the gradient at {path!r} is complex ({leaf.dtype}); let partition give it to a mean of its own, or make "
                 f"its parameter a real one by torch.view_as_real"
             )
+
+
+def text(name: str, value: Any) -> str:
+    """A nonempty string.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{name} takes names that are nonempty strings, got {value!r}")
+    return value

@@ -1,0 +1,367 @@
+"""A rematerialised function is the function, under every transform and with every policy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import raises_text
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from fjoin import transforms as tx
+
+# Forward-mode derivatives compile their formulas by torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+W = torch.randn(3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def block(x: Tensor, w: Tensor) -> Tensor:
+    """Products of matrices, with a batch and without, and named values."""
+    h = tx.checkpoint_name(torch.tanh(x @ w), "h")
+    scores = torch.bmm(h.view(1, -1, 3), w.expand(1, 3, 3)).squeeze(0) * 0.5
+    return torch.softmax(tx.checkpoint_name((scores @ w.T).view_as(h), "out"), -1) * w.sum() + h
+
+
+def loss(f: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, w: f(x, w).square().sum()
+
+
+def plain(f: Any) -> Any:
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    return torch.autograd.grad(loss(f)(x, w), (x, w))
+
+
+def twice(f: Any) -> Any:
+    w = W.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(f)(X, w), w, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), w)
+
+
+def dual(f: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(f(X, torch.autograd.forward_ad.make_dual(W, X[:3]))).tangent
+
+
+func = torch.func
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "plain": plain,
+    "twice": twice,
+    "forward mode": dual,
+    "grad": lambda f: func.grad(loss(f), (0, 1))(X, W),
+    "value_and_grad": lambda f: func.grad_and_value(loss(f), 1)(X, W),
+    "vjp": lambda f: func.vjp(f, X, W)[1](X),
+    "jvp": lambda f: func.jvp(f, (X, W), (X, W)),
+    "jacrev": lambda f: func.jacrev(f, (0, 1))(X, W),
+    "jacfwd": lambda f: func.jacfwd(f, (0, 1))(X, W),
+    "hessian": lambda f: func.hessian(loss(f), 1)(X, W),
+    "jacfwd(jacfwd)": lambda f: func.jacfwd(func.jacfwd(f, 1), 1)(X, W),
+    "jacrev(jacrev)": lambda f: func.jacrev(func.jacrev(f, 1), 1)(X, W),
+    "vmap(grad)": lambda f: func.vmap(func.grad(loss(f), 1), (0, None))(X[:, None], W),
+    "grad(vmap)": lambda f: func.grad(lambda w: func.vmap(loss(f), (0, None))(X[:, None], w).sum())(W),
+    "vmap(vmap(grad))": lambda f: func.vmap(func.vmap(func.grad(loss(f), 1), (0, None)), (None, 0))(
+        X[:, None], torch.stack([W, W + 1])
+    ),
+    "grad(grad)": lambda f: func.grad(lambda w: func.grad(loss(f), 1)(X, w).square().sum())(W),
+    "compile": lambda f: plain(torch.compile(f, backend="aot_eager")),
+}
+POLICIES: dict[str, Any] = {
+    "default": None,
+    "everything_saveable": tx.everything_saveable,
+    "nothing_saveable": tx.nothing_saveable,
+    "dots_saveable": tx.dots_saveable,
+    "dots_with_no_batch_dims_saveable": tx.dots_with_no_batch_dims_saveable,
+    "save_only_these_names": tx.save_only_these_names("h", "out"),
+    "save_any_names_but_these": tx.save_any_names_but_these("h"),
+    "both": tx.save_from_both_policies(tx.dots_saveable, tx.save_only_these_names("h")),
+    "of one's own": lambda op, *args, **kwargs: "tanh" in str(op),
+}
+# Derivatives of derivatives, and compiled code, add up in another order.
+ROUNDED = ("compile", "twice", "grad(grad)", "jacrev(jacrev)", "jacfwd(jacfwd)", "hessian")
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_transform_with_every_policy(transform: str, policy: str) -> None:
+    run = TRANSFORMS[transform]
+    want, got = run(block), run(tx.remat(block, POLICIES[policy]))
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(
+            a, b, rtol=1e-13 if transform in ROUNDED else 0, atol=1e-13 if transform in ROUNDED else 0
+        )
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_nested(transform: str) -> None:
+    def outer(x: Tensor, w: Tensor) -> Tensor:
+        return tx.remat(block, tx.dots_saveable)(tx.remat(block)(x, w), w)
+
+    def both(x: Tensor, w: Tensor) -> Tensor:
+        return block(block(x, w), w)
+
+    want, got = TRANSFORMS[transform](both), TRANSFORMS[transform](tx.remat(outer, tx.save_only_these_names("h")))
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def of_torch(x: Tensor, w: Tensor) -> Tensor:
+    return checkpoint(block, x, w, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_torchs_own_checkpoint_works_under_few_transforms() -> None:
+    works = []
+    for name, run in TRANSFORMS.items():
+        try:
+            run(of_torch)
+            works.append(name)
+        except RuntimeError as error:
+            assert "saved tensor hooks" in str(error)
+    assert works == ["plain", "twice", "forward mode", "jvp", "jacfwd", "jacfwd(jacfwd)", "compile"]
+
+
+class Count(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.of: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.of[name] = self.of.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+# Runs of (mm, bmm, tanh) in the backward pass beyond those of the plain function.
+AGAIN = {
+    "nothing_saveable": (2, 1, 1), "dots_saveable": (0, 0, 1), "dots_with_no_batch_dims_saveable": (0, 1, 1),
+    "save_only_these_names": (1, 1, 0), "save_any_names_but_these": (1, 1, 1), "both": (0, 0, 0), "of one's own": (2, 1, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", ["plain", "grad", "vjp"])
+@pytest.mark.parametrize("policy", AGAIN)
+def test_what_is_kept_does_not_run_again(policy: str, transform: str) -> None:
+    counts = []
+    for f in (block, tx.remat(block, POLICIES[policy])):
+        with Count() as count:
+            TRANSFORMS[transform](f)
+        counts.append(count.of)
+    assert tuple(counts[1].get(n, 0) - counts[0].get(n, 0) for n in ("mm", "bmm", "tanh")) == AGAIN[policy]
+
+
+def kept(f: Any) -> int:
+    """The bytes of the tensors that the graph keeps, each memory once."""
+    found: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = f(X.clone().requires_grad_(), W.clone().requires_grad_())
+    assert out.requires_grad
+    return sum(found.values())
+
+
+def test_policies_keep_less() -> None:
+    of = {name: kept(tx.remat(block, policy)) for name, policy in POLICIES.items()}
+    least = X.nbytes + W.nbytes
+    assert of["default"] == of["nothing_saveable"] == least
+    assert (
+        of["everything_saveable"] == kept(block) > of["dots_saveable"] > of["dots_with_no_batch_dims_saveable"] > least
+    )
+    assert of["save_only_these_names"] == least + 2 * X.nbytes and of["save_any_names_but_these"] == least + X.nbytes
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.seen = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.seen += 1
+        h = F.dropout(self.norm(self.first(x)).relu(), 0.5) * self.seen
+        return self.last(h) * scale
+
+
+def trained(wrap: Callable[[Any], Any], seed: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(seed)
+    model, x = Model().double(), X.clone().requires_grad_()
+    for _ in range(2):
+        wrap(model)(x, scale=2.0).square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())], list(model.buffers())  # type: ignore[list-item]
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "module": tx.remat,
+    "dots": lambda model: tx.remat(model, tx.dots_saveable),
+    "closure": lambda model: tx.remat(lambda *args, **kwargs: model(*args, **kwargs)),
+    "method": lambda model: tx.remat(model.forward),
+    "partial": lambda model: tx.remat(functools.partial(type(model).forward, model)),
+    "container": lambda model: tx.remat(
+        lambda *args, _held={"models": [model]}, **kwargs: _held["models"][0](*args, **kwargs)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_modules_random_numbers_and_buffers(how: str) -> None:
+    want, got = trained(lambda model: model), trained(WRAPS[how])
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_random_numbers_go_on_as_after_one_run() -> None:
+    ends = []
+    for wrap in (lambda f: f, tx.remat):
+        torch.manual_seed(3)
+        x = X.clone().requires_grad_()
+        wrap(lambda x: F.dropout(x, 0.5))(x).sum().backward()
+        ends.append((x.grad, torch.rand(2)))
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+def test_other_random_numbers_without_preserve_rng() -> None:
+    torch.manual_seed(3)
+    x = torch.ones(1000, requires_grad=True)
+    out = tx.remat(lambda x: F.dropout(x, 0.5), preserve_rng=False)(x)
+    out.sum().backward()
+    assert x.grad is not None and not torch.equal(x.grad, out.detach())
+
+
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
+def test_autocast(policy: str) -> None:
+    found = []
+    for wrap in (lambda f: f, lambda f: tx.remat(f, POLICIES[policy])):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            wrapped = wrap(model)(X.float())
+            once = torch.autograd.grad(wrapped.square().sum(), model.weight, retain_graph=True)
+            # Autocast must not keep a weight that was cast without a graph.
+            both = torch.autograd.grad((wrapped + model(X.float()[:1])).square().sum(), model.weight)
+        found.append((wrapped.detach(), once, both))
+    assert found[0][0].dtype is torch.bfloat16
+    torch.testing.assert_close(found[1][:2], found[0][:2], rtol=0, atol=0)
+    torch.testing.assert_close(found[1][2], found[0][2], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_writes_into_results_that_are_kept(policy: str) -> None:
+    def writes(x: Tensor, w: Tensor) -> Tensor:
+        h = x @ w
+        y = h * 3.0
+        h += y
+        return h.mul_(2.0).tanh()
+
+    for run in (plain, TRANSFORMS["grad"], TRANSFORMS["vmap(grad)"]):
+        torch.testing.assert_close(run(tx.remat(writes, POLICIES[policy])), run(writes), rtol=0, atol=0)
+
+
+def test_trees_numbers_and_results_that_are_arguments() -> None:
+    def f(tree: Any, n: int, *, names: Any) -> Any:
+        y = tree["a"] * n
+        return {"same": tree["b"], "twice": (y, y), "max": y.argmax(), "none": None, **dict.fromkeys(names, y.sum())}
+
+    a, b = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    out = tx.remat(f)({"a": a, "b": b}, 3, names=("s",))
+    assert (
+        out["same"] is b and out["none"] is None and not out["max"].requires_grad and out["twice"][0] is out["twice"][1]
+    )
+    (out["twice"][0].sum() + out["same"].sum() + out["s"]).backward()
+    assert a.grad is not None and a.grad.tolist() == [6.0] * 3 and b.grad is not None and b.grad.tolist() == [1.0] * 2
+
+
+def test_functional_call() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of(f: Any) -> Any:
+        return func.grad(lambda params: f(params, X).sum())(params)
+
+    def call(params: Any, x: Tensor) -> Tensor:
+        return func.functional_call(model, params, (x,))  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(of(tx.remat(call)), of(call), rtol=0, atol=0)
+    within = of(
+        lambda params, x: func.functional_call(
+            nn.Sequential(Inside(model)), {f"0.model.{k}": p for k, p in params.items()}, (x,)
+        )
+    )
+    torch.testing.assert_close(within, of(call), rtol=0, atol=0)
+
+
+class Inside(nn.Module):
+    """Its parameters are replaced by a transform while it runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tx.remat(self.model)(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "vmap"])
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable"])
+def test_collectives_inside(engine: Any, policy: str) -> None:
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(tx.psum(x @ w, "data")).sum() * tx.axis_index("data")
+
+    def of(f: Any) -> Any:
+        return tx.simulate(lambda x: func.grad(f)(W, x), {"data": 3}, [X, X + 1, X - 1], engine=engine)
+
+    torch.testing.assert_close(of(tx.remat(f, POLICIES[policy])), of(f), rtol=0, atol=0)
+
+
+GLOBAL = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+class Hidden:
+    """Out of reach of a search."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def test_derivatives_by_tensors_that_are_no_arguments() -> None:
+    hidden, x = Hidden(torch.ones(3, dtype=torch.float64, requires_grad=True)), X.clone().requires_grad_()
+    middle = x * 2
+
+    def f(y: Tensor) -> Tensor:
+        return (y * GLOBAL * hidden.value).sum() + middle.sum()
+
+    GLOBAL.grad = None
+    tx.remat(f)(x).backward()
+    assert x.grad is not None and GLOBAL.grad is not None and hidden.value.grad is not None
+    torch.testing.assert_close(x.grad, torch.full_like(X, 3.0))
+    torch.testing.assert_close(GLOBAL.grad, X.sum(0))
+    torch.testing.assert_close(hidden.value.grad, X.sum(0))
+
+
+def test_bad_input() -> None:
+    x, generator = torch.ones(2, requires_grad=True), torch.Generator()
+    raises_text(TypeError, lambda: tx.remat(3), "fn")
+    raises_text(TypeError, lambda: tx.remat(torch.sin, "dots_saveable"), "policy")
+    raises_text(TypeError, lambda: tx.remat(torch.sin, lambda op, *args: 1)(x), "must return a bool")
+    raises_text(TypeError, lambda: tx.remat(torch.sin, preserve_rng=1), "preserve_rng")
+    raises_text(TypeError, lambda: tx.save_only_these_names("a", 3), "3")
+    raises_text(TypeError, lambda: tx.checkpoint_name(x, ""), "nonempty")
+    raises_text(TypeError, lambda: tx.checkpoint_name(3, "x"), "int")
+    raises_text(TypeError, lambda: tx.remat(lambda x: (x * 2, 3))(x), "int")
+    raises_text(ValueError, lambda: tx.remat(lambda tree: tree["a"].add_(1))({"a": x * 1}), "['a']")
+    raises_text(TypeError, lambda: tx.remat(lambda x: x * torch.rand(2, generator=generator))(x), "torch.Generator")
+    sizes = iter([(2, 2), (2, 3)])
+    unsteady = tx.remat(lambda x: (x @ torch.ones(next(sizes))).sum(), tx.dots_saveable)
+    raises_text(RuntimeError, lambda: unsteady(x * 1).backward(), "did not do the same")

@@ -1,0 +1,1 @@
+"""Rematerialisation: activations computed again in the backward pass, or kept elsewhere, under every transform."""

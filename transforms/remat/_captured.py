@@ -1,0 +1,212 @@
+"""The tensors that a function uses without taking them as arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_WIDEST = 1000  # entries of a container that are looked at
+
+
+def is_tracked(x: Tensor) -> bool:
+    """Whether a transform may differentiate, or batch, by this tensor."""
+    return x.requires_grad or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+class Found(NamedTuple):
+    """The tensors that can be reached from a function, by id.
+
+    tracked: Those that a transform may differentiate, or batch, by.
+    state: Others, such as buffers.
+    slots: The places of parameters and buffers in modules: (dict, name, tensor).
+    """
+
+    tracked: dict[int, Tensor]
+    state: dict[int, Tensor]
+    slots: list[tuple[dict[str, Any], str, Tensor]]
+
+
+def captured(fn: Callable[..., Any]) -> Found:
+    """Search a function's closure, defaults, globals, partial arguments, the object of a method, modules, and containers."""
+    found = Found({}, {}, [])
+    for x in _reachable(fn, set(), 0, found.slots):
+        (found.tracked if is_tracked(x) else found.state)[id(x)] = x
+    return found
+
+
+def _reachable(x: Any, seen: set[int], depth: int, slots: list[Any]) -> Iterator[Tensor]:
+    if (
+        x is None
+        or isinstance(x, (str, bytes, int, float, complex, type, types.ModuleType))
+        or id(x) in seen
+        or depth > 6
+    ):
+        return
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        yield x
+        return
+    if isinstance(x, nn.Module):
+        for module in x.modules():
+            for held in (module._parameters, module._buffers):
+                for name, value in held.items():
+                    if value is not None:
+                        slots.append((held, name, value))
+                        yield value
+        return
+    inside: list[Any] = []
+    if isinstance(x, functools.partial):
+        inside = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, types.MethodType):
+        inside = [x.__self__, x.__func__]
+    elif isinstance(x, types.FunctionType):
+        inside = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
+        inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        named = (x.__globals__.get(name) for name in _names(x.__code__))
+        # Of other files' functions only what they are called with is searched: all of torch would be within reach.
+        inside += [g for g in named if isinstance(g, (Tensor, nn.Module)) or _of_same_file(g, x)]
+        if (wrapped := getattr(x, "__wrapped__", None)) is not None:
+            inside.append(wrapped)
+    elif isinstance(x, dict):
+        inside = list(x.values()) if len(x) <= _WIDEST else []
+    elif isinstance(x, (list, tuple, set, frozenset)):
+        inside = list(x) if len(x) <= _WIDEST else []
+    elif depth < 4 and hasattr(x, "__dict__") and not type(x).__module__.startswith(("torch", "builtins")):
+        inside = list(vars(x).values())
+    for part in inside:
+        yield from _reachable(part, seen, depth + 1, slots)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals that a function, or one inside it, may use."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _names(const)
+    return found
+
+
+def _of_same_file(value: Any, function: types.FunctionType) -> bool:
+    return isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # not assigned yet
+        return False
+    return True
+
+
+class Captured(Exception):
+    """A function has used tensors that are tracked and that no search had found."""
+
+    def __init__(self, found: list[Tensor]) -> None:
+        super().__init__()
+        self.found = found
+
+
+# Functions of torch that write into some of their arguments without a trailing underscore: their positions, and names.
+_STATISTICS = ("running_mean", "running_var")
+
+
+class Substitute(TorchFunctionMode):
+    """Replaces tensors by others in every operation of torch.
+
+    Args:
+        of: id -> replacement.
+        state: id -> tensor that an operation may write into.
+        written: Called with a tensor of `state` before the first operation that writes into it; returns what the
+            operation gets instead.
+        own: The ids of tensors that may be tracked; None where no others are looked for.
+    """
+
+    def __init__(
+        self, of: dict[int, Tensor], state: dict[int, Tensor], written: Callable[[Tensor], Tensor], own: set[int] | None
+    ) -> None:
+        super().__init__()
+        self._of, self._state, self._written, self._own = of, state, written, own
+        self.foreign: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Substitute:
+        _THREADS.running.append(self)
+        return cast(Substitute, super().__enter__())  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _THREADS.running.pop()
+
+    @contextlib.contextmanager
+    def around(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        """A context for a region inside this one, with what its tensors are here; what it does itself is not watched."""
+        new = [self._swap(x) for x in tensors]
+        own, self._own = self._own, None
+        try:
+            yield new
+        finally:
+            self._own = own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._state:
+            for x in _targets(func, args, kwargs):
+                if id(x) in self._state:
+                    self._of[id(x)] = self._written(self._state.pop(id(x)))
+        args = tuple(map(self._swap, args))
+        if kwargs:
+            kwargs = {name: self._swap(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _swap(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            new = self._of.get(id(x))
+            if new is not None:
+                return new
+            if self._own is not None and id(x) not in self._own and x.requires_grad and x.is_leaf:
+                self.foreign[id(x)] = x
+        elif type(x) in (list, tuple):
+            return type(x)(map(self._swap, x))
+        elif isinstance(x, torch.Generator):
+            raise TypeError(
+                "a function in remat draws from a torch.Generator, which would go on from another state when the function "
+                "runs again; draw outside of it and pass the numbers, or use torch's default generator"
+            )
+        return x
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.running: list[Substitute] = []
+
+
+_THREADS = _Threads()
+
+
+@contextlib.contextmanager
+def within(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """A context for a region's tensors, as the region around it has them."""
+    if _THREADS.running:
+        with _THREADS.running[-1].around(tensors) as new:
+            yield new
+    else:
+        yield tensors
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that a function of torch writes into."""
+    name = getattr(func, "__name__", "")
+    if name in ("batch_norm", "instance_norm"):
+        return [x for x in (*args[1:3], *(kwargs.get(n) for n in _STATISTICS)) if isinstance(x, Tensor)]
+    if name == "__setitem__" or (name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))):
+        return list(args[:1])
+    if name == "__set__" or "out" in kwargs:
+        return [kwargs["out"]] if "out" in kwargs else list(args[:1])
+    return []

@@ -1,0 +1,24 @@
+"""Rematerialisation in torch.compile, which has its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ._policies import Keep, Policy, keep_of, nothing_saveable
+
+
+def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: Any, kwargs: Any) -> Any:
+    """Call a function in code that is being compiled."""
+    if policy is nothing_saveable:
+        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs)
+
+    def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = keep_of(policy, op, *args, **kwargs) is not Keep.RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, of_op)
+    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, context_fn=contexts, **kwargs)
