@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import inspect
 import re
 import subprocess
@@ -37,6 +38,7 @@ def _sources() -> list[Path]:
     return sorted([*(ROOT / "transforms").rglob("*.py"), *shell])
 
 
+@functools.cache
 def _room(module: str) -> str:
     """The folder of a module of fjoin, as "fjoin", "fjoin.groups" or "fjoin.transforms.axes"."""
     known = [".".join(("fjoin", *f.parent.relative_to(ROOT).parts)).replace("fjoin.fjoin", "fjoin") for f in _sources()]

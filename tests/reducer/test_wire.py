@@ -91,7 +91,7 @@ def trained(hook: str, codec: str, bucket_bytes: int) -> Any:
     return net_trained(made, SIZES, bucket_bytes)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("codec", "hook", "bucket_bytes"), table([*CODECS], [*ALL], [1, 10**6]))
 def test_on_processes_as_simulated_and_near_the_uncoded(pool: Any, codec: str, hook: str, bucket_bytes: int) -> None:
     """To the bit, without an ordered reduction; weights and losses are exact, even where gradients are lossy."""
@@ -129,7 +129,7 @@ def counted(codec: str, hook: str, bucket_bytes: int) -> Any:
     return sent
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     ("codec", "hook", "bucket_bytes"),
     table([*CODECS], ["mean", "clip, mean, clip", "by path", "fed back", *METHODS], [1000, 1, 10**6]),

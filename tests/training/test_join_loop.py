@@ -177,7 +177,7 @@ LOADERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_any_loader_and_the_position_in_it(kind: str) -> None:
     """The state counts the batches that this rank has consumed; the loader itself is one batch ahead."""

@@ -94,6 +94,7 @@ def trained(*args: Any) -> Any:
     return restored(train)(*args)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"donate": False}, {"accumulate": 2}], ids=str)
 def test_results_do_not_change(pool: Any, ranks: int, options: dict[str, Any]) -> None:

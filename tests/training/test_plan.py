@@ -20,7 +20,7 @@ import fjoin
 from fjoin import transforms as tx
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(
     "inputs",

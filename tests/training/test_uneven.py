@@ -79,9 +79,9 @@ def _check(results: list[dict[str, Any]], sizes: Any, seed: int, name: str, over
                 assert max_diff(getattr(own, field), theirs) < 1e-12
 
 
-@pytest.mark.parametrize("block", [pytest.param(i, marks=pytest.mark.long if i else ()) for i in range(25)])
+@pytest.mark.parametrize("block", [pytest.param(i, marks=pytest.mark.long if i else ()) for i in range(50)])
 def test_a_thousand_simulated_cases(block: int) -> None:
-    for seed in range(block * 40, block * 40 + 40):
+    for seed in range(block * 20, block * 20 + 20):
         sizes, name, over, clip = _case(seed)
         batches = make_batches(seed, sizes)
         pipeline = _pipeline(name, over, clip)
@@ -104,7 +104,7 @@ def gloo_cases(seeds: list[int]) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_thirty_cases_on_gloo(pool: Any, ranks: int) -> None:
     seeds = [2000 + 10 * ranks + i for i in range(10)]

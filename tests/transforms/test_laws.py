@@ -233,7 +233,7 @@ def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, TRANSFORM_LAWS))
 def test_transform(make: Any, law: Any) -> None:
     law(make)

@@ -104,6 +104,7 @@ def test_local_sgd(ranks: int, inner: str, over: Any) -> None:
     close(found, want, start)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("period, warmup", [(4, 0), (4, 10), (3, 7), (1, 2)])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_average_every_has_the_steps_of_the_periodic_model_averager(ranks: int, period: int, warmup: int) -> None:
@@ -137,7 +138,7 @@ def test_hierarchical_average(over: Any, warmup: int) -> None:
     close(run(tx.fuse(tx.noop(), ours, after), {"pod": 2, "node": 2, "local": 2}, weighted), want, start)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("delay, mix, count", [(0, 0.0, 1), (0, 0.5, 2), (3, 0.0, 1), (2, 0.25, 3), (9, 0.5, 4)])
@@ -172,7 +173,7 @@ def test_slow_mo(ranks: int) -> None:
     close(run(tx.slow_mo(ours, "data", every=12, lr=0.9, momentum=0.6), {"data": ranks}, True), want, start)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("over", ["weight", "world"])
 @pytest.mark.parametrize("inner", list(INNER))
 @pytest.mark.parametrize("ranks, warmup", [(2, 7), (3, 20), (5, 0)])
@@ -225,6 +226,7 @@ def test_a_wire_of_post_local_sgd_sends_the_changes_since_the_warm_up(warmup: in
 POLICIES: dict[str, Any] = {"average": "average", "own periods": {"exp_avg": 12, "exp_avg_sq": 20}, "reset": "reset"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_policies_of_states(ranks: int, policy: str) -> None:
