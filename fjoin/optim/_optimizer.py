@@ -11,6 +11,7 @@ from torch import Tensor
 from ..transforms._state_dict import to_state_dict
 from ..transforms.step_param import _optimizer
 from ._foreach import ForeachStepper, Item
+from ._grad_scaler import guards_of
 from ._param_groups import WithValues, check_group, own_by_group, resizing, values_of
 
 
@@ -127,7 +128,6 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # a GradScaler sets these
         everything = self._items()
         items = [item for item in everything if item[3] is not None]
         if len(self.state) != len(self._stepper.states):
@@ -139,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
         if sizes != self._sizes:
             self._stepper.fit(everything, self._show)
             self._sizes = sizes
-        self._stepper.step(items, self._show, **guards)
+        self._stepper.step(items, self._show, **guards_of(self))
         return loss
 
     def _show(self, param: Tensor, state: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..transforms._check import whole_number
+from ._grad_scaler import guarded, guards_of
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -92,24 +93,10 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        guards = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}  # a GradScaler sets these
-        if not any(value is not None for value in guards.values()):
+        with guarded(self.optim, guards_of(self)) as steps:
+            if not steps:
+                return None
             return self.optim.step() if closure is None else self.optim.step(closure)
-        if getattr(self.optim, "_step_supports_amp_scaling", False):
-            try:
-                for name, value in guards.items():
-                    setattr(self.optim, name, value)
-                return self.optim.step() if closure is None else self.optim.step(closure)
-            finally:
-                for name in guards:
-                    delattr(self.optim, name)
-        if guards["found_inf"] is not None and guards["found_inf"].item():
-            return None
-        if guards["grad_scale"] is not None:
-            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            for grad in grads:
-                grad.div_(guards["grad_scale"].to(grad.device))
-        return self.optim.step() if closure is None else self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)

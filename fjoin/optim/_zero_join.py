@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,27 +80,6 @@ def _receive(
         take[sender] = sizes[axis.rank]
     received = axis.run("all_to_all_single", flat, (tuple(give), tuple(take)))
     return {} if with_input[axis.rank] else pieces.leaves_own(k, received)
-
-
-@contextlib.contextmanager
-def guarded(local: torch.optim.Optimizer, guards: dict[str, Any]) -> Iterator[bool]:
-    """A context in which a GradScaler's settings are those of another optimizer; yields whether it steps."""
-    given = {name: value for name, value in guards.items() if value is not None}
-    if not given or getattr(local, "_step_supports_amp_scaling", False):
-        for name, value in given.items():
-            setattr(local, name, value)
-        try:
-            yield True
-        finally:
-            for name in given:
-                delattr(local, name)
-        return
-    if "grad_scale" in given:
-        for group in local.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad = p.grad / given["grad_scale"]
-    yield not ("found_inf" in given and given["found_inf"].item())
 
 
 class ZeroHook(torch_join.JoinHook):

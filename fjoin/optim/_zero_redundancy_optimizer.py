@@ -18,11 +18,12 @@ from ..reducer._gather_pieces import gather_leaves
 from ..transforms._state_dict import to_state_dict
 from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import cut
+from ._grad_scaler import guarded, guards_of
 from ._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, optimizer_of, our_state, torchs_state
 from ._param_groups import check_group, own_by_group, without_params
 from ._whole_state import NoState, Owned, gather_states, slice_state
-from ._zero_join import Shard, ZeroHook, gradients, guarded
+from ._zero_join import Shard, ZeroHook, gradients
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
@@ -198,10 +199,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         if local is not None:
             for group, i in zip(local.param_groups, self._groups, strict=True):
                 group.update(without_params(self.param_groups[i]))
-            guards = {
-                name: getattr(self, name, None) for name in ("grad_scale", "found_inf")
-            }  # a GradScaler sets these
-            with guarded(local, guards) as steps:
+            with guarded(local, guards_of(self)) as steps:
                 if steps:
                     local.step(**arguments)
         for shard in self._shards:
