@@ -24,7 +24,7 @@ run          simulate
 optax        from_optax  to_optax
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable
              dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these
-             save_from_both_policies
+             save_from_both_policies  offload_dot_with_no_batch_dims  save_and_offload_only_these_names
 look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Piece
 """
@@ -204,6 +204,8 @@ from .remat._policies import dots_saveable as dots_saveable
 from .remat._policies import dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable
 from .remat._policies import everything_saveable as everything_saveable
 from .remat._policies import nothing_saveable as nothing_saveable
+from .remat._policies import offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims
+from .remat._policies import save_and_offload_only_these_names as save_and_offload_only_these_names
 from .remat._policies import save_any_names_but_these as save_any_names_but_these
 from .remat._policies import save_from_both_policies as save_from_both_policies
 from .remat._policies import save_only_these_names as save_only_these_names

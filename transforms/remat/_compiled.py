@@ -17,8 +17,13 @@ def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: A
         return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs)
 
     def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = keep_of(policy, op, *args, **kwargs) is not Keep.RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+        keep = keep_of(policy, Keep.SAVE, op, *args, **kwargs)
+        if keep is Keep.OFFLOAD:
+            raise NotImplementedError(
+                f"remat: the policy {policy!r} offloads the result of {op}, which torch.compile cannot; name a place, "
+                f"remat(..., offload=), and the function runs uncompiled"
+            )
+        return CheckpointPolicy.MUST_SAVE if keep is Keep.SAVE else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, of_op)
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, context_fn=contexts, **kwargs)

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
+from ._offload import Handle, Store
 from ._policies import Keep, Policy, keep_of, keep_of_name
 
 # Which occurrence of an operation: other operations between may differ between two runs.
 Place = tuple[Any, int]
+
+
+class Part(NamedTuple):
+    """A tensor in the result of an operation."""
+
+    memory: StorageWeakRef
+    device: torch.device
+    dtype: torch.dtype
+    offset: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """An operation that has run."""
+
+    place: Place
+    shapes: tuple[torch.Size, ...]  # of its arguments
+    form: Any  # the structure of the result
+    parts: list[Any]  # of the result: tensors as `Part`s, other values as they are
+    reads: set[int]  # memory, by address
+    makes: set[int]  # memory that is new, or written into
+    again: bool  # whether it must run again: it does more than make tensors
+    draws: bool  # whether it draws random numbers
 
 
 class Kept(NamedTuple):
@@ -35,182 +58,212 @@ class Slot(NamedTuple):
     number: int
 
 
-class Origin(NamedTuple):
-    """The operation that made some memory."""
-
-    place: Place
-    shapes: tuple[torch.Size, ...]
-    form: Any
-    parts: list[Any]  # (memory, geometry) of each tensor of its result, other values as they are
-
-
 class Keeper:
-    """Records a run's results that a policy keeps, and gives them to later runs."""
+    """Records a run's results that a policy keeps, for later runs.
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    Args:
+        policy: Which results to keep.
+        kept: What its True means.
+        store: Where values wait that it offloads.
+
+    Attributes:
+        kept: The operations whose results later runs get.
+        idle: Those whose results a backward pass does not use, where it takes no derivative of a derivative.
+        values: The results kept: tensors, or handles of those that wait elsewhere; None for what is not needed.
+        graph_known: Whether what the graph keeps, as told by `uses`, is all that a backward pass uses.
+    """
+
+    def __init__(self, policy: Policy, kept: Keep, store: Store) -> None:
+        self._policy, self._meaning, self._store = policy, kept, store
+        self._clear()
+
+    def _clear(self) -> None:
         self.kept: dict[Place, Kept] = {}
-        self.tensors: list[Tensor] = []
-        self._memory: dict[int, list[int]] = {}  # storage -> numbers of the tensors in it
-        self._origins: dict[int, Origin] = {}
+        self.idle: dict[Place, Step] = {}
+        self.values: list[Tensor | Handle | None] = []
+        self._away: list[bool] = []  # whether a value is to wait elsewhere
+        self._moved: list[tuple[int, Handle]] = []
+        self._numbers: dict[int, list[int]] = {}  # memory -> numbers of the values in it
+        self._origins: dict[int, Step] = {}  # memory -> the operation that has made it
+        self._steps: list[Step] = []
+        self._used: set[int] = set()  # memory that the graph keeps
+        self.graph_known = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """A context in which results are kept."""
-        self.kept, self.tensors, self._memory, self._origins = {}, [], {}, {}
-        with _Recording(self), _running(self):
+        """A context for the calls of `made`, `writes`, `named` and `uses`."""
+        self._clear()
+        with _running(self):
             yield
-        self._memory, self._origins = {}, {}
 
-    def replaying(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """A context in which operations whose results are kept do not run.
+    def finish(self) -> None:
+        """The run has ended: move what is to wait elsewhere, and forget what no backward pass uses."""
+        if self.graph_known:
+            idle = _idle(self._steps, self.kept.keys(), self._used)
+            self.idle = {step.place: step for step in self._steps if step.place in idle}
+            for place in idle & self.kept.keys():
+                for leaf in self.kept.pop(place).leaves:
+                    if isinstance(leaf, Slot):
+                        self.values[leaf.number], self._away[leaf.number] = None, False
+        chosen = [i for i, away in enumerate(self._away) if away]
+        if chosen:
+            values: list[Any] = [self.values[i] for i in chosen]
+            for i, x, handle in zip(chosen, values, self._store.put(values), strict=True):
+                self.values[i] = handle
+                if isinstance(handle, Handle):
+                    note_saved(x)
+                    self._moved.append((memory_of(x), handle))
+        self._numbers, self._origins, self._steps, self._used = {}, {}, [], set()
 
-        Args:
-            tensors: Those of `self.tensors`.
-        """
-        return _Replaying(self.kept, tensors)
+    def settle(self, results: Sequence[Tensor]) -> None:
+        """The run's results are given to the caller, who may write into them."""
+        own = {memory_of(x) for x in results} if self._moved else set()
+        for memory, handle in self._moved:
+            if memory in own:
+                handle.settle()
+        self._moved = []
 
-    # -- of the recording mode ------------------------------------------------------------------
+    # -- while it records -----------------------------------------------------------------------
 
     def made(self, place: Place, shapes: tuple[torch.Size, ...], op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Keep the result of an operation if the policy says so; remember where its memory comes from."""
-        draws = _draws(op, args, kwargs)
+        """An operation has run: keep its result if the policy says so."""
         leaves, form = tree_flatten(out)
-        if not draws and keep_of(self._policy, op, *args, **kwargs) is not Keep.RECOMPUTE:
-            self._keep(place, shapes, form, leaves)
+        reads = {memory_of(x) for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
+        makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - reads
+        draws = _draws(op, args, kwargs)
+        tensors = all(isinstance(x, Tensor) for x in leaves) and bool(leaves)
+        step = Step(
+            place, shapes, form, [_part(x) for x in leaves], reads, makes, not tensors or op.namespace != "aten", draws
+        )
+        self._steps.append(step)
+        if draws:
             return
-        given = {_key(x) for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
-        parts = [(StorageWeakRef(x.untyped_storage()), _geometry(x)) if isinstance(x, Tensor) else x for x in leaves]
-        if not draws:
+        for memory in makes:
+            self._origins[memory] = step
+        keep = keep_of(self._policy, self._meaning, op, *args, **kwargs)
+        if keep is Keep.RECOMPUTE:
+            return
+        if makes:
+            self._keep(step, leaves, keep)
+        else:  # a view: the memory is kept
             for x in leaves:
-                if isinstance(x, Tensor) and _key(x) not in given:
-                    self._origins[_key(x)] = Origin(place, shapes, form, parts)
+                if isinstance(x, Tensor):
+                    self._keep_origin(memory_of(x), keep)
 
-    def _keep(self, place: Place, shapes: Any, form: Any, leaves: list[Any]) -> None:
-        slots: list[Any] = []
-        for x in leaves:
-            if isinstance(x, Tensor):
-                self._memory.setdefault(_key(x), []).append(len(self.tensors))
-                slots.append(Slot(len(self.tensors)))
-                self.tensors.append(x.detach())
-            else:
-                slots.append(x)
-        self.kept[place] = Kept(shapes, form, slots)
-
-    def named(self, x: Tensor, name: str) -> None:
-        """Keep the result of the operation that made a value, if the policy keeps values of this name."""
-        keeps, origin = keep_of_name(self._policy, name) is not Keep.RECOMPUTE, self._origins.get(_key(x))
-        if not keeps or origin is None or origin.place in self.kept:
-            return
-        leaves = []
-        for part in origin.parts:
-            if isinstance(part, tuple) and isinstance(part[0], StorageWeakRef):
-                memory, geometry = part
-                if memory.expired():
-                    return
-                leaves.append(_rebuilt(memory, geometry, x.device))
-            else:
-                leaves.append(part)
-        self._keep(origin.place, origin.shapes, origin.form, leaves)
+    def wrote(self, place: Place, op: Any, args: Any, kwargs: Any) -> None:
+        """An operation has written into tensors."""
+        reads = {memory_of(x) for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
+        makes = {memory_of(x) for x in written_by(op, args, kwargs)}
+        self._steps.append(Step(place, (), None, [], reads, makes, op.namespace != "aten", _draws(op, args, kwargs)))
 
     def writes(self, x: Tensor) -> None:
-        """Called before an operation writes into a tensor: what is kept of its memory is copied first."""
-        key = _key(x)
-        self._origins.pop(key, None)
-        numbers = set(self._memory.pop(key, ()))
-        if not numbers:
-            return
+        """An operation is about to write into a tensor: what is kept of its memory is copied."""
+        memory = memory_of(x)
+        self._origins.pop(memory, None)
+        numbers = set(self._numbers.pop(memory, ()))
         for n in numbers:
-            self.tensors[n] = self.tensors[n].clone()
-        for place, kept in self.kept.items():
+            value = self.values[n]
+            assert isinstance(value, Tensor)
+            self.values[n] = value.clone()
+        for place, kept in self.kept.items() if numbers else ():
             if any(isinstance(leaf, Slot) and leaf.number in numbers for leaf in kept.leaves):
                 self.kept[place] = kept._replace(written=True)
 
+    def named(self, x: Tensor, name: str) -> None:
+        """A value has got a name: keep the result of the operation that made it, if the policy keeps values of this name."""
+        keep = keep_of_name(self._policy, self._meaning, name)
+        if keep is not Keep.RECOMPUTE:
+            self._keep_origin(memory_of(x), keep)
 
-class _Recording(TorchDispatchMode):
-    def __init__(self, keeper: Keeper) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._keeper, self._counts = keeper, Counter[Any]()
+    def uses(self, x: Tensor) -> None:
+        """The graph keeps a tensor."""
+        self._used.add(memory_of(x))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for x in _written(func, args, kwargs):
-                self._keeper.writes(x)
-        out = func(*args, **kwargs)
-        place = func, self._counts[func]
-        self._counts[func] += 1
-        if not func._schema.is_mutable:
-            self._keeper.made(place, _shapes(args), func, args, kwargs, out)
-        return out
+    def _keep_origin(self, memory: int, keep: Keep) -> None:
+        step = self._origins.get(memory)
+        if step is None or step.place in self.kept:
+            return
+        leaves = []
+        for part in step.parts:
+            if isinstance(part, Part) and part.memory.expired():
+                return
+            leaves.append(_tensor(part) if isinstance(part, Part) else part)
+        self._keep(step, leaves, keep)
+
+    def _keep(self, step: Step, leaves: list[Any], keep: Keep) -> None:
+        slots: list[Any] = []
+        for x in leaves:
+            if isinstance(x, Tensor):
+                self._numbers.setdefault(memory_of(x), []).append(len(self.values))
+                slots.append(Slot(len(self.values)))
+                self.values.append(x.detach())
+                self._away.append(keep is Keep.OFFLOAD)
+            else:
+                slots.append(x)
+        self.kept[step.place] = Kept(step.shapes, step.form, slots)
 
 
-class _Replaying(TorchDispatchMode):
-    def __init__(self, kept: dict[Place, Kept], tensors: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._tensors, self._counts = kept, tensors, Counter[Any]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kept = self._kept.get((func, self._counts[func]))
-        self._counts[func] += 1
-        if kept is None:
-            return func(*args, **(kwargs or {}))
-        if kept.shapes != _shapes(args):
-            raise RuntimeError(
-                f"a function in remat did not do the same in the backward pass: {func} got shapes {list(map(tuple, _shapes(args)))}, "
-                f"before {list(map(tuple, kept.shapes))}; it must depend on its arguments only"
-            )
-        leaves = [
-            (self._tensors[x.number].clone() if kept.written else self._tensors[x.number].detach())
-            if isinstance(x, Slot)
-            else x
-            for x in kept.leaves
-        ]
-        return tree_unflatten(leaves, kept.form)
+def _idle(steps: list[Step], kept: Collection[Place], used: set[int]) -> set[Place]:
+    """The operations whose results are not used by the graph, nor by operations that must run for it."""
+    idle, used, draws = set(), set(used), False
+    for step in reversed(steps):
+        if used.isdisjoint(step.makes) and not step.again and not (step.draws and draws):
+            if step.makes and step.parts:
+                idle.add(step.place)
+            continue
+        draws = draws or step.draws
+        if step.place not in kept:
+            used |= step.reads
+    return idle
 
 
 class _Threads(threading.local):
     def __init__(self) -> None:
-        self.keeper: Keeper | None = None
+        self.keepers: list[Keeper] = []
 
 
 _THREADS = _Threads()
 
 
 @contextlib.contextmanager
-def _running(keeper: Keeper | None) -> Iterator[None]:
-    outer, _THREADS.keeper = _THREADS.keeper, keeper
+def _running(keeper: Keeper) -> Iterator[None]:
+    _THREADS.keepers.append(keeper)
     try:
         yield
     finally:
-        _THREADS.keeper = outer
+        _THREADS.keepers.pop()
 
 
 def note_name(x: Tensor, name: str) -> None:
     """Tell the region that is being recorded the name of a value."""
-    if _THREADS.keeper is not None:
-        _THREADS.keeper.named(x, name)
+    if _THREADS.keepers:
+        _THREADS.keepers[-1].named(x, name)
 
 
-def _key(x: Tensor) -> int:
+def note_saved(x: Tensor) -> None:
+    """Tell the regions that are being recorded that the values of a tensor are used, though no graph keeps it."""
+    for keeper in _THREADS.keepers:
+        keeper.uses(x)
+
+
+def memory_of(x: Tensor) -> int:
+    """The address of a tensor's storage."""
     return int(x.untyped_storage()._cdata)
 
 
-def _geometry(x: Tensor) -> Any:
-    return x.dtype, x.storage_offset(), x.size(), x.stride()
+def _part(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return Part(StorageWeakRef(x.untyped_storage()), x.device, x.dtype, x.storage_offset(), x.size(), x.stride())
 
 
-def _rebuilt(memory: StorageWeakRef, geometry: Any, device: torch.device) -> Tensor:
-    dtype, offset, size, stride = geometry
-    storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
+def _tensor(part: Part) -> Tensor:
+    storage = torch.UntypedStorage._new_with_weak_ptr(part.memory.cdata)  # type: ignore[attr-defined]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, part.offset, part.size, part.stride)
 
 
-def _shapes(args: Any) -> tuple[torch.Size, ...]:
-    return tuple(x.shape for x in args if isinstance(x, Tensor))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes into."""
     found = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -11,6 +11,7 @@ import torch.autograd.forward_ad
 from torch import Tensor
 
 from ._kept import Keeper
+from ._modes import Recording, Replaying
 
 
 class Record:
@@ -24,7 +25,7 @@ class Record:
 
     def __init__(self, preserve_rng: bool, keeper: Keeper | None = None) -> None:
         self.keeper = keeper
-        self.kept: list[Tensor] | None = None  # what the keeper has kept, where the graph holds it
+        self.values: list[Any] | None = None  # what the keeper has kept, where the graph holds it
         self._preserve_rng = preserve_rng
         self.result: tuple[Any, list[tuple[str, int]]] = (None, [])
         self._before: dict[int, Tensor] = {}  # id of a buffer -> its values before the first run
@@ -46,12 +47,22 @@ class Record:
         if self._preserve_rng:
             self._cpu = torch.get_rng_state()
             self._devices = [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices]
-        with uncached_autocast(), contextlib.nullcontext() if self.keeper is None else self.keeper.recording():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(uncached_autocast())
+            if self.keeper is not None:
+                stack.enter_context(self.keeper.recording())
+                stack.enter_context(Recording(self.keeper))
             yield
+        if self.keeper is not None:
+            self.keeper.finish()
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A context for a later run."""
+    def again(self, whole: bool) -> Iterator[None]:
+        """A context for a later run.
+
+        Args:
+            whole: Whether more than first derivatives by the arguments may be asked for.
+        """
         outer = self._again, self.stand_ins
         self._again, self.stand_ins = True, {i: x.clone() for i, x in self._before.items()}
         try:
@@ -64,8 +75,8 @@ class Record:
                     for device, state in self._devices:
                         torch.get_device_module(device).set_rng_state(state, device)
                 if self.keeper is not None and not forward_mode():
-                    kept = self.keeper.tensors if self.kept is None else self.kept
-                    stack.enter_context(self.keeper.replaying(kept))
+                    values: Any = self.keeper.values if self.values is None else self.values
+                    stack.enter_context(Replaying(self.keeper.kept, values, {} if whole else self.keeper.idle))
                 yield
         finally:
             self._again, self.stand_ins = outer

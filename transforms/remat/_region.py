@@ -13,7 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
 from ._captured import Captured, Found, Substitute
+from ._graph import is_known
+from ._offload import Store
 from ._record import Record
+from ._shelf import Shelf, give, take
 
 
 class Region:
@@ -22,6 +25,7 @@ class Region:
     Attributes:
         record: What the first run leaves for later runs.
         plain: Whether the call is under no torch.func transform.
+        shelves: Where arguments wait that are not kept by the graph, by position.
     """
 
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record) -> None:
@@ -35,11 +39,23 @@ class Region:
         self._state = {i: x for i, x in found.state.items() if all(x is not g for g in given)}
         self._slots = found.slots
         self.plain = not torch._C._are_functorch_transforms_active()
+        self.shelves: dict[int, Shelf] = {}
         self._axes, self._weight = bound(), current_weight()
         self._tokens = [name for name, axis in self._axes.items() if axis.token is not None]
         tokens = [self._axes[name].token for name in self._tokens]
         self.tensors: list[Tensor] = [*given, *self._captured, *tokens]  # type: ignore[list-item]
         self.arguments = len(given)  # the number of tensors in the arguments
+
+    def shelve(self, tensors: Sequence[Tensor], store: Store) -> list[Tensor]:
+        """Let the arguments that are results of other operations wait in a store; returns what is left of them."""
+        self.shelves = {
+            i: Shelf(store) for i, x in enumerate(tensors[: self.arguments]) if _is_float(x) and _is_activation(x)
+        }
+        return [give(self.shelves[i], x) if i in self.shelves else x for i, x in enumerate(tensors)]
+
+    def taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, those included that wait elsewhere."""
+        return [take(self.shelves[i], x) if i in self.shelves else x for i, x in enumerate(tensors)]
 
     def run(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> Any:
         """Call the function.
@@ -85,7 +101,8 @@ class Region:
         if watch is None or self.record.keeper is None:
             return self._flat(tensors, watch)
         # Some operations are made of others than without a graph, so a run that records has one, as later runs have.
-        moving = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+        keeper = self.record.keeper
+        moving = [i for i, x in enumerate(self.tensors) if x.requires_grad or not self.plain and _is_float(x)]
 
         def tracked(*values: Tensor) -> Any:
             new = list(tensors)
@@ -94,8 +111,10 @@ class Region:
             return torch.zeros(()), tuple(self._flat(new, watch | set(map(id, new))))
 
         if self.plain:
-            with torch.enable_grad(), saved_tensors_hooks(lambda x: None, _unused):
-                return [x.detach() for x in tracked(*(tensors[i].detach().requires_grad_() for i in moving))[1]]
+            with torch.enable_grad(), saved_tensors_hooks(keeper.uses, _unused):
+                out = tracked(*(tensors[i].detach().requires_grad_() for i in moving))[1]
+            keeper.graph_known = is_known(out)
+            return [x.detach() for x in out]
         *_, out = torch.func.vjp(tracked, *(tensors[i].detach() for i in moving), has_aux=True)
         return list(cast("tuple[Tensor, ...]", out))
 
@@ -120,10 +139,15 @@ class Region:
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run for the first time, without a graph."""
-        tensors = [x.detach() for x in tensors]  # without a graph a view of a leaf would pass for another leaf
+        # Without a graph a view of a leaf would pass for another leaf.
+        tensors = [x.detach() for x in self.taken(tensors)]
         versions = [_version(x) for x in tensors[: self.arguments]]
         with self.record.first(tensors):
             out = self.flat(tensors, watch=set(map(id, tensors)))
+        if self.record.keeper is not None:
+            self.record.keeper.settle(out)
+        for shelf in self.shelves.values():
+            shelf.settle()
         for i, (x, before) in enumerate(zip(tensors, versions, strict=False)):
             if _version(x) != before:
                 raise ValueError(
@@ -132,9 +156,10 @@ class Region:
                 )
         return out
 
-    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run again, with the random numbers, autocast and buffers of the first time."""
-        with self.record.again():
+    def again(self, tensors: Sequence[Tensor], whole: bool = True) -> list[Tensor]:
+        """Run again, with the random numbers, autocast and buffers of the first time; for `whole` see `Record.again`."""
+        tensors = self.taken(tensors)
+        with self.record.again(whole):
             return self.flat(tensors)
 
     def _path(self, i: int) -> str:
@@ -154,6 +179,7 @@ class Batched:
         self._inner, self._in_dims, self._randomness = inner, tuple(in_dims), randomness
         self.record: Record = inner.record
         self.arguments: int = inner.arguments
+        self.shelves: dict[int, Shelf] = inner.shelves
         self.plain = False
 
     def flat(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> list[Tensor]:
@@ -168,9 +194,13 @@ class Batched:
         """See `Region.first`."""
         return Region.first(self, tensors)  # type: ignore[arg-type]
 
-    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def again(self, tensors: Sequence[Tensor], whole: bool = True) -> list[Tensor]:
         """See `Region.again`."""
-        return Region.again(self, tensors)  # type: ignore[arg-type]
+        return Region.again(self, tensors, whole)  # type: ignore[arg-type]
+
+    def taken(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See `Region.taken`."""
+        return Region.taken(self, tensors)  # type: ignore[arg-type]
 
     def _path(self, i: int) -> str:
         return str(self._inner._path(i))
@@ -181,6 +211,15 @@ class Batched:
 
 def _unused(x: Any) -> Any:
     raise RuntimeError("the graph of a first run is not used")
+
+
+def _is_activation(x: Tensor) -> bool:
+    """Whether a tensor is the result of an operation that a derivative goes through, and no view of a parameter."""
+    return x.grad_fn is not None and not (x._is_view() and x._base is not None and x._base.is_leaf)
+
+
+def _is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _version(x: Tensor) -> int:
