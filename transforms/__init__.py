@@ -25,6 +25,7 @@ optax        from_optax  to_optax
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable
              dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these
              save_from_both_policies  offload_dot_with_no_batch_dims  save_and_offload_only_these_names
+             saved_residuals  Residuals  Residual
 look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
 save         to_state_dict  from_state_dict  placements  Placement  PerRank  Piece
 """
@@ -210,6 +211,9 @@ from .remat._policies import save_any_names_but_these as save_any_names_but_thes
 from .remat._policies import save_from_both_policies as save_from_both_policies
 from .remat._policies import save_only_these_names as save_only_these_names
 from .remat._remat import remat as remat
+from .remat._residuals import Residual as Residual
+from .remat._residuals import Residuals as Residuals
+from .remat._residuals import saved_residuals as saved_residuals
 from .schedules._schedules import Schedule as Schedule
 from .schedules._schedules import constant as constant
 from .schedules._schedules import cosine as cosine

@@ -21,17 +21,26 @@ def is_tracked(x: Tensor) -> bool:
     return x.requires_grad or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
+class Slot(NamedTuple):
+    """The place of a parameter or a buffer."""
+
+    held: dict[str, Any]  # of a module
+    key: str
+    value: Tensor
+    name: str  # in the module that the search has met
+
+
 class Found(NamedTuple):
     """The tensors that can be reached from a function, by id.
 
     tracked: Those that a transform may differentiate, or batch, by.
     state: Others, such as buffers.
-    slots: The places of parameters and buffers in modules: (dict, name, tensor).
+    slots: The places of parameters and buffers in modules.
     """
 
     tracked: dict[int, Tensor]
     state: dict[int, Tensor]
-    slots: list[tuple[dict[str, Any], str, Tensor]]
+    slots: list[Slot]
 
 
 def captured(fn: Callable[..., Any]) -> Found:
@@ -55,11 +64,11 @@ def _reachable(x: Any, seen: set[int], depth: int, slots: list[Any]) -> Iterator
         yield x
         return
     if isinstance(x, nn.Module):
-        for module in x.modules():
+        for prefix, module in x.named_modules():
             for held in (module._parameters, module._buffers):
-                for name, value in held.items():
+                for key, value in held.items():
                     if value is not None:
-                        slots.append((held, name, value))
+                        slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
                         yield value
         return
     inside: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class Keeper:
             for i, x, handle in zip(chosen, values, self._store.put(values), strict=True):
                 self.values[i] = handle
                 if isinstance(handle, Handle):
-                    note_saved(x)
+                    note_moved(x, handle)
                     self._moved.append((memory_of(x), handle))
         self._numbers, self._origins, self._steps, self._used = {}, {}, [], set()
 
@@ -220,6 +220,7 @@ def _idle(steps: list[Step], kept: Collection[Place], used: set[int]) -> set[Pla
 class _Threads(threading.local):
     def __init__(self) -> None:
         self.keepers: list[Keeper] = []
+        self.listeners: list[tuple[Callable[[Tensor, str], Any], Callable[[Tensor, Handle], Any]]] = []
 
 
 _THREADS = _Threads()
@@ -234,16 +235,35 @@ def _running(keeper: Keeper) -> Iterator[None]:
         _THREADS.keepers.pop()
 
 
+@contextlib.contextmanager
+def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor, Handle], Any]) -> Iterator[None]:
+    """A context in which functions are told of each value that gets a name, and of each that waits elsewhere."""
+    _THREADS.listeners.append((name, moved))
+    try:
+        yield
+    finally:
+        _THREADS.listeners.pop()
+
+
 def note_name(x: Tensor, name: str) -> None:
-    """Tell the region that is being recorded the name of a value."""
+    """A value has got a name."""
     if _THREADS.keepers:
         _THREADS.keepers[-1].named(x, name)
+    note_label(x, name)
 
 
-def note_saved(x: Tensor) -> None:
-    """Tell the regions that are being recorded that the values of a tensor are used, though no graph keeps it."""
+def note_label(x: Tensor, label: str) -> None:
+    """A value has got a name that no policy sees."""
+    for named, _ in _THREADS.listeners:
+        named(x, label)
+
+
+def note_moved(x: Tensor, handle: Handle) -> None:
+    """A value that no graph keeps waits elsewhere: regions that are being recorded must compute it."""
     for keeper in _THREADS.keepers:
         keeper.uses(x)
+    for _, moved in _THREADS.listeners:
+        moved(x, handle)
 
 
 def memory_of(x: Tensor) -> int:

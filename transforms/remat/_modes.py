@@ -24,6 +24,8 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # asks a tensor without values for its device
+            return func(*args, **kwargs)
         if func._schema.is_mutable:
             for x in written_by(func, args, kwargs):
                 self._keeper.writes(x)

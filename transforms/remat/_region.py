@@ -81,7 +81,7 @@ class Region:
             if old is not new
         }
         of.update(self.record.stand_ins)
-        for held, name, old in self._slots:  # after a functional_call a module has its own parameters again
+        for held, name, old, _ in self._slots:  # after a functional_call a module has its own parameters again
             now = held.get(name)
             if now is not None and now is not old:
                 of[id(now)] = of.get(id(old), old)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kept import note_saved
+from ._kept import note_label, note_moved
 from ._offload import Handle, Store
 
 
@@ -26,7 +26,8 @@ class Shelf:
     def put(self, x: Tensor) -> None:
         self._value = x
         (self._waits,) = self._store.put([x])
-        note_saved(x)
+        if isinstance(self._waits, Handle):
+            note_moved(x, self._waits)
 
     def settle(self) -> None:
         """The first run has ended."""
@@ -69,7 +70,9 @@ class _Give(_Identity):
     @staticmethod
     def forward(shelf: Shelf, x: Tensor) -> Tensor:
         shelf.put(x.detach())
-        return torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device)
+        left = torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device)
+        note_label(left, "in place of an argument that waits elsewhere")
+        return left
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, shelf: Shelf, x: Tensor) -> tuple[Tensor, Any]:

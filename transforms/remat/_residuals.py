@@ -1,0 +1,184 @@
+"""What a function keeps for its backward pass, known before it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ._captured import Slot, captured
+from ._kept import listening, memory_of
+from ._offload import Handle
+
+_SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
+
+
+class Residual(NamedTuple):
+    """A value that is kept from the forward to the backward pass.
+
+    Attributes:
+        name: Where it comes from: an argument, a parameter or buffer, the name that `checkpoint_name` gives it, or the
+            operation and the line of the program.
+        shape: Its shape.
+        dtype: Its dtype.
+        bytes: Bytes of its memory on its device; values that share memory are one.
+        where: "device", or where it waits: "cpu", "file", or the name of a codec.
+        given: Whether the caller holds it too: an argument, a parameter or a buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    where: str
+    given: bool
+
+
+class Residuals(tuple[Residual, ...]):
+    """All values that are kept.
+
+    >>> from fjoin import transforms as tx
+    >>> found = tx.saved_residuals(lambda w: (w @ w).sum(), torch.ones(2, 2))
+    >>> found.bytes, found.activation_bytes
+    (16, 0)
+    """
+
+    __slots__ = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on the device, those of arguments and parameters included."""
+        return sum(one.bytes for one in self)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes on the device, without those of arguments, parameters and buffers."""
+        return sum(one.bytes for one in self if not one.given)
+
+    def __str__(self) -> str:
+        rows = [(f"{one.bytes:,}", str(one.dtype)[6:] + str(list(one.shape)), one.where, one.name) for one in self]
+        rows.append(
+            (f"{self.bytes:,}", "", "", f"in total; {self.activation_bytes:,} without arguments and parameters")
+        )
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(f"{a:>{wide[0]}}  {b:<{wide[1]}}  {c:<{wide[2]}}  {d}" for a, b, c, d in rows)
+
+
+def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
+    """What a function keeps for its backward pass. Nothing is computed, and no memory is used.
+
+    Derivatives are by the arguments, parameters and other tensors that require a gradient; where none does, by the first
+    argument, as in torch.func.grad. What a `remat` inside the function keeps is what its policy says.
+
+    Args:
+        fn: The function, or a module.
+        *args: Its arguments, pytrees; tensors may be on the device "meta".
+        **kwargs: More of them.
+
+    Returns:
+        A tuple of values with their names, shapes and bytes; str() of it is a table.
+
+    Raises:
+        TypeError: no function.
+        torch._subclasses.fake_tensor.DataDependentOutputException: what is kept depends on the values of tensors.
+
+    >>> from fjoin import transforms as tx
+    >>> def block(w, x):
+    ...     return torch.tanh(tx.checkpoint_name(torch.tanh(x @ w), "h")).sum()
+    >>> w, x = torch.ones(4, 4), torch.ones(8, 4, device="meta")
+    >>> for one in tx.saved_residuals(tx.remat(block, tx.save_only_these_names("h")), w.to("meta"), x):
+    ...     print(one.name, one.bytes)
+    argument 0 64
+    argument 1 128
+    h 128
+    """
+    if not callable(fn):
+        raise TypeError(f"saved_residuals: fn must be a function, got {fn!r}")
+    names: dict[int, str] = {}
+    found: dict[int, Residual] = {}
+    holds: list[Any] = []  # so that no memory is freed and its address used again
+    search = captured(fn)
+    with ExitStack() as stack:
+        stack.enter_context(_restored(search.slots))
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        given: Any = (args, kwargs)
+        leaves, form = optree.tree_flatten(given, none_is_leaf=True)
+        tracked = bool(search.tracked) or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+        paths = [_path(path[1:]) for path in optree.treespec_paths(form)]
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor):
+                moves = x.requires_grad or not tracked and paths[i].startswith("argument 0") and x.is_floating_point()
+                leaves[i] = fake.from_tensor(x.detach()).requires_grad_(moves)
+                names[memory_of(leaves[i])] = paths[i]
+        again: Any = optree.tree_unflatten(form, leaves)
+        names |= {memory_of(slot.value): slot.name for slot in search.slots}
+        outside = set(names)
+
+        def add(x: Tensor, handle: Handle | None = None) -> Tensor:
+            memory = memory_of(x)
+            where, size = ("device", x.untyped_storage().nbytes()) if handle is None else (handle.where, handle.held)
+            if memory not in found or found[memory].where != "device":
+                is_given = memory in outside or isinstance(x, nn.Parameter)
+                name = names.get(memory, "a parameter" if is_given else "a constant")
+                found[memory] = Residual(name, tuple(x.shape), x.dtype, size, where, is_given)
+            holds.append(x)
+            return x
+
+        def name(x: Tensor, text: str) -> None:
+            names[memory_of(x)] = text
+
+        stack.enter_context(_Origins(names, holds))
+        stack.enter_context(listening(name, add))
+        stack.enter_context(saved_tensors_hooks(add, lambda x: x))
+        holds.append(fn(*again[0], **again[1]))
+    return Residuals(one._replace(name=names.get(memory, one.name)) for memory, one in found.items())
+
+
+class _Origins(TorchDispatchMode):
+    """Names memory by the operation that makes it."""
+
+    def __init__(self, names: dict[int, str], holds: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names, self._holds = names, holds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._holds.append(x)
+                self._names.setdefault(memory_of(x), f"{func.overloadpacket.__name__} at {_line()}")
+        return out
+
+
+def _line() -> str:
+    """The line of the program that runs, outside of libraries."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    first, *rest = path
+    head = f"argument {first}" if isinstance(first, int) else f"argument {first!r}"
+    return head + "".join(f"[{part!r}]" for part in rest)
+
+
+@contextmanager
+def _restored(slots: list[Slot]) -> Iterator[None]:
+    """A context after which modules have their own parameters and buffers, where the run has assigned others."""
+    try:
+        yield
+    finally:
+        for slot in slots:
+            slot.held[slot.key] = slot.value
