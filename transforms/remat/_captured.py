@@ -36,22 +36,24 @@ class Found(NamedTuple):
     tracked: Those that a transform may differentiate, or batch, by.
     state: Others, such as buffers.
     slots: The places of parameters and buffers in modules.
+    modules: The modules.
     """
 
     tracked: dict[int, Tensor]
     state: dict[int, Tensor]
     slots: list[Slot]
+    modules: list[nn.Module]
 
 
 def captured(fn: Callable[..., Any]) -> Found:
     """Search a function's closure, defaults, globals, partial arguments, the object of a method, modules, and containers."""
-    found = Found({}, {}, [])
-    for x in _reachable(fn, set(), 0, found.slots):
+    found = Found({}, {}, [], [])
+    for x in _reachable(fn, set(), 0, found):
         (found.tracked if is_tracked(x) else found.state)[id(x)] = x
     return found
 
 
-def _reachable(x: Any, seen: set[int], depth: int, slots: list[Any]) -> Iterator[Tensor]:
+def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Tensor]:
     if (
         x is None
         or isinstance(x, (str, bytes, int, float, complex, type, types.ModuleType))
@@ -65,10 +67,11 @@ def _reachable(x: Any, seen: set[int], depth: int, slots: list[Any]) -> Iterator
         return
     if isinstance(x, nn.Module):
         for prefix, module in x.named_modules():
+            found.modules.append(module)
             for held in (module._parameters, module._buffers):
                 for key, value in held.items():
                     if value is not None:
-                        slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
+                        found.slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
                         yield value
         return
     inside: list[Any] = []
@@ -91,7 +94,7 @@ def _reachable(x: Any, seen: set[int], depth: int, slots: list[Any]) -> Iterator
     elif depth < 4 and hasattr(x, "__dict__") and not type(x).__module__.startswith(("torch", "builtins")):
         inside = list(vars(x).values())
     for part in inside:
-        yield from _reachable(part, seen, depth + 1, slots)
+        yield from _reachable(part, seen, depth + 1, found)
 
 
 def _names(code: types.CodeType) -> set[str]:

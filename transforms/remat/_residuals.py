@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ._captured import Slot, captured
+from ._abstract import abstract
 from ._kept import listening, memory_of
 from ._offload import Handle
 
@@ -107,30 +106,17 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
     names: dict[int, str] = {}
     found: dict[int, Residual] = {}
     holds: list[Any] = []  # so that no memory is freed and its address used again
-    search = captured(fn)
     with ExitStack() as stack:
-        stack.enter_context(_restored(search.slots))
-        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        given: Any = (args, kwargs)
-        leaves, form = optree.tree_flatten(given, none_is_leaf=True)
-        tracked = bool(search.tracked) or any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
-        paths = [_path(path[1:]) for path in optree.treespec_paths(form)]
-        for i, x in enumerate(leaves):
-            if isinstance(x, Tensor):
-                moves = x.requires_grad or not tracked and paths[i].startswith("argument 0") and x.is_floating_point()
-                leaves[i] = fake.from_tensor(x.detach()).requires_grad_(moves)
-                names[memory_of(leaves[i])] = paths[i]
-        again: Any = optree.tree_unflatten(form, leaves)
-        names |= {memory_of(slot.value): slot.name for slot in search.slots}
-        outside = set(names)
+        of = stack.enter_context(abstract(fn, args, kwargs))
+        names |= of.given
 
         def add(x: Tensor, handle: Handle | None = None) -> Tensor:
             memory = memory_of(x)
             where, size = ("device", x.untyped_storage().nbytes()) if handle is None else (handle.where, handle.held)
             if memory not in found or found[memory].where != "device":
-                is_given = memory in outside or isinstance(x, nn.Parameter)
-                name = names.get(memory, "a parameter" if is_given else "a constant")
-                found[memory] = Residual(name, tuple(x.shape), x.dtype, size, where, is_given)
+                found[memory] = Residual(
+                    names.get(memory, "a constant"), tuple(x.shape), x.dtype, size, where, memory in of.given
+                )
             holds.append(x)
             return x
 
@@ -140,7 +126,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
         stack.enter_context(_Origins(names, holds))
         stack.enter_context(listening(name, add))
         stack.enter_context(saved_tensors_hooks(add, lambda x: x))
-        holds.append(fn(*again[0], **again[1]))
+        holds.append(fn(*of.args, **of.kwargs))
     return Residuals(one._replace(name=names.get(memory, one.name)) for memory, one in found.items())
 
 
@@ -166,19 +152,3 @@ def _line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    first, *rest = path
-    head = f"argument {first}" if isinstance(first, int) else f"argument {first!r}"
-    return head + "".join(f"[{part!r}]" for part in rest)
-
-
-@contextmanager
-def _restored(slots: list[Slot]) -> Iterator[None]:
-    """A context after which modules have their own parameters and buffers, where the run has assigned others."""
-    try:
-        yield
-    finally:
-        for slot in slots:
-            slot.held[slot.key] = slot.value

@@ -1,0 +1,120 @@
+"""Running a function on tensors without values."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ._captured import captured, is_tracked
+from ._kept import memory_of
+
+
+class Abstract(NamedTuple):
+    """Arguments without values.
+
+    args, kwargs: The arguments.
+    given: Memory that the caller holds too, by address -> the argument, or the name of the parameter or buffer.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: dict[int, str]
+
+
+@contextlib.contextmanager
+def abstract(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Abstract]:
+    """A context in which operations have results without values, below all transforms.
+
+    Modules have parameters and buffers without values; afterwards they have their own again, whatever the function has
+    assigned. Gradients are required of tensors that require them; where none does, of the first argument.
+    """
+    found = captured(fn)
+    whole: Any = (args, kwargs)
+    leaves, form = optree.tree_flatten(whole, none_is_leaf=True)
+    paths = optree.treespec_paths(form)
+    tracked = bool(found.tracked) or any(isinstance(x, Tensor) and is_tracked(x) for x in leaves)
+    likes = {
+        i: _like(x, is_tracked(x) if tracked else paths[i][:2] == (0, 0))
+        for i, x in enumerate(leaves)
+        if isinstance(x, Tensor)
+    }
+    inside = {id(slot.value): _like(slot.value, is_tracked(slot.value)) for slot in found.slots}
+    others = [x for x in (*found.tracked.values(), *found.state.values()) if id(x) not in inside and not _wrapped(x)]
+    given: dict[int, str] = {}
+    with contextlib.ExitStack() as stack:
+        fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_hooks_allowed())
+        for x in others:
+            given[memory_of(x)] = given[memory_of(fake.from_tensor(x))] = "a tensor of the function"
+        new = {i: like.make() for i, like in inside.items()}
+        for slot in found.slots:
+            stack.callback(slot.held.__setitem__, slot.key, slot.value)
+            slot.held[slot.key] = new[id(slot.value)]
+            given[memory_of(new[id(slot.value)])] = slot.name
+        for i, like in likes.items():
+            leaves[i] = like.make()
+            given[memory_of(leaves[i])] = _name(paths[i][1:])
+        again: Any = optree.tree_unflatten(form, leaves)
+        yield Abstract(again[0], again[1], given)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    first, *rest = path
+    head = f"argument {first}" if isinstance(first, int) else f"argument {first!r}"
+    return head + "".join(f"[{part!r}]" for part in rest)
+
+
+@contextlib.contextmanager
+def _hooks_allowed() -> Iterator[None]:
+    """A context with saved-tensor hooks, which torch.func forbids."""
+    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    if message is None:
+        yield
+        return
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+def batches() -> int:
+    """The number of times that active vmaps run what runs now."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    sizes = [
+        torch._C._functorch.CVmapInterpreterPtr(level).batchSize()
+        for level in stack
+        if level.key() == torch._C._functorch.TransformType.Vmap
+    ]
+    return math.prod(sizes)
+
+
+class _Like(NamedTuple):
+    shape: Any
+    stride: Any
+    dtype: torch.dtype
+    device: torch.device
+    moves: bool
+    is_parameter: bool
+
+    def make(self) -> Tensor:
+        new = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        moves = self.moves and (new.is_floating_point() or new.is_complex())
+        return nn.Parameter(new, moves) if self.is_parameter else new.requires_grad_(moves)
+
+
+def _like(x: Tensor, moves: bool) -> _Like:
+    return _Like(x.shape, x.stride(), x.dtype, x.device, moves, isinstance(x, nn.Parameter))
+
+
+def _wrapped(x: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(x))

@@ -1,0 +1,273 @@
+"""Which blocks of a function to keep, to compute again or to keep elsewhere, within a number of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ._abstract import abstract, batches
+from ._again import How, call
+from ._captured import captured, is_tracked
+from ._cost import Clock, rates_of
+from ._kept import listening, memory_of
+from ._offload import Handle, Store
+from ._policies import everything_saveable
+
+_PLANS = 64  # plans that a function remembers
+_STATES = 4096  # partial plans that are followed at once
+
+
+class Choice(enum.Enum):
+    """What happens to a block."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+
+
+class Cost(NamedTuple):
+    """What a choice for a block costs.
+
+    held: Bytes that are kept from the forward to the backward pass.
+    extra: Bytes more in the block's backward pass.
+    seconds: Time more than with KEEP.
+    """
+
+    held: int
+    extra: int
+    seconds: float
+
+
+def plan(blocks: Sequence[dict[Choice, Cost]], budget: int) -> list[Choice] | None:
+    """The choice for each block, in the order of the forward pass, that takes the least time.
+
+    In the backward pass of a block what the blocks before it keep is there, and what the blocks after it kept is gone.
+
+    Args:
+        blocks: What each choice costs.
+        budget: The bytes that may be there at any time.
+
+    Returns:
+        None if nothing is within the budget.
+    """
+    states: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # bytes held so far, seconds, (choice, the state before)
+    for block in blocks:
+        new = [
+            (held + cost.held, seconds + cost.seconds, (choice, chosen))
+            for held, seconds, chosen in states
+            for choice, cost in block.items()
+            if held + cost.held + cost.extra <= budget
+        ]
+        states = _best(new, budget)
+    if not states:
+        return None
+    chosen, out = min(states, key=lambda state: state[1])[2], []
+    while chosen is not None:
+        choice, chosen = chosen
+        out.append(choice)
+    return out[::-1]
+
+
+def _best(states: list[tuple[int, float, Any]], budget: int) -> list[tuple[int, float, Any]]:
+    """The states that no other is better than in both bytes and seconds."""
+    found: list[tuple[int, float, Any]] = []
+    for state in sorted(states, key=lambda state: state[:2]):
+        if not found or state[1] < found[-1][1]:
+            found.append(state)
+    if len(found) <= _STATES:
+        return found
+    cells = {state[0] * _STATES // (budget + 1): state for state in found}  # the fastest of each cell
+    return list(cells.values())
+
+
+def least(blocks: Sequence[dict[Choice, Cost]]) -> int:
+    """The smallest budget that a plan is within."""
+    low, high = 0, sum(max(cost.held + cost.extra for cost in block.values()) for block in blocks)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if plan(blocks, middle) is not None else (middle + 1, high)
+    return low
+
+
+# -- while a function runs ------------------------------------------------------------------------------------------------
+
+
+class _Walk(Protocol):
+    def block(self, fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any: ...
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.walk: _Walk | None = None
+
+
+_THREADS = _Threads()
+
+
+@contextlib.contextmanager
+def _walking(walk: _Walk | None) -> Iterator[None]:
+    outer, _THREADS.walk = _THREADS.walk, walk
+    try:
+        yield
+    finally:
+        _THREADS.walk = outer
+
+
+def run_block(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
+    """Call a function as its `remat` says, or as the budget around it says."""
+    walk = _THREADS.walk
+    if walk is None:
+        return call(fn, how, args, kwargs)
+    with _walking(None):
+        return walk.block(fn, how, args, kwargs)
+
+
+class _Planned:
+    def __init__(self, choices: Sequence[Choice], store: Store | None) -> None:
+        self._choices, self._store = iter(choices), store
+
+    def block(self, fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
+        choice = next(self._choices, Choice.RECOMPUTE)
+        if choice is Choice.KEEP:
+            return fn(*args, **kwargs)
+        return call(fn, how if choice is Choice.RECOMPUTE else _away(how, self._store), args, kwargs)
+
+
+def _away(how: How, store: Store | None) -> How:
+    return How(everything_saveable, store, how.preserve_rng)
+
+
+class _Measured:
+    """Finds what each block costs, in a run without values.
+
+    Args:
+        store: Where blocks may wait.
+        outside: The memory of arguments and parameters, which does not count.
+        times: The number of times that all runs.
+    """
+
+    def __init__(self, store: Store | None, outside: Collection[int], times: int) -> None:
+        self._store, self._outside, self._times = store, outside, times
+        self.blocks: list[dict[Choice, Cost]] = []
+
+    def block(self, fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
+        runs: dict[Choice, Callable[..., Any]] = {
+            Choice.KEEP: fn,
+            Choice.RECOMPUTE: lambda *a, **k: call(fn, how, a, k),
+        }
+        if self._store is not None:
+            runs[Choice.OFFLOAD] = lambda *a, **k: call(fn, _away(how, self._store), a, k)
+        costs = {choice: self._cost(fn, run, args, kwargs) for choice, run in runs.items()}
+        kept = costs[Choice.KEEP].seconds
+        self.blocks.append({choice: cost._replace(seconds=cost.seconds - kept) for choice, cost in costs.items()})
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            return fn(*args, **kwargs)
+
+    def _cost(self, fn: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Cost:
+        """Run a block and its backward pass."""
+        given: Any = (args, kwargs)
+        leaves, form = optree.tree_flatten(given, none_is_leaf=True)
+        sources = [x.detach().requires_grad_() for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        own = iter(sources)
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and x.requires_grad:
+                leaf = next(own)
+                leaves[i] = (
+                    leaf if memory_of(x) in self._outside else leaf.clone()
+                )  # a result of an operation, as in a run
+        again: Any = optree.tree_unflatten(form, leaves)
+        sources += captured(fn).tracked.values()
+        found: dict[int, int] = {}
+        holds: list[Any] = []
+        clock = Clock()
+
+        def add(x: Tensor, handle: Handle | None = None) -> Tensor:
+            memory = memory_of(x)
+            if memory not in self._outside:
+                found[memory] = x.untyped_storage().nbytes() if handle is None else handle.held
+                holds.append(x)
+            return x
+
+        def moved(x: Tensor, handle: Handle) -> None:
+            add(x, handle)
+            rates = rates_of(x)
+            clock.seconds += 2 * handle.size / (rates.memory / 4 if handle.held else rates.away)
+
+        with clock, listening(lambda x, name: None, moved), saved_tensors_hooks(add, lambda x: x):
+            out = [x for x in optree.tree_leaves(run(*again[0], **again[1])) if isinstance(x, Tensor)]
+            held = sum(found.values())
+            ends = [x for x in out if x.requires_grad]
+            if ends and sources:
+                torch.autograd.grad(ends, sources, [torch.ones_like(x) for x in ends], allow_unused=True)
+        return Cost(held * self._times, (sum(found.values()) - held) * self._times, clock.seconds * self._times)
+
+
+def measured(
+    fn: Callable[..., Any], store: Store | None, args: Any, kwargs: Any
+) -> tuple[int, list[dict[Choice, Cost]]]:
+    """The bytes that a function keeps outside of its blocks, and what each choice for a block costs."""
+    times, fixed, holds = batches(), {}, []
+    with abstract(fn, args, kwargs) as of:
+        walk = _Measured(store, of.given, times)
+
+        def add(x: Tensor) -> Tensor:
+            if memory_of(x) not in of.given:
+                fixed[memory_of(x)] = x.untyped_storage().nbytes()
+            holds.append(x)
+            return x
+
+        with saved_tensors_hooks(add, lambda x: x), _walking(walk):
+            holds.append(fn(*of.args, **of.kwargs))
+    return sum(fixed.values()) * times, walk.blocks
+
+
+def within_budget(fn: Callable[..., Any], budget: int, store: Store | None) -> Callable[..., Any]:
+    """The function, with a plan for each form of its arguments."""
+    plans: dict[Hashable, list[Choice]] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _THREADS.walk is not None:
+            return fn(*args, **kwargs)
+        key = _form(fn, args, kwargs)
+        if key not in plans:
+            fixed, blocks = measured(fn, store, args, kwargs)
+            found = plan(blocks, budget - fixed)
+            if found is None:
+                raise ValueError(
+                    f"remat: budget_bytes={budget} is too small: {len(blocks)} blocks keep at least {least(blocks)} bytes, and "
+                    f"what is in no block keeps {fixed}; allow more, put more of the function into blocks, or give offload"
+                )
+            if len(plans) == _PLANS:
+                plans.pop(next(iter(plans)))
+            plans[key] = found
+        with _walking(_Planned(plans[key], store)):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def _form(fn: Any, args: Any, kwargs: Any) -> Hashable:
+    """What a plan depends on."""
+    given: Any = (args, kwargs)
+    leaves, form = optree.tree_flatten(given, none_is_leaf=True)
+    of = [
+        (tuple(x.shape), x.dtype, x.device, is_tracked(x))
+        if isinstance(x, Tensor)
+        else x
+        if isinstance(x, Hashable)
+        else type(x)
+        for x in leaves
+    ]
+    kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
+    casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds))
+    modes = tuple(module.training for module in captured(fn).modules)
+    return form, tuple(of), casts, modes, batches()
