@@ -23,7 +23,7 @@ collectives  psum  pmean  pmax  pmin  pbroadcast  all_gather  psum_scatter  all_
 run          simulate
 optax        from_optax  to_optax
 memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots_saveable
-             dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these
+             dots_with_no_batch_dims_saveable  save_only_these_names  save_any_names_but_these  min_cut
              save_from_both_policies  offload_dot_with_no_batch_dims  save_and_offload_only_these_names
              saved_residuals  Residuals  Residual
 look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
@@ -204,6 +204,7 @@ from .remat._names import checkpoint_name as checkpoint_name
 from .remat._policies import dots_saveable as dots_saveable
 from .remat._policies import dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable
 from .remat._policies import everything_saveable as everything_saveable
+from .remat._policies import min_cut as min_cut
 from .remat._policies import nothing_saveable as nothing_saveable
 from .remat._policies import offload_dot_with_no_batch_dims as offload_dot_with_no_batch_dims
 from .remat._policies import save_and_offload_only_these_names as save_and_offload_only_these_names

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ._captured import captured, is_tracked
-from ._kept import memory_of
+from ._kept import memory_of, unheard
 
 
 class Abstract(NamedTuple):
@@ -31,7 +34,7 @@ class Abstract(NamedTuple):
 
 @contextlib.contextmanager
 def abstract(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Abstract]:
-    """A context in which operations have results without values, below all transforms.
+    """A context in which operations have results without values, below all transforms and unseen by all modes and hooks.
 
     Modules have parameters and buffers without values; afterwards they have their own again, whatever the function has
     assigned. Gradients are required of tensors that require them; where none does, of the first argument.
@@ -50,9 +53,14 @@ def abstract(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Abstrac
     others = [x for x in (*found.tracked.values(), *found.state.values()) if id(x) not in inside and not _wrapped(x)]
     given: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
+        isolated: tuple[Any, ...] = (
+            _disable_current_modes,
+            _without_function_modes,
+            temporarily_clear_interpreter_stack,
+        )
+        for context in (*isolated, _hooks_allowed, unheard, torch.enable_grad):
+            stack.enter_context(context())
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(_hooks_allowed())
         for x in others:
             given[memory_of(x)] = given[memory_of(fake.from_tensor(x))] = "a tensor of the function"
         new = {i: like.make() for i, like in inside.items()}
@@ -75,16 +83,24 @@ def _name(path: tuple[Any, ...]) -> str:
 
 @contextlib.contextmanager
 def _hooks_allowed() -> Iterator[None]:
-    """A context with saved-tensor hooks, which torch.func forbids."""
+    """A context without saved-tensor hooks, but with the right to them, which torch.func takes."""
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    if message is None:
-        yield
-        return
-    torch._C._autograd._saved_tensors_hooks_enable()
+    if message is not None:
+        torch._C._autograd._saved_tensors_hooks_enable()
     try:
-        yield
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            yield
     finally:
-        torch._C._autograd._saved_tensors_hooks_disable(message)
+        if message is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def batches() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -13,9 +13,11 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
 from ._captured import Captured, captured, is_tracked, within
+from ._form import form_of, remembered
 from ._kept import Keeper
+from ._min_cut import minimum_cut
 from ._offload import HOST, Store
-from ._policies import Keep, Policy, nothing_saveable
+from ._policies import AtPlaces, Keep, Policy, min_cut, nothing_saveable
 from ._record import Record
 from ._region import Region
 
@@ -147,26 +149,35 @@ class How(NamedTuple):
     policy: Which results to keep.
     store: Where they wait, and the arguments with them; None for the device.
     preserve_rng: Whether a later run has the random numbers of the first.
+    cuts: The minimum cuts that have been found.
     """
 
     policy: Policy
     store: Store | None
     preserve_rng: bool
+    cuts: dict[Hashable, Any]
 
-    def keeper(self) -> Keeper | None:
+    def keeper(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Keeper | None:
         """What keeps results in one call."""
-        if self.policy is nothing_saveable:
+        policy = self.policy
+        if policy is nothing_saveable:
             return None
+        if policy is min_cut:
+            policy = AtPlaces(
+                remembered(
+                    self.cuts, form_of(fn, args, kwargs), lambda: minimum_cut(fn, self.preserve_rng, args, kwargs)
+                )
+            )
         if self.store is None:
-            return Keeper(self.policy, Keep.SAVE, HOST)
-        return Keeper(self.policy, Keep.OFFLOAD, self.store)
+            return Keeper(policy, Keep.SAVE, HOST)
+        return Keeper(policy, Keep.OFFLOAD, self.store)
 
 
 def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     """Call a function so that its backward pass runs it again."""
     found = captured(fn)
     for _ in range(_MOST):
-        region = Region(fn, args, kwargs, found, Record(how.preserve_rng, how.keeper()))
+        region = Region(fn, args, kwargs, found, Record(how.preserve_rng, how.keeper(fn, args, kwargs)))
         with within(region.tensors) as tensors:
             if region.plain and not (torch.is_grad_enabled() and any(map(is_tracked, tensors))):
                 return region.run(tensors)

@@ -15,13 +15,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._abstract import abstract, batches
 from ._again import How, call
-from ._captured import captured, is_tracked
+from ._captured import captured
 from ._cost import Clock, rates_of
+from ._form import form_of, remembered
 from ._kept import listening, memory_of
 from ._offload import Handle, Store
 from ._policies import everything_saveable
 
-_PLANS = 64  # plans that a function remembers
 _STATES = 4096  # partial plans that are followed at once
 
 
@@ -142,7 +142,7 @@ class _Planned:
 
 
 def _away(how: How, store: Store | None) -> How:
-    return How(everything_saveable, store, how.preserve_rng)
+    return How(everything_saveable, store, how.preserve_rng, {})
 
 
 class _Measured:
@@ -237,8 +237,8 @@ def within_budget(fn: Callable[..., Any], budget: int, store: Store | None) -> C
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _THREADS.walk is not None:
             return fn(*args, **kwargs)
-        key = _form(fn, args, kwargs)
-        if key not in plans:
+
+        def choose() -> list[Choice]:
             fixed, blocks = measured(fn, store, args, kwargs)
             found = plan(blocks, budget - fixed)
             if found is None:
@@ -246,28 +246,10 @@ def within_budget(fn: Callable[..., Any], budget: int, store: Store | None) -> C
                     f"remat: budget_bytes={budget} is too small: {len(blocks)} blocks keep at least {least(blocks)} bytes, and "
                     f"what is in no block keeps {fixed}; allow more, put more of the function into blocks, or give offload"
                 )
-            if len(plans) == _PLANS:
-                plans.pop(next(iter(plans)))
-            plans[key] = found
-        with _walking(_Planned(plans[key], store)):
+            return found
+
+        choices = remembered(plans, form_of(fn, args, kwargs), choose)
+        with _walking(_Planned(choices, store)):
             return fn(*args, **kwargs)
 
     return run
-
-
-def _form(fn: Any, args: Any, kwargs: Any) -> Hashable:
-    """What a plan depends on."""
-    given: Any = (args, kwargs)
-    leaves, form = optree.tree_flatten(given, none_is_leaf=True)
-    of = [
-        (tuple(x.shape), x.dtype, x.device, is_tracked(x))
-        if isinstance(x, Tensor)
-        else x
-        if isinstance(x, Hashable)
-        else type(x)
-        for x in leaves
-    ]
-    kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
-    casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds))
-    modes = tuple(module.training for module in captured(fn).modules)
-    return form, tuple(of), casts, modes, batches()

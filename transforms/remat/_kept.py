@@ -245,6 +245,17 @@ def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor, Handl
         _THREADS.listeners.pop()
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """A context in which nobody is told of anything."""
+    outer = _THREADS.keepers, _THREADS.listeners
+    _THREADS.keepers, _THREADS.listeners = [], []
+    try:
+        yield
+    finally:
+        _THREADS.keepers, _THREADS.listeners = outer
+
+
 def note_name(x: Tensor, name: str) -> None:
     """A value has got a name."""
     if _THREADS.keepers:

@@ -88,7 +88,7 @@ def remat(
         return named_as(fn, within_budget(fn, whole_number("budget_bytes", budget_bytes), store))
     if chosen is everything_saveable and offload is None:
         return fn
-    how = How(chosen, store, preserve_rng)
+    how = How(chosen, store, preserve_rng, {})
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
     uncompiled = torch.compiler.disable(run_block) if moves else run_block  # type: ignore[no-untyped-call]
 
