@@ -12,6 +12,7 @@ auto_quantize                       torch's collectives, encoded
 Optimizer                           our optimizers in the shape of torch.optim's
 PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torch's local SGD
 ZeroRedundancyOptimizer             torch's ZeRO
+checkpoint_wrapper  offload_wrapper  apply_activation_checkpointing  CheckpointImpl     torch's activation checkpointing
 as_step_param                       torch's own functional optimizers in pipelines
 mesh  bind                          ranks and their axes
 testing                             the laws, to check custom transforms, optimizers and codecs
@@ -44,6 +45,10 @@ from .optim._torch_functional import TorchState as TorchState
 from .optim._torch_functional import as_step_param as as_step_param
 from .optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .quantization._auto_quantize import auto_quantize as auto_quantize
+from .remat._apply import apply_activation_checkpointing as apply_activation_checkpointing
+from .remat._checkpoint_wrapper import CheckpointImpl as CheckpointImpl
+from .remat._checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
+from .remat._checkpoint_wrapper import offload_wrapper as offload_wrapper
 from .training._join_steps import NO_BATCH as NO_BATCH
 from .training._metrics import Metrics as Metrics
 from .training._state import TrainState as TrainState

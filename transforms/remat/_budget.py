@@ -229,12 +229,12 @@ def measured(
     return sum(fixed.values()) * times, walk.blocks
 
 
-def within_budget(fn: Callable[..., Any], budget: int, store: Store | None) -> Callable[..., Any]:
-    """The function, with a plan for each form of its arguments."""
+def within_budget(budget: int, store: Store | None) -> Callable[[Callable[..., Any], Any, Any], Any]:
+    """What calls a function with a plan for each form of its arguments."""
     plans: dict[Hashable, list[Choice]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _THREADS.walk is not None:
             return fn(*args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from ._offload import Offload, store_for
 from ._policies import Named, Policy, everything_saveable, nothing_saveable
 
 F = TypeVar("F", bound=Callable[..., Any])
+Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result
 
 
 def remat(
@@ -74,9 +75,28 @@ def remat(
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
-    for name, value in (("fn", fn), ("policy", policy)):
-        if not callable(value) and not (name == "policy" and value is None):
-            raise TypeError(f"remat: {name} must be a function, got {value!r}")
+    if not callable(fn):
+        raise TypeError(f"remat: fn must be a function, got {fn!r}")
+    if policy is everything_saveable and offload is None and budget_bytes is None:
+        return fn
+    run = runner_of(policy, offload, preserve_rng, budget_bytes)
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return run(fn, args, kwargs)
+
+    names = functools.WRAPPER_ASSIGNMENTS if isinstance(fn, types.FunctionType) else ()
+    return cast(F, functools.update_wrapper(again, fn, names, ()))
+
+
+def runner_of(
+    policy: Policy | None = None,
+    offload: Offload | None = None,
+    preserve_rng: bool = True,
+    budget_bytes: int | None = None,
+) -> Runner:
+    """What calls a function as `remat` with these arguments says."""
+    if policy is not None and not callable(policy):
+        raise TypeError(f"remat: policy must be a function, got {policy!r}")
     flag("preserve_rng", preserve_rng)
     chosen: Policy = nothing_saveable if policy is None else policy
     store = None if offload is None else store_for(offload)
@@ -85,22 +105,20 @@ def remat(
             raise ValueError(
                 f"remat: budget_bytes chooses what each remat inside keeps, so it takes no policy, got {policy!r}"
             )
-        return named_as(fn, within_budget(fn, whole_number("budget_bytes", budget_bytes), store))
+        return within_budget(whole_number("budget_bytes", budget_bytes), store)
     if chosen is everything_saveable and offload is None:
-        return fn
+        return _plainly
     how = How(chosen, store, preserve_rng, {})
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
     uncompiled = torch.compiler.disable(run_block) if moves else run_block  # type: ignore[no-untyped-call]
 
-    def again(*args: Any, **kwargs: Any) -> Any:
+    def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not moves:
             return compiled(fn, chosen, preserve_rng, args, kwargs)
         return uncompiled(fn, how, args, kwargs)
 
-    return named_as(fn, again)
+    return run
 
 
-def named_as(fn: F, wrapper: Any) -> F:
-    """A wrapper with the name and the documentation of a function."""
-    names = functools.WRAPPER_ASSIGNMENTS if isinstance(fn, types.FunctionType) else ()
-    return cast(F, functools.update_wrapper(wrapper, fn, names, ()))
+def _plainly(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return fn(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""torch's activation checkpointing of modules, over `transforms.remat`."""

@@ -1,0 +1,142 @@
+"""torch's checkpoint_wrapper and offload_wrapper, over `transforms.remat`."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..transforms.remat._offload import Offload
+from ..transforms.remat._policies import everything_saveable
+from ..transforms.remat._remat import Runner, runner_of
+
+
+class CheckpointImpl(enum.Enum):
+    """The two forms of torch's own checkpoint. Here both are one: `remat` has the limits of neither."""
+
+    REENTRANT = enum.auto()
+    NO_REENTRANT = enum.auto()
+
+
+class CheckpointWrapper(nn.Module):
+    """A view of a module, with its attributes, and with a forward pass that keeps less."""
+
+    _plain: type[nn.Module]  # the module's class
+    _made_by: tuple[Callable[..., nn.Module], dict[str, Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuilt, (self._plain, *self._made_by), dict(vars(self))
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    checkpoint_impl: CheckpointImpl = CheckpointImpl.NO_REENTRANT,
+    checkpoint_fn: Callable[..., Any] | None = None,
+    **checkpoint_fn_kwargs: Any,
+) -> nn.Module:
+    """torch's checkpoint_wrapper: a module whose intermediate values are computed again in the backward pass.
+
+    What it returns is an instance of the module's class, with the same parameters, buffers, submodules and names, so
+    that `state_dict`, `named_parameters`, `named_buffers`, `named_modules`, torch.func.functional_call and `functional`
+    are those of the module. Buffers are written once in each step.
+
+    Args:
+        module: The module. It is not changed; the result shares all its attributes.
+        checkpoint_impl: Has no effect.
+        checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs, **checkpoint_fn_kwargs)`;
+            by default `remat`.
+        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng (also by torch's name,
+            preserve_rng_state), budget_bytes.
+
+    Returns:
+        The module's twin.
+
+    Raises:
+        TypeError: no module; unknown arguments.
+        ValueError: a module that is compiled, or one of torch.jit.
+
+    >>> import fjoin
+    >>> block = fjoin.checkpoint_wrapper(torch.nn.Linear(2, 2))
+    >>> isinstance(block, torch.nn.Linear), list(block.state_dict())
+    (True, ['weight', 'bias'])
+    """
+    if getattr(checkpoint_impl, "name", None) not in CheckpointImpl.__members__:
+        raise TypeError(f"checkpoint_wrapper: checkpoint_impl must be a CheckpointImpl, got {checkpoint_impl!r}")
+    options = {"checkpoint_impl": checkpoint_impl, "checkpoint_fn": checkpoint_fn, **checkpoint_fn_kwargs}
+    if checkpoint_fn is None:
+        run = runner_of(**_options(checkpoint_fn_kwargs))
+    else:
+        chosen = functools.partial(checkpoint_fn, **checkpoint_fn_kwargs)
+
+        def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            return chosen(fn, *args, **kwargs)
+
+    return _twin(module, run, (checkpoint_wrapper, options))
+
+
+def offload_wrapper(module: nn.Module, offload: Offload = "cpu") -> nn.Module:
+    """torch's offload_wrapper: a module whose activations wait elsewhere for the backward pass. Parameters stay.
+
+    Args:
+        module: The module. It is not changed; the result shares all its attributes.
+        offload: Where to: "cpu", pinned memory of the host, with copies on a stream of their own; the path of a folder;
+            a codec. See `remat`.
+
+    Returns:
+        The module's twin, as `checkpoint_wrapper` returns it.
+
+    Raises:
+        TypeError: no module.
+        ValueError: a folder that does not exist; raised by the call: activations that are on the CPU already.
+
+    >>> import fjoin, tempfile
+    >>> block = fjoin.offload_wrapper(torch.nn.Linear(2, 2), tempfile.gettempdir())
+    >>> block(torch.ones(3, 2)).sum().backward()
+    """
+    run = runner_of(policy=everything_saveable, offload=offload)
+    return _twin(module, run, (offload_wrapper, {"offload": offload}))
+
+
+_NAMES = ("policy", "offload", "preserve_rng", "budget_bytes")
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    options = dict(given)
+    if "preserve_rng_state" in options:
+        options["preserve_rng"] = options.pop("preserve_rng_state")
+    for name in options:
+        if name not in _NAMES:
+            hint = "; a policy says what to keep" if name == "context_fn" else ""
+            raise TypeError(f"checkpoint_wrapper takes {', '.join(_NAMES)}, or a checkpoint_fn, got {name!r}{hint}")
+    return options
+
+
+def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{made_by[0].__name__} takes a module, got a {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            f"{made_by[0].__name__}: the {type(module).__name__} is compiled; wrap it first, then compile it"
+        )
+    plain = type(module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = None if issubclass(plain, CheckpointWrapper) else vars(self).get("_own_forward")
+        return run(functools.partial(plain.forward, self) if own is None else own, args, kwargs)
+
+    bases = (plain,) if issubclass(plain, CheckpointWrapper) else (plain, CheckpointWrapper)
+    made = {"_plain": plain, "_made_by": made_by, "forward": forward, "__module__": plain.__module__}
+    twin: Any = nn.Module.__new__(type(f"Checkpointed{plain.__name__}", bases, made))
+    twin.__dict__ = vars(module)
+    if "forward" in vars(module):  # set on the module itself
+        twin.__dict__ = {name: value for name, value in vars(module).items() if name != "forward"}
+        twin.__dict__["_own_forward"] = module.forward
+    return twin  # type: ignore[no-any-return]
+
+
+def _rebuilt(plain: type[nn.Module], make: Callable[..., nn.Module], options: dict[str, Any]) -> nn.Module:
+    return make(plain.__new__(plain), **options)

@@ -1,0 +1,263 @@
+"""Modules that compute their activations again are the modules themselves, by all their names."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as torchs
+import torch.utils.checkpoint
+from helpers import raises_text
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4, norm: bool = True) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, 8), nn.Linear(8, width)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return x + scale * self.last(torch.tanh(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+def model(norm: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(norm=norm), nn.Dropout(0.25), Block(norm=norm), nn.Linear(4, 2))
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+WRAPS: dict[str, Any] = {
+    "default": fjoin.checkpoint_wrapper,
+    "reentrant": functools.partial(fjoin.checkpoint_wrapper, checkpoint_impl=fjoin.CheckpointImpl.REENTRANT),
+    "policy": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_saveable, preserve_rng_state=True),
+    "min_cut": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_with_no_batch_dims_saveable),
+    "file": functools.partial(fjoin.offload_wrapper, offload=tempfile.gettempdir()),
+    "twice": lambda module: fjoin.checkpoint_wrapper(fjoin.checkpoint_wrapper(module)),
+    "checkpoint_fn": functools.partial(
+        fjoin.checkpoint_wrapper, checkpoint_fn=torch.utils.checkpoint.checkpoint, use_reentrant=False
+    ),
+}
+
+
+def trained(own: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(own.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        own(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+    return list(own.parameters()), list(own.buffers())
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_training_is_that_of_the_plain_model(how: str) -> None:
+    want, own = trained(model()), model()
+    fjoin.apply_activation_checkpointing(own, WRAPS[how], is_block)
+    got = trained(own)
+    if how == "checkpoint_fn":  # torch's own updates a BatchNorm twice
+        counts = [int(x) for x in got[1] if x.dtype is torch.int64]
+        assert counts == [6, 6] and not torch.equal(got[1][0], want[1][0])
+        got, want = got[:1], want[:1]  # type: ignore[assignment]
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_torchs_own_names_and_statistics_differ() -> None:
+    own = model()
+    torchs.apply_activation_checkpointing(own, check_fn=is_block)
+    assert any("_checkpoint_wrapped_module" in name for name, _ in own.named_modules())
+    assert any("_checkpoint_wrapped_module" in name for name, _ in own.named_buffers())
+    linear = torchs.checkpoint_wrapper(nn.Linear(4, 4))
+    with pytest.raises(KeyError):
+        torch.func.functional_call(linear, dict(linear.named_parameters()), (torch.ones(3, 4),))
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_all_names_are_those_of_the_plain_model(how: str) -> None:
+    plain, own = model(), model()
+    fjoin.apply_activation_checkpointing(own, WRAPS[how], is_block)
+    for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        assert [n for n, _ in getattr(own, names)()] == [n for n, _ in getattr(plain, names)()]
+    assert list(own.state_dict()) == list(plain.state_dict())
+    assert isinstance(own[0], Block) and own[0] is not plain[0]
+    other = model()
+    with torch.no_grad():
+        other[0].first.weight.zero_()
+    own.load_state_dict(other.state_dict())
+    assert not own[0].first.weight.any()
+    plain.load_state_dict(own.state_dict())
+
+
+def of_rows(module: nn.Module, params: Any, x: Tensor) -> Any:
+    """The gradients for each row."""
+    grad = torch.func.grad(lambda p, row: torch.func.functional_call(module, p, (row,)).square().sum())
+    return torch.func.vmap(grad, (None, 0))(params, x)
+
+
+def test_functional_call_and_functional() -> None:
+    plain, own = model(norm=False).eval(), model(norm=False).eval()
+    fjoin.apply_activation_checkpointing(own, check_fn=is_block)
+    x, params = torch.ones(3, 4), {name: p.detach() for name, p in plain.named_parameters()}
+
+    def grads(module: nn.Module) -> Any:
+        return torch.func.grad(lambda p: torch.func.functional_call(module, p, (x,)).square().sum())(params)
+
+    torch.testing.assert_close(grads(own), grads(plain), rtol=0, atol=0)
+    torch.testing.assert_close(of_rows(own, params, x), of_rows(plain, params, x), rtol=0, atol=0)
+    linear = fjoin.checkpoint_wrapper(nn.Linear(4, 4))
+    torch.func.functional_call(linear, dict(linear.named_parameters()), (x,))
+    apply, own_params, _ = fjoin.functional(own)
+    assert list(own_params) == [name for name, _ in plain.named_parameters()]
+    assert apply is not None
+
+
+def test_a_wrapper_and_its_module_are_one() -> None:
+    block = Block()
+    own = fjoin.checkpoint_wrapper(block)
+    block.eval()
+    assert not own.training and own.first is block.first
+    own.train()
+    own.extra = 3
+    assert block.training and block.extra == 3 and "_checkpoint" not in repr(own) and "CheckpointedBlock" in repr(own)
+
+
+def test_copies_and_saved_modules() -> None:
+    own = model(norm=False)
+    fjoin.apply_activation_checkpointing(own, check_fn=is_block)
+    file = io.BytesIO()
+    torch.save(own, file)
+    file.seek(0)
+    for again in (copy.deepcopy(own), torch.load(file, weights_only=False)):
+        assert type(again[0]).__name__ == "CheckpointedBlock" and again[0].first.weight is not own[0].first.weight
+        torch.testing.assert_close(trained(copy.deepcopy(again)), trained(copy.deepcopy(own)), rtol=0, atol=0)
+
+
+def test_forward_of_the_module_itself() -> None:
+    block, calls = Block(norm=False), []
+    own_forward = block.forward
+
+    def counted(x: Tensor, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return own_forward(x, **kwargs)
+
+    block.forward = counted  # type: ignore[method-assign]
+    fjoin.checkpoint_wrapper(block)(torch.ones(2, 4), scale=2.0).sum().backward()
+    assert len(calls) == 2
+
+
+def test_which_modules_are_wrapped() -> None:
+    def wrapped(**options: Any) -> list[str]:
+        own = nn.Sequential(Block(), nn.Sequential(Block(), nn.Linear(4, 64)))
+        fjoin.apply_activation_checkpointing(own, **options)
+        return [name for name, module in own.named_modules() if type(module).__name__.startswith("Checkpointed")]
+
+    def of_torch(**options: Any) -> list[str]:
+        own = nn.Sequential(Block(), nn.Sequential(Block(), nn.Linear(4, 64)))
+        torchs.apply_activation_checkpointing(own, **options)
+        found = [name for name, module in own.named_modules() if isinstance(module, torchs.CheckpointWrapper)]
+        return [name.replace("_checkpoint_wrapped_module.", "") for name in found]
+
+    by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=80)
+    for options in (
+        {}, {"check_fn": is_block}, {"auto_wrap_policy": ModuleWrapPolicy({Block})}, {"auto_wrap_policy": by_size},
+        {"check_fn": lambda module: isinstance(module, nn.Linear)},
+    ):  # fmt: skip
+        assert sorted(wrapped(**options)) == sorted(of_torch(**options)) != []
+
+
+def test_a_module_in_two_places() -> None:
+    block = Block(norm=False)
+    own = nn.Sequential(block, block)
+    fjoin.apply_activation_checkpointing(own)
+    assert own[0] is own[1] and type(own[0]).__name__ == "CheckpointedBlock"
+
+
+def test_they_run_on_remat_and_not_on_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("torch's own ran")
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", fails)
+    monkeypatch.setattr(torchs, "torch_utils_checkpoint", fails)
+    monkeypatch.setattr(torchs, "apply_activation_checkpointing", fails)
+    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__init__", fails)
+    for wrap in (fjoin.checkpoint_wrapper, WRAPS["file"]):
+        own = model()
+        fjoin.apply_activation_checkpointing(own, wrap, is_block)
+        torch.testing.assert_close(trained(own), trained(model()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["default", "file"])
+def test_train_step(how: str) -> None:
+    def run(wrap: Any) -> Any:
+        own = model(norm=False).eval()
+        if wrap is not None:
+            fjoin.apply_activation_checkpointing(own, wrap, is_block)
+        apply, params, _ = fjoin.functional(own)
+        step = fjoin.train_step(
+            lambda p, batch: torch.func.functional_call(own, p, (batch,)).square().sum(),
+            tx.fuse(tx.mean("data"), tx.adamw(0.1)),
+            mesh=fjoin.mesh({"data": 1}),
+        )
+        state = step.init(params)
+        for batch in torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0)):
+            state, _ = step(state, batch)
+        return state.params
+
+    torch.testing.assert_close(run(WRAPS[how]), run(None), rtol=0, atol=0)
+
+
+def in_ddp(how: str | None) -> list[Tensor]:
+    own = model(norm=False)
+    if how is not None:
+        fjoin.apply_activation_checkpointing(own, WRAPS[how], is_block)
+    return [p.detach() for p in trained(DistributedDataParallel(own), 2)[0]]
+
+
+def in_fsdp(how: str | None) -> list[Tensor]:
+    own = model(norm=False)
+    if how is not None:
+        fjoin.apply_activation_checkpointing(own, WRAPS[how], is_block)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in own:
+        if is_block(module):
+            fully_shard(module, mesh=mesh)
+    fully_shard(own, mesh=mesh)
+    assert [name for name, _ in own.named_parameters()] == [name for name, _ in model(norm=False).named_parameters()]
+    return [p.detach().full_tensor() for p in trained(own, 2)[0]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["default", "policy", "file"])
+@pytest.mark.parametrize("run", [in_ddp, in_fsdp])
+def test_on_processes(pool: Any, run: Any, how: str) -> None:
+    for got, want in zip(pool.run(2, run, how), pool.run(2, run, None), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_bad_input() -> None:
+    raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(torch.sin), "module")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), checkpoint_impl="no"), "CheckpointImpl")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), context_fn=None), "policy says what to keep")
+    raises_text(TypeError, lambda: fjoin.checkpoint_wrapper(Block(), debug=True), "'debug'")
+    raises_text(ValueError, lambda: fjoin.offload_wrapper(Block(), "/no/such/folder"), "/no/such/folder")
+    raises_text(ValueError, lambda: fjoin.offload_wrapper(Block())(torch.ones(2, 4)), "on the CPU already")
+    raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(torch.sin), "module")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(model(), check_fn=3), "check_fn")  # type: ignore[arg-type]
+    raises_text(TypeError, lambda: fjoin.apply_activation_checkpointing(model(), auto_wrap_policy=3), "policy")
+    compiled = Block()
+    compiled.compile(backend="eager")
+    raises_text(ValueError, lambda: fjoin.checkpoint_wrapper(compiled), "compile")

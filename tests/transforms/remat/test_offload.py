@@ -1,0 +1,233 @@
+"""Values that wait elsewhere come back as they were, and leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_text
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fjoin import transforms as tx
+from fjoin.transforms.remat._offload import Coded, File, Host, store_for
+
+from .transformer import Counted, Transformer, tokens
+
+VALUES = {
+    "float32": torch.randn(3, 4),
+    "float64": torch.randn(3, 4, dtype=torch.float64),
+    "bfloat16": torch.randn(5).bfloat16(),
+    "float8": torch.randn(5).to(torch.float8_e4m3fn),
+    "complex": torch.randn(4, dtype=torch.complex64),
+    "conjugate": torch.randn(4, dtype=torch.complex64).conj(),
+    "bool": torch.tensor([True, False]),
+    "int64": torch.arange(7),
+    "transposed": torch.randn(3, 4).t(),
+    "strided": torch.randn(8)[::2],
+    "expanded": torch.randn(3, 1).expand(3, 4),
+    "part": torch.randn(100)[7:9],
+    "number": torch.tensor(3.0),
+    "empty": torch.zeros(0, 3),
+    "large": torch.randn(100_000),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_file_gives_back_what_it_got(name: str, tmp_path: Path) -> None:
+    x, store = VALUES[name], File(tmp_path)
+    (handle,) = store.put([x])
+    assert not isinstance(handle, Tensor) and handle.where == "file" and handle.size == x.nbytes and handle.held == 0
+    for _ in range(2):
+        back = handle.get()
+        assert back.dtype is x.dtype and back.shape == x.shape
+        assert torch.equal(back.resolve_conj(), x) if name != "float8" else torch.equal(back.float(), x.float())
+        if back.numel() and name != "conjugate":
+            back.zero_()  # a copy of its own
+    assert os.listdir(tmp_path) == []  # it has no name
+
+
+def test_a_file_uses_its_space_again(tmp_path: Path) -> None:
+    store = File(tmp_path)
+    for _ in range(5):
+        handles: Any = store.put([torch.full((5000,), float(i)) for i in range(4)])
+        backs = [handle.get() for handle in handles]
+        del handles
+        (other,) = store.put([torch.full((5000,), 9.0)])  # not where a value is still in use
+        assert [back[0].item() for back in backs] == [0.0, 1.0, 2.0, 3.0]
+        del backs, other
+    assert os.fstat(store.number).st_size <= 5 * 20480
+    number = store.number
+    del store
+    gc.collect()
+    with pytest.raises(OSError):
+        os.fstat(number)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        tx.remat(torch.exp, tx.everything_saveable, tmp_path)(torch.ones(3, requires_grad=True))
+    assert str(tmp_path) in caught.value.__notes__[0] and "12 bytes" in caught.value.__notes__[0]
+
+
+def test_nothing_is_left_after_a_step(tmp_path: Path) -> None:
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ w) @ w)
+
+    again = tx.remat(block, tx.everything_saveable, tmp_path)
+    store = store_for(tmp_path)
+    assert isinstance(store, File)
+    x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+    sizes = []
+    for _ in range(4):
+        out = again(again(x, w), w)
+        out.sum().backward()  # the graph is alive, its values are given back
+        sizes.append((os.fstat(store.number).st_size, sum(map(len, store.free.values())) * 16384))
+    assert sizes[0][0] > 0 and all(size == sizes[0] == (sizes[0][0],) * 2 for size in sizes)
+
+
+def test_twice_through_a_graph_that_is_kept(tmp_path: Path) -> None:
+    x = torch.randn(3, requires_grad=True)
+    out = tx.remat(torch.tanh, tx.everything_saveable, tmp_path)(x * 2).sum()
+    first = torch.autograd.grad(out, x, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(out, x), first, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, x)
+
+
+def test_arguments_that_are_results_wait_too_and_parameters_do_not(tmp_path: Path) -> None:
+    w, x = torch.randn(50, 50, requires_grad=True), torch.randn(20, 50)
+
+    def residuals(*args: Tensor) -> dict[str, str]:
+        def f(w: Tensor, x: Tensor) -> Tensor:
+            return tx.remat(lambda h, w: torch.tanh(h @ w), offload=tmp_path)(torch.sin(x @ w), w).sum()  # type: ignore[no-any-return]
+
+        return {one.name.split(" at ")[0]: one.where for one in tx.saved_residuals(f, *args)}
+
+    assert residuals(w, x) == {
+        "argument 0": "device", "argument 1": "device", "sin": "file", "mm": "device",
+        "in place of an argument that waits elsewhere": "device",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["file", "codes"])
+def test_a_caller_may_write_into_what_waits(where: str, tmp_path: Path) -> None:
+    x = torch.randn(5, requires_grad=True)
+    h = x * 2
+    offload: Any = tmp_path if where == "file" else tx.fp8()
+    out = tx.remat(lambda h: torch.tanh(h), offload=offload)(h)
+    h.data.zero_()
+    out.sum().backward()
+    want = 2 * (1 - torch.tanh(2 * x.detach()) ** 2)
+    torch.testing.assert_close(x.grad, want, rtol=0.2 if where == "codes" else 0, atol=0.1 if where == "codes" else 0)
+
+
+# -- codecs -------------------------------------------------------------------------------------------------------------
+
+
+def grads(wrap: Any) -> tuple[Tensor, Tensor]:
+    model = Transformer(4, width=32)
+    out = model(tokens(4, 16), wrap)
+    out.backward()
+    return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+# The size of the mean error of the gradient, and of one error, in units of the gradient.
+BIAS = {"int8": (0.01, 0.02), "qsgd": (0.01, 0.05), "fp8": (0.03, 0.06)}
+
+
+@pytest.mark.parametrize("name", BIAS)
+def test_the_gradients_bias(name: str) -> None:
+    codec = {"int8": tx.int8(), "qsgd": tx.qsgd(8), "fp8": tx.fp8()}[name]
+    out, want = grads(lambda block: block)
+    coded = [grads(lambda block: tx.remat(block, tx.everything_saveable, codec)) for _ in range(5)]
+    assert all(torch.equal(one[0], out) for one in coded)  # the forward pass is exact
+    bias = torch.stack([one[1] for one in coded]).mean(0) - want
+    mean, one = (x.norm().item() / want.norm().item() for x in (bias, coded[0][1] - want))
+    assert 0 < mean < BIAS[name][0] and 0 < one < BIAS[name][1], (mean, one)
+    if codec.stochastic:
+        assert mean < 0.7 * one
+    else:
+        assert all(torch.equal(other[1], coded[0][1]) for other in coded)
+
+
+def test_codes_take_the_bytes_they_say() -> None:
+    x = torch.randn(64, 32)
+    codec = tx.int8(block=64)
+    (codes, whole) = Coded(codec).put([x, torch.arange(3)])
+    assert isinstance(whole, Tensor) and not isinstance(codes, Tensor)
+    assert codes.held == codec.width(x.numel()) and codes.where == "int8"
+    model, tokens_ = Transformer(2), tokens()
+    wrap = lambda block: tx.remat(block, tx.everything_saveable, tx.int8())  # noqa: E731
+    plain, predicted = (tx.saved_residuals(model, tokens_, w).activation_bytes for w in (lambda block: block, wrap))
+    counted = Counted([*model.parameters(), tokens_])
+    with counted.context():
+        out = model(tokens_, wrap)
+    coded = sum(one.bytes for one in tx.saved_residuals(model, tokens_, wrap) if one.where == "int8")
+    assert predicted == counted.now + coded and counted.now + coded < 0.6 * plain and out.requires_grad
+
+
+# -- on machines without an accelerator -----------------------------------------------------------------------------------
+
+
+def test_the_cpu_is_no_place_for_values_of_the_cpu() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for policy in (tx.everything_saveable, tx.offload_dot_with_no_batch_dims(), tx.dots_saveable):
+        f = tx.remat(lambda x: torch.tanh(x.view(1, 3) @ x.view(3, 1)), policy, "cpu")
+        raises_text(ValueError, lambda: f(x * 2), "on the CPU already")  # noqa: B023
+    raises_text(ValueError, lambda: tx.remat(torch.exp, offload="cpu")(x * 2), "on the CPU already")
+    named = tx.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=["h"])
+    f = tx.remat(lambda x: torch.tanh(tx.checkpoint_name(x * 2, "h")), named)
+    raises_text(ValueError, lambda: f(x), "on the CPU already")
+    (meta,) = Host().put([torch.ones(3, device="meta")])
+    assert not isinstance(meta, Tensor) and meta.where == "cpu" and meta.held == 0
+
+
+@pytest.mark.parametrize("policy", CheckpointPolicy)
+def test_torchs_own_offload_computes_again(policy: CheckpointPolicy) -> None:
+    """Two products of matrices, so four in the backward pass; a fifth is one that ran again."""
+    runs = []
+
+    def of_op(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is torch.ops.aten.mm.default and ctx.is_recompute:
+            runs.append(op)
+        return policy if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    w = torch.ones(3, 3, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        out = checkpoint(
+            lambda x: torch.tanh(torch.tanh(x @ w) @ w), torch.ones(2, 3), use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(of_op),
+        )  # fmt: skip
+        out.sum().backward()
+    count = sum(event.count for event in profile.key_averages() if event.key == "aten::mm")
+    assert count == 2 + 3 + (0 if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE) else 2)
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    raises_text(ValueError, lambda: tx.remat(torch.exp, offload="/no/such"), "/no/such", "folder that exists")
+    raises_text(TypeError, lambda: tx.remat(torch.exp, offload=3), "offload must be", "3")  # type: ignore[arg-type]
+    for names in ((["a"], ["a"]), (["a"], [3]), ([""], [])):
+        raises_text(
+            (TypeError, ValueError),
+            lambda: tx.save_and_offload_only_these_names(
+                names_which_can_be_saved=names[0], names_which_can_be_offloaded=names[1]
+            ),  # type: ignore[arg-type]  # noqa: B023
+            "save_and_offload_only_these_names",
+        )
+    raises_text(ValueError, lambda: tx.offload_dot_with_no_batch_dims("device", "disk"), "'disk'")
+
+
+def test_folders_by_any_path() -> None:
+    folder = tempfile.gettempdir()
+    assert store_for(folder) is store_for(Path(folder)) is store_for(folder + "/./")

@@ -1,0 +1,133 @@
+"""What is predicted to be kept is what saved-tensor hooks count."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import raises_text
+from torch import Tensor, nn
+
+from fjoin import transforms as tx
+
+from .transformer import Counted, Transformer, tokens
+
+FOLDER = tempfile.gettempdir()
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda f: f,
+    "default": tx.remat,
+    "everything": lambda f: tx.remat(f, tx.everything_saveable),
+    "dots": lambda f: tx.remat(f, tx.dots_saveable),
+    "no batch": lambda f: tx.remat(f, tx.dots_with_no_batch_dims_saveable),
+    "only names": lambda f: tx.remat(f, tx.save_only_these_names("mlp")),
+    "but names": lambda f: tx.remat(f, tx.save_any_names_but_these("mlp")),
+    "both": lambda f: tx.remat(f, tx.save_from_both_policies(tx.dots_saveable, tx.save_only_these_names("mlp"))),
+    "own": lambda f: tx.remat(f, lambda op, *args, **kwargs: "gelu" in str(op)),
+    "min_cut": lambda f: tx.remat(f, tx.min_cut),
+    "arguments to a file": lambda f: tx.remat(f, offload=FOLDER),
+    "dots to a file": lambda f: tx.remat(f, tx.dots_saveable, FOLDER),
+    "all to a file": lambda f: tx.remat(f, tx.everything_saveable, FOLDER),
+    "names to a file": lambda f: tx.remat(
+        f, tx.save_and_offload_only_these_names(names_which_can_be_saved=["attention"], names_which_can_be_offloaded=["mlp"]), FOLDER
+    ),
+    "dots without batch to a file": lambda f: tx.remat(f, tx.offload_dot_with_no_batch_dims(), FOLDER),
+    "nested": lambda f: tx.remat(tx.remat(f, tx.dots_saveable), tx.save_only_these_names("mlp")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_predicted_is_counted(how: str) -> None:
+    model, x = Transformer(), tokens()
+    predicted = tx.saved_residuals(model, x, WRAPS[how])
+    for outside, want in (([], predicted.bytes), ([*model.parameters(), x], predicted.activation_bytes)):
+        counted = Counted(outside)
+        with counted.context():
+            out = model(x, WRAPS[how])
+        assert counted.now == want
+        out.backward()
+        del out
+        assert counted.now == 0
+
+
+def test_policies_are_told_apart() -> None:
+    model, x = Transformer(2), tokens()
+    of = {how: tx.saved_residuals(model, x, wrap).activation_bytes for how, wrap in WRAPS.items()}
+    assert of["plain"] == of["everything"] > of["dots"] > of["min_cut"] > of["only names"] > of["default"]
+    assert of["dots"] > of["dots to a file"] > of["all to a file"] and of["default"] > of["arguments to a file"]
+
+
+def test_parameters_on_meta_and_as_arguments() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1000, 4000), nn.GELU(), nn.Linear(4000, 1000))
+    params = dict(model.named_parameters())
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)).sum()  # type: ignore[no-any-return]
+
+    found = tx.saved_residuals(
+        loss, {name: p.detach() for name, p in params.items()}, torch.empty(50000, 1000, device="meta")
+    )
+    assert found.activation_bytes == 2 * 50000 * 4000 * 4
+    assert {one.name for one in found if one.given} == {"argument 1", "argument 0['2.weight']"}
+    assert [one.shape for one in found if not one.given] == [(50000, 4000)] * 2
+    assert "1,600,000,000 without arguments" in str(found)
+
+
+def test_names() -> None:
+    def f(w: Tensor, x: Tensor, scale: Any) -> Tensor:
+        h = tx.checkpoint_name(torch.tanh(x @ w), "h")
+        return torch.exp(h).sum() * scale["by"]
+
+    found = tx.saved_residuals(f, torch.ones(3, 3), torch.ones(2, 3), scale={"by": torch.ones((), requires_grad=True)})
+    names = {one.name for one in found}
+    assert "h" in names and "argument 'scale'['by']" in names
+    assert any(name.startswith("exp at test_residuals.py:") for name in names)
+
+
+def test_nothing_changes() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
+    model.register_buffer("seen", torch.zeros(()))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    state = torch.get_rng_state()
+
+    def f(x: Tensor) -> Tensor:
+        model.seen += 1
+        return tx.remat(model)(x)  # type: ignore[no-any-return]
+
+    assert tx.saved_residuals(f, torch.ones(4, 3, requires_grad=True)).bytes > 0
+    assert all(type(x) in (Tensor, nn.Parameter) for x in model.state_dict(keep_vars=True).values())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_within_transforms() -> None:
+    weight = torch.ones(3, 3)
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(tx.saved_residuals(lambda y: torch.tanh(y @ weight), x).bytes)
+        return torch.tanh(x @ weight).sum()
+
+    seen: list[int] = []
+    torch.func.grad(f)(torch.ones(2, 3))
+    torch.func.vmap(torch.func.grad(f))(torch.ones(5, 3))
+    assert seen == [2 * 3 * 4 + 36, 3 * 4 + 36]
+
+
+def test_dropout_masks_are_kept_or_drawn_again() -> None:
+    x = torch.ones(100, requires_grad=True)
+    assert tx.saved_residuals(lambda x: F.dropout(x * 2, 0.5), x).activation_bytes == 400
+    assert tx.saved_residuals(tx.remat(lambda x: F.dropout(x * 2, 0.5)), x).activation_bytes == 0
+
+
+def test_empty_and_no_gradient() -> None:
+    assert tx.saved_residuals(lambda: torch.ones(3)).bytes == 0
+    assert tx.saved_residuals(lambda tree: tree["a"].sum(), {"a": torch.zeros(0, 3), "n": 3}).bytes == 0
+
+
+def test_bad_input() -> None:
+    raises_text(TypeError, lambda: tx.saved_residuals(3), "fn must be a function")  # type: ignore[arg-type]
+    raises_text(Exception, lambda: tx.saved_residuals(lambda x: x * x.sum().item(), torch.ones(2)), "item")

@@ -1,0 +1,89 @@
+"""A small transformer, and what its backward pass keeps, counted by saved-tensor hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fjoin import transforms as tx
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int = 2, wide: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, wide * width), nn.Linear(wide * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, n, width = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(rows, n, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + tx.checkpoint_name(self.out(heads), "attention")
+        return x + self.down(F.gelu(tx.checkpoint_name(self.up(self.norms[1](x)), "mlp")))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """Blocks, each run by `wrap`."""
+
+    def __init__(self, layers: int = 12, width: int = 16, wide: Callable[[int], int] = lambda i: 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, width), nn.Linear(width, 11)
+        self.blocks = nn.ModuleList(Block(width, wide=wide(i)) for i in range(layers))
+
+    def forward(self, tokens: Tensor, wrap: Callable[[Any], Any]) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = wrap(block)(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def tokens(rows: int = 2, n: int = 8) -> Tensor:
+    return torch.randint(0, 11, (rows, n), generator=torch.Generator().manual_seed(0))
+
+
+class Held:
+    """What a graph holds in place of a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Counted:
+    """Counts what the graph keeps, each memory once.
+
+    Attributes:
+        now: Bytes that are kept.
+        most: The most there have been.
+    """
+
+    def __init__(self, outside: list[Tensor]) -> None:
+        self._outside = {x.untyped_storage()._cdata for x in outside}
+        self._uses: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def context(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.x)
+
+    def _pack(self, x: Tensor) -> Held:
+        held, memory, size = Held(x), x.untyped_storage()._cdata, x.untyped_storage().nbytes()
+        if memory not in self._outside:
+            self._uses[memory] = self._uses.get(memory, 0) + 1
+            if self._uses[memory] == 1:
+                self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(held, self._drop, memory, size)
+        return held
+
+    def _drop(self, memory: int, size: int) -> None:
+        self._uses[memory] -= 1
+        if not self._uses[memory]:
+            self.now -= size
