@@ -33,19 +33,18 @@ class Abstract(NamedTuple):
 
 
 @contextlib.contextmanager
-def abstract(fn: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[Abstract]:
+def abstract(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool = False) -> Iterator[Abstract]:
     """A context in which operations have results without values, below all transforms and unseen by all modes and hooks.
 
     Modules have parameters and buffers without values; afterwards they have their own again, whatever the function has
-    assigned. Gradients are required of tensors that require them; where none does, of the first argument.
+    assigned. Gradients are required of tensors that require them, and with `by_first` of the first argument.
     """
     found = captured(fn)
     whole: Any = (args, kwargs)
     leaves, form = optree.tree_flatten(whole, none_is_leaf=True)
     paths = optree.treespec_paths(form)
-    tracked = bool(found.tracked) or any(isinstance(x, Tensor) and is_tracked(x) for x in leaves)
     likes = {
-        i: _like(x, is_tracked(x) if tracked else paths[i][:2] == (0, 0))
+        i: _like(x, is_tracked(x) or by_first and paths[i][:2] == (0, 0))
         for i, x in enumerate(leaves)
         if isinstance(x, Tensor)
     }

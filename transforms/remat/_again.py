@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -13,7 +13,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
 from ._captured import Captured, captured, is_tracked, within
-from ._form import form_of, remembered
+from ._form import remembered
 from ._kept import Keeper
 from ._min_cut import minimum_cut
 from ._offload import HOST, Store
@@ -149,13 +149,11 @@ class How(NamedTuple):
     policy: Which results to keep.
     store: Where they wait, and the arguments with them; None for the device.
     preserve_rng: Whether a later run has the random numbers of the first.
-    cuts: The minimum cuts that have been found.
     """
 
     policy: Policy
     store: Store | None
     preserve_rng: bool
-    cuts: dict[Hashable, Any]
 
     def keeper(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Keeper | None:
         """What keeps results in one call."""
@@ -164,9 +162,7 @@ class How(NamedTuple):
             return None
         if policy is min_cut:
             policy = AtPlaces(
-                remembered(
-                    self.cuts, form_of(fn, args, kwargs), lambda: minimum_cut(fn, self.preserve_rng, args, kwargs)
-                )
+                remembered(fn, min_cut, args, kwargs, lambda: minimum_cut(fn, self.preserve_rng, args, kwargs))
             )
         if self.store is None:
             return Keeper(policy, Keep.SAVE, HOST)

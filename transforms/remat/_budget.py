@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import optree
@@ -17,12 +17,12 @@ from ._abstract import abstract, batches
 from ._again import How, call
 from ._captured import captured
 from ._cost import Clock, rates_of
-from ._form import form_of, remembered
+from ._form import remembered
 from ._kept import listening, memory_of
 from ._offload import Handle, Store
 from ._policies import everything_saveable
 
-_STATES = 4096  # partial plans that are followed at once
+_STATES = 2048  # partial plans that are followed at once
 
 
 class Choice(enum.Enum):
@@ -58,7 +58,9 @@ def plan(blocks: Sequence[dict[Choice, Cost]], budget: int) -> list[Choice] | No
     Returns:
         None if nothing is within the budget.
     """
-    states: list[tuple[int, float, Any]] = [(0, 0.0, None)]  # bytes held so far, seconds, (choice, the state before)
+    states: list[tuple[int, float, Any]] = (
+        [(0, 0.0, None)] if budget >= 0 else []
+    )  # bytes held so far, seconds, (choice, the state before)
     for block in blocks:
         new = [
             (held + cost.held, seconds + cost.seconds, (choice, chosen))
@@ -142,7 +144,7 @@ class _Planned:
 
 
 def _away(how: How, store: Store | None) -> How:
-    return How(everything_saveable, store, how.preserve_rng, {})
+    return How(everything_saveable, store, how.preserve_rng)
 
 
 class _Measured:
@@ -231,7 +233,6 @@ def measured(
 
 def within_budget(budget: int, store: Store | None) -> Callable[[Callable[..., Any], Any, Any], Any]:
     """What calls a function with a plan for each form of its arguments."""
-    plans: dict[Hashable, list[Choice]] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -248,7 +249,7 @@ def within_budget(budget: int, store: Store | None) -> Callable[[Callable[..., A
                 )
             return found
 
-        choices = remembered(plans, form_of(fn, args, kwargs), choose)
+        choices = remembered(fn, (budget, store), args, kwargs, choose)
         with _walking(_Planned(choices, store)):
             return fn(*args, **kwargs)
 

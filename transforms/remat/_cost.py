@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ._modes import run_op
+
 
 class Rates(NamedTuple):
     """What a device does in a second: floating-point operations, and bytes of its memory and of what is beyond it."""
@@ -37,7 +39,7 @@ class Clock(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = run_op(func, types, args, kwargs)
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
         if tensors and not func.is_view:
             rates = rates_of(tensors[-1])

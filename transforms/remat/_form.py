@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+import types
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._abstract import batches
 from ._captured import captured, is_tracked
 
-_MOST = 64  # plans that a function remembers
+_MOST = 64  # plans that are remembered of a function
 T = TypeVar("T")
+_PLANS: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def remembered(plans: dict[Hashable, T], form: Hashable, make: Callable[[], T]) -> T:
-    """The plan for a form, made when it is asked for first."""
-    if form not in plans:
-        found = make()
+def remembered(fn: Callable[..., Any], how: Hashable, args: Any, kwargs: Any, make: Callable[[], T]) -> T:
+    """A plan for a call, made for the first call of this form; it lives as long as the function."""
+    owner, part = _owner(fn)
+    try:
+        plans = _PLANS.setdefault(owner, {})
+    except TypeError:  # no weak references to it
+        return make()
+    key = part, how, form_of(fn, args, kwargs)
+    if key not in plans:
+        plan = make()
         if len(plans) >= _MOST:
             plans.pop(next(iter(plans)))
-        plans[form] = found
-    return plans[form]
+        plans[key] = plan
+    return plans[key]  # type: ignore[no-any-return]
+
+
+def _owner(fn: Any) -> tuple[Any, Hashable]:
+    """What a function lives as long as: of a method, its object."""
+    if isinstance(fn, types.MethodType):
+        return fn.__self__, fn.__func__
+    if (
+        isinstance(fn, functools.partial)
+        and len(fn.args) == 1
+        and not fn.keywords
+        and isinstance(fn.args[0], nn.Module)
+    ):
+        return fn.args[0], fn.func
+    return fn, None
 
 
 def form_of(fn: Any, args: Any, kwargs: Any) -> Hashable:

@@ -15,6 +15,14 @@ from ._kept import Keeper, Kept, Part, Place, Slot, Step, written_by
 from ._offload import Handle
 
 
+def run_op(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation below a mode, out of sight of modes for functions, which see those of tensor subclasses again."""
+    if not types:
+        return func(*args, **kwargs)
+    with torch._C.DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
 class Recording(TorchDispatchMode):
     """Tells a keeper of all operations."""
 
@@ -25,11 +33,11 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks a tensor without values for its device
-            return func(*args, **kwargs)
+            return run_op(func, types, args, kwargs)
         if func._schema.is_mutable:
             for x in written_by(func, args, kwargs):
                 self._keeper.writes(x)
-        out = func(*args, **kwargs)
+        out = run_op(func, types, args, kwargs)
         place = func, self._counts[func]
         self._counts[func] += 1
         if func._schema.is_mutable:
@@ -60,7 +68,7 @@ class Replaying(TorchDispatchMode):
         kept, idle = self._kept.get(place), self._idle.get(place)
         expected = kept or idle
         if expected is None:
-            return func(*args, **(kwargs or {}))
+            return run_op(func, types, args, kwargs or {})
         if expected.shapes != _shapes(args):
             raise RuntimeError(
                 f"a function in remat did not do the same in the backward pass: {func} got shapes {list(map(tuple, _shapes(args)))}, "

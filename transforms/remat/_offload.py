@@ -274,11 +274,14 @@ class _Codes(Handle):
         return torch.empty_like(like, device=self._device).copy_(found)
 
 
+_STEPS = itertools.count()  # of all stores, so that no two values have the same random bits
+
+
 class Coded:
     """The codes of a codec, in the memory of the device."""
 
     def __init__(self, codec: Codec) -> None:
-        self._codec, self._steps = codec, itertools.count()
+        self._codec = codec
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
         return [self._put(x) if x.is_floating_point() and x.numel() else x for x in values]
@@ -289,5 +292,5 @@ class Coded:
             return Abstract(x, codec.spec.name, codec.width(n))
         rows = x.detach().to(torch.float32).reshape(1, n)
         if codec.stochastic:
-            codec = codec.keyed(0, next(self._steps))
+            codec = codec.keyed(0, next(_STEPS))
         return _Codes(x, codec, encode_rows(codec, rows, 0))

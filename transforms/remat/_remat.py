@@ -105,10 +105,10 @@ def runner_of(
             raise ValueError(
                 f"remat: budget_bytes chooses what each remat inside keeps, so it takes no policy, got {policy!r}"
             )
-        return within_budget(whole_number("budget_bytes", budget_bytes), store)
+        return within_budget(whole_number("budget_bytes", budget_bytes, least=0), store)
     if chosen is everything_saveable and offload is None:
         return _plainly
-    how = How(chosen, store, preserve_rng, {})
+    how = How(chosen, store, preserve_rng)
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
     uncompiled = torch.compiler.disable(run_block) if moves else run_block  # type: ignore[no-untyped-call]
 

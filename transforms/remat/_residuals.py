@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ._abstract import abstract
 from ._kept import listening, memory_of
+from ._modes import run_op
 from ._offload import Handle
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
@@ -76,8 +77,8 @@ class Residuals(tuple[Residual, ...]):
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
     """What a function keeps for its backward pass. Nothing is computed, and no memory is used.
 
-    Derivatives are by the arguments, parameters and other tensors that require a gradient; where none does, by the first
-    argument, as in torch.func.grad. What a `remat` inside the function keeps is what its policy says.
+    Derivatives are by the arguments, parameters and other tensors that require a gradient; where the result depends on
+    none, by the first argument, as in torch.func.grad. What a `remat` inside the function keeps is what its policy says.
 
     Args:
         fn: The function, or a module.
@@ -103,11 +104,16 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
     """
     if not callable(fn):
         raise TypeError(f"saved_residuals: fn must be a function, got {fn!r}")
+    return _residuals(fn, args, kwargs, False) or _residuals(fn, args, kwargs, True) or Residuals()
+
+
+def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -> Residuals | None:
+    """See `saved_residuals`; None if the result depends on nothing that requires a gradient."""
     names: dict[int, str] = {}
     found: dict[int, Residual] = {}
     holds: list[Any] = []  # so that no memory is freed and its address used again
     with ExitStack() as stack:
-        of = stack.enter_context(abstract(fn, args, kwargs))
+        of = stack.enter_context(abstract(fn, args, kwargs, by_first))
         names |= of.given
 
         def add(x: Tensor, handle: Handle | None = None) -> Tensor:
@@ -126,7 +132,9 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
         stack.enter_context(_Origins(names, holds))
         stack.enter_context(listening(name, add))
         stack.enter_context(saved_tensors_hooks(add, lambda x: x))
-        holds.append(fn(*of.args, **of.kwargs))
+        out = fn(*of.args, **of.kwargs)
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in optree.tree_leaves(out)):
+            return None
     return Residuals(one._replace(name=names.get(memory, one.name)) for memory, one in found.items())
 
 
@@ -138,7 +146,7 @@ class _Origins(TorchDispatchMode):
         self._names, self._holds = names, holds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = run_op(func, types, args, kwargs or {})
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self._holds.append(x)

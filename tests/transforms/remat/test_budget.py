@@ -18,6 +18,9 @@ from fjoin.transforms.remat._offload import store_for
 
 from .transformer import Counted, Transformer, tokens
 
+# Forward-mode derivatives compile their formulas by torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 
 def seconds(blocks: list[dict[Choice, Cost]], choices: Any) -> float:
     return sum(block[choice].seconds for block, choice in zip(blocks, choices, strict=True))
@@ -81,14 +84,14 @@ def test_few_blocks(seed: int) -> None:
 
 
 def test_many_blocks() -> None:
-    blocks = of_seed(0, 200)
+    blocks = of_seed(0, 60)
     budget = sum(block[Choice.KEEP].held for block in blocks) // 2
     found = plan(blocks, budget)
     assert found is not None and most(blocks, found) <= budget
 
 
 def model_and_loss(offload: Any = None, budget: int | None = None) -> tuple[Transformer, Any]:
-    model = Transformer(12, wide=lambda i: 1 + i % 4)
+    model = Transformer(5, wide=lambda i: 1 + i % 4)
 
     def loss(x: Tensor) -> Tensor:
         return model(x, tx.remat)  # type: ignore[no-any-return]
@@ -137,23 +140,21 @@ def test_under_transforms() -> None:
         return lambda w, x: run(run(run(x, w), w), w).square().sum()
 
     x, w = torch.randn(5, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
-    grads = (
-        torch.func.grad,
-        lambda f: torch.func.vmap(torch.func.grad(f), (None, 0)),
-        torch.func.jacfwd,
-        torch.func.hessian,
-    )
-    again = []
-    # Bytes of one row: 24 for each tanh and each argument. One vmap over 5 rows takes 5 times as much.
-    for budget in (5 * 24 * 20, 5 * 24 * 4):
+    of_rows = lambda f: torch.func.vmap(torch.func.grad(f), (None, 0))  # noqa: E731
+    fixed, costs = measured(loss(tx.remat(block)), None, (w.clone().requires_grad_(), x), {})
+    low, again = fixed + least(costs), {}
+    for budget, grads in (
+        (10**6, (torch.func.grad, of_rows, torch.func.jacfwd, torch.func.hessian)),
+        (low, (torch.func.grad, of_rows)),
+    ):
         for grad in grads:
-            want = grad(loss(block))(w, x)
-            got = grad(tx.remat(loss(tx.remat(counted)), budget_bytes=budget))
-            torch.testing.assert_close(got(w, x), want, rtol=1e-12, atol=1e-12)
+            got = grad(tx.remat(loss(tx.remat(counted)), budget_bytes=budget))  # type: ignore[operator]
+            torch.testing.assert_close(got(w, x), grad(loss(block))(w, x), rtol=1e-12, atol=1e-12)  # type: ignore[operator]
             calls.clear()
             got(w, x)
-            again.append(len(calls))
-    assert again[:2] == [3, 3] and min(again[4:6]) > 3
+            again[budget, grad] = len(calls)
+    assert again[10**6, torch.func.grad] == again[10**6, of_rows] == 3
+    assert again[low, torch.func.grad] > 3 and again[low, of_rows] > 3
 
 
 def test_the_form_of_the_call_matters() -> None:
@@ -186,8 +187,8 @@ def test_the_form_of_the_call_matters() -> None:
 
 def test_without_blocks_and_nested() -> None:
     x = torch.ones(10, requires_grad=True)
-    raises_text(ValueError, lambda: tx.remat(torch.exp, budget_bytes=39)(x), "0 blocks", "keeps 40")
-    tx.remat(torch.exp, budget_bytes=40)(x).sum().backward()
+    raises_text(ValueError, lambda: tx.remat(lambda x: x.exp().sin(), budget_bytes=39)(x), "0 blocks", "keeps 40")
+    tx.remat(lambda x: x.exp().sin(), budget_bytes=40)(x).sum().backward()
     inner = tx.remat(lambda x: tx.remat(torch.exp)(tx.remat(torch.exp)(x)), budget_bytes=1000)
     (tx.remat(inner)(x * 0).sum() + tx.remat(inner, budget_bytes=1000)(x).sum()).backward()
 
@@ -195,4 +196,4 @@ def test_without_blocks_and_nested() -> None:
 def test_bad_input() -> None:
     raises_text(ValueError, lambda: tx.remat(torch.exp, tx.dots_saveable, budget_bytes=3), "takes no policy")
     for wrong in (-1, 2.5, "all", True):
-        raises_text((TypeError, ValueError), lambda: tx.remat(torch.exp, budget_bytes=wrong), "budget_bytes")  # type: ignore[arg-type]  # noqa: B023
+        raises_text(ValueError, lambda: tx.remat(torch.exp, budget_bytes=wrong), "budget_bytes")  # type: ignore[arg-type]  # noqa: B023

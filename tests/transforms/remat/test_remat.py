@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from helpers import raises_text
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+
+from .transformer import Count
 
 # Forward-mode derivatives compile their formulas by torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -141,19 +142,6 @@ def test_torchs_own_checkpoint_works_under_few_transforms() -> None:
         except RuntimeError as error:
             assert "saved tensor hooks" in str(error)
     assert works == ["plain", "twice", "forward mode", "jvp", "jacfwd", "jacfwd(jacfwd)", "compile"]
-
-
-class Count(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.of: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.of[name] = self.of.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 # Runs of (mm, bmm, tanh) in the backward pass beyond those of the plain function, in torch.func and in plain autograd,

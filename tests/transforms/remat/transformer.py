@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fjoin import transforms as tx
 
@@ -87,3 +88,16 @@ class Counted:
         self._uses[memory] -= 1
         if not self._uses[memory]:
             self.now -= size
+
+
+class Count(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.of: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.of[name] = self.of.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
