@@ -19,6 +19,9 @@ from ._policies import Keep, Policy, keep_of, keep_of_name
 Place = tuple[Any, int]
 
 
+_LEAF = tree_flatten(0)[1]
+
+
 class Part(NamedTuple):
     """A tensor in the result of an operation."""
 
@@ -127,8 +130,8 @@ class Keeper:
 
     def made(self, place: Place, shapes: tuple[torch.Size, ...], op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run: keep its result if the policy says so."""
-        leaves, form = tree_flatten(out)
-        reads = {memory_of(x) for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
+        leaves, form = ([out], _LEAF) if isinstance(out, Tensor) else tree_flatten(out)
+        reads = {memory_of(x) for x in tensors_in(args, kwargs)}
         makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - reads
         draws = _draws(op, args, kwargs)
         tensors = all(isinstance(x, Tensor) for x in leaves) and bool(leaves)
@@ -152,7 +155,7 @@ class Keeper:
 
     def wrote(self, place: Place, op: Any, args: Any, kwargs: Any) -> None:
         """An operation has written into tensors."""
-        reads = {memory_of(x) for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)}
+        reads = {memory_of(x) for x in tensors_in(args, kwargs)}
         makes = {memory_of(x) for x in written_by(op, args, kwargs)}
         self._steps.append(Step(place, (), None, [], reads, makes, op.namespace != "aten", _draws(op, args, kwargs)))
 
@@ -293,13 +296,22 @@ def _tensor(part: Part) -> Tensor:
     return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, part.offset, part.size, part.stride)
 
 
+def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors in the arguments of an operation of ATen, which are flat but for lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (x for x in value if isinstance(x, Tensor))
+
+
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operation writes into."""
-    found = []
+    found: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+            found += tensors_in((value,), {})
     return found
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 
-from ._kept import Keeper, Kept, Part, Place, Slot, Step, written_by
+from ._kept import Keeper, Kept, Part, Place, Slot, Step, memory_of, written_by
 from ._offload import Handle
 
 
@@ -61,6 +62,7 @@ class Replaying(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept, self._values, self._idle, self._counts = kept, values, idle, Counter[Any]()
+        self._unknown: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = func, self._counts[func]
@@ -76,10 +78,17 @@ class Replaying(TorchDispatchMode):
             )
         if kept is None:
             assert idle is not None
-            return tree_unflatten([_unknown(part) for part in idle.parts], idle.form)
+            found = [_unknown(part) for part in idle.parts]
+            self._unknown += [StorageWeakRef(x.untyped_storage()) for x in found]
+            return tree_unflatten(found, idle.form)
         return tree_unflatten(
             [self._value(x, kept.written) if isinstance(x, Slot) else x for x in kept.leaves], kept.form
         )
+
+    def finish(self, results: Sequence[Tensor]) -> bool:
+        """The run has ended: whether nobody but its results holds what is not known."""
+        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._unknown if not ref.expired()]  # type: ignore[attr-defined]
+        return not any(is_held(storage, results) for storage in alive)
 
     def _value(self, slot: Slot, copied: bool) -> Tensor:
         value = self._values[slot.number]
@@ -87,6 +96,12 @@ class Replaying(TorchDispatchMode):
             return value.get()
         assert value is not None
         return value.clone() if copied else value.detach()
+
+
+def is_held(storage: torch.UntypedStorage, by: Sequence[Tensor]) -> bool:
+    """Whether anything but these tensors has a memory."""
+    own = {id(y) for x in by for y in (x, x._base) if y is not None and memory_of(y) == storage._cdata}
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 1 + len(own))  # type: ignore[attr-defined]
 
 
 def _unknown(part: Part) -> Tensor:

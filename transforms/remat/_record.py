@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._kept import Keeper
 from ._modes import Recording, Replaying
+from ._tail import Tail
 
 
 class Record:
@@ -57,11 +58,14 @@ class Record:
             self.keeper.finish()
 
     @contextlib.contextmanager
-    def again(self, whole: bool) -> Iterator[None]:
+    def again(self, whole: bool) -> Iterator[Tail | Replaying | None]:
         """A context for a later run.
 
         Args:
             whole: Whether more than first derivatives by the arguments may be asked for.
+
+        Yields:
+            The mode that leaves operations out, if any; its `finish` is to be called with the results.
         """
         outer = self._again, self.stand_ins
         self._again, self.stand_ins = True, {i: x.clone() for i, x in self._before.items()}
@@ -74,10 +78,14 @@ class Record:
                     torch.set_rng_state(self._cpu)
                     for device, state in self._devices:
                         torch.get_device_module(device).set_rng_state(state, device)
-                if self.keeper is not None and not forward_mode():
+                mode: Tail | Replaying | None = None
+                if self.keeper is None:
+                    mode = None if whole else stack.enter_context(Tail())
+                elif not forward_mode():
                     values: Any = self.keeper.values if self.values is None else self.values
-                    stack.enter_context(Replaying(self.keeper.kept, values, {} if whole else self.keeper.idle))
-                yield
+                    idle = {} if whole else self.keeper.idle
+                    mode = stack.enter_context(Replaying(self.keeper.kept, values, idle))
+                yield mode
         finally:
             self._again, self.stand_ins = outer
 

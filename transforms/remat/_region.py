@@ -159,7 +159,11 @@ class Region:
     def again(self, tensors: Sequence[Tensor], whole: bool = True) -> list[Tensor]:
         """Run again, with the random numbers, autocast and buffers of the first time; for `whole` see `Record.again`."""
         tensors = self.taken(tensors)
-        with self.record.again(whole):
+        with self.record.again(whole) as mode:
+            out = self.flat(tensors)
+        if whole or mode is None or mode.finish(out):
+            return out
+        with self.record.again(whole=True):  # the function has stored what was left out
             return self.flat(tensors)
 
     def _path(self, i: int) -> str:

@@ -364,6 +364,47 @@ def test_derivatives_by_tensors_that_are_no_arguments() -> None:
     torch.testing.assert_close(hidden.value.grad, X.sum(0))
 
 
+@pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "of one's own"])
+def test_what_is_stored_elsewhere_is_computed(policy: str) -> None:
+    seen: list[list[Tensor]] = []
+
+    def f(x: Tensor) -> Tensor:
+        a = torch.tanh(x @ W)
+        b = a @ W
+        c = b + a
+        seen.append([a.detach(), b.detach(), c.detach().view(-1)])
+        return c @ W + x
+
+    x = X.clone().requires_grad_()
+    tx.remat(f, POLICIES[policy])(x).sum().backward()
+    assert len(seen) == (2 if policy == "nothing_saveable" else 3)
+    for again in seen[1:]:
+        torch.testing.assert_close(again if again is seen[-1] else seen[0], seen[0], rtol=0, atol=0)
+
+
+def test_the_last_layer_does_not_run_again() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return x + torch.tanh(x @ w) @ w
+
+    def changes(x: Tensor, w: Tensor) -> Tensor:
+        h = x @ w
+        y = h + x
+        h.mul_(2.0)  # after y has been asked for
+        return (y + h) @ w
+
+    for function, again in ((f, 1), (changes, 1)):
+        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        want = plain(function)
+        out = tx.remat(function)(x, w)
+        with Count() as count:
+            loss(lambda *_: out)(x, w).backward()  # noqa: B023
+        plainly = loss(function)(x, w)
+        with Count() as own:
+            torch.autograd.grad(plainly, (x, w))
+        assert count.of["mm"] == own.of["mm"] + again
+        torch.testing.assert_close((x.grad, w.grad), want, rtol=0, atol=0)
+
+
 def test_bad_input() -> None:
     x, generator = torch.ones(2, requires_grad=True), torch.Generator()
     raises_text(TypeError, lambda: tx.remat(3), "fn")
