@@ -20,6 +20,7 @@ from ..layout._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._phases import Phase, changes_with_steps, phases, shown
+from ..remat._residuals import saved_residuals
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields
 from ._dry_run import DryRun
@@ -40,6 +41,8 @@ def explain(
     at_step: int | None = None,
     buffers: Mapping[str, Tensor] | None = None,
     on_buffers: Transform | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch: Any = None,
 ) -> Explanation:
     """The messages and the state of each stage of a pipeline, per rank and step, before anything runs.
 
@@ -55,6 +58,8 @@ def explain(
         at_step: Only this step, counted from 0. By default a stage has a row for each phase with other messages, such
             as a warm-up.
         buffers, on_buffers: As in `fjoin.train_step`: the buffers, path -> tensor, and their transform.
+        loss_fn, batch: As in `fjoin.train_step`; the last row then has the bytes of activations that the backward pass
+            keeps, see `saved_residuals`.
 
     Returns:
         An `Explanation`: `print` gives a table, `rows` the figures. `sent` assumes a ring.
@@ -83,7 +88,11 @@ def explain(
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
     pieces = None if sharding is None else functools.partial(sharding.pieces, bucket_bytes=bucket_bytes)
-    return explain_run(DryRun(pipeline, params, axes, cut, on_buffers, pieces=pieces), at_step, buffers)
+    found = explain_run(DryRun(pipeline, params, axes, cut, on_buffers, pieces=pieces), at_step, buffers)
+    if loss_fn is None:
+        return found
+    given = (params, batch) if buffers is None else (params, buffers, batch)
+    return found._replace(residuals=saved_residuals(loss_fn, *given))
 
 
 def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, Tensor] | None = None) -> Explanation:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .._transform import Needs
+from ..remat._residuals import Residuals
 
 
 class Message(NamedTuple):
@@ -39,6 +40,7 @@ class Explanation(NamedTuple):
 
     rows: tuple[Row, ...]  # hook, optimizer, parameter transform, in this order
     axes: dict[str, int]  # name -> ranks
+    residuals: Residuals | None = None  # what the backward pass keeps, where `explain` got a loss
 
     @property
     def settled(self) -> tuple[Row, ...]:
@@ -80,6 +82,9 @@ class Explanation(NamedTuple):
             ("total per rank and step", "", when, "", "", str(self.messages), _bytes(self.payload_bytes),
              _bytes(self.sent_bytes), _bytes(self.state_bytes))
         )  # fmt: skip
+        if self.residuals is not None:
+            bytes_kept = _bytes(self.residuals.activation_bytes)
+            table.append(("kept for the backward pass", "", "", "", "", "", "", "", bytes_kept))
         widths = [max(len(line[i]) for line in table) for i in range(len(head))]
         return "\n".join(
             "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table
