@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._captured import captured, is_tracked
 from ._kept import memory_of, unheard
+from ._region import path_words
 
 
 class Abstract(NamedTuple):
@@ -69,15 +70,9 @@ def abstract(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool = Fa
             given[memory_of(new[id(slot.value)])] = slot.name
         for i, like in likes.items():
             leaves[i] = like.make()
-            given[memory_of(leaves[i])] = _name(paths[i][1:])
+            given[memory_of(leaves[i])] = f"argument {path_words(paths[i])}"
         again: Any = optree.tree_unflatten(form, leaves)
         yield Abstract(again[0], again[1], given)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    first, *rest = path
-    head = f"argument {first}" if isinstance(first, int) else f"argument {first!r}"
-    return head + "".join(f"[{part!r}]" for part in rest)
 
 
 @contextlib.contextmanager

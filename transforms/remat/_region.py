@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import optree
@@ -31,6 +31,11 @@ class Region:
     def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record) -> None:
         given_tree: Any = (args, kwargs)
         leaves, self._form = optree.tree_flatten(given_tree, none_is_leaf=True)
+        for leaf, path in zip(leaves, optree.treespec_paths(self._form), strict=True):
+            if isinstance(leaf, Iterator):
+                raise TypeError(
+                    f"remat: argument {path_words(path)} is an iterator, of which nothing is left when the function runs again; pass a list"
+                )
         self._fn, self.record = fn, record
         self._static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -167,9 +172,7 @@ class Region:
             return self.flat(tensors)
 
     def _path(self, i: int) -> str:
-        path = optree.treespec_paths(self._form)[self._places[i]]
-        first, *rest = path[1:]
-        return repr(first) + "".join(f"[{part!r}]" for part in rest)
+        return path_words(optree.treespec_paths(self._form)[self._places[i]])
 
     def batched(self, in_dims: Sequence[int | None], randomness: str) -> Batched:
         """The same function of batched tensors."""
@@ -211,6 +214,12 @@ class Batched:
 
     def batched(self, in_dims: Sequence[int | None], randomness: str) -> Batched:
         return Batched(self, in_dims, randomness)
+
+
+def path_words(path: tuple[Any, ...]) -> str:
+    """A path in (args, kwargs)."""
+    _, first, *rest = path
+    return repr(first) + "".join(f"[{part!r}]" for part in rest)
 
 
 def _unused(x: Any) -> Any:

@@ -229,9 +229,10 @@ def test_folders_by_any_path() -> None:
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.nccl
 @gpu
 def test_pinned_memory_on_a_gpu() -> None:
     model, x = Transformer(6, width=256).cuda(), tokens(16, 256).cuda()
@@ -253,6 +254,7 @@ def test_pinned_memory_on_a_gpu() -> None:
             assert kept < 0.4 * plain
 
 
+@pytest.mark.nccl
 @gpu
 def test_copies_run_beside_the_computation() -> None:
     model, x = Transformer(6, width=256).cuda(), tokens(16, 256).cuda()
@@ -267,6 +269,7 @@ def test_copies_run_beside_the_computation() -> None:
     assert copies and others and not copies & others
 
 
+@pytest.mark.nccl
 @gpu
 def test_a_caller_on_a_gpu_may_write_at_once() -> None:
     x = torch.randn(1 << 24, device="cuda", requires_grad=True)
