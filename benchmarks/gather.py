@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import join, launch
 
 from fjoin.groups import _axis
 
@@ -76,7 +77,6 @@ def measure(rate: str) -> dict[str, float]:
 
 
 def main() -> None:
-    from launch import launch
     from link import link
 
     parser = argparse.ArgumentParser()
@@ -93,7 +93,7 @@ def main() -> None:
 
 def rank(rate: str, out: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     Path(out).write_text(json.dumps(measure(rate)))
     dist.barrier()
     os._exit(0)

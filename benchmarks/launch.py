@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ def launch(
     variants: Sequence[str],
     *,
     prefixes: Sequence[Sequence[str]] = ((), ()),
-    address: str = "127.0.0.1",
     interfaces: Sequence[str] = ("lo", "lo"),
     timeout_s: float = 1800,
     script: str = "step.py",
@@ -35,7 +33,6 @@ def launch(
     Args:
         what, model, count, variants: The arguments of the script; the path of its result comes before `variants`.
         prefixes: The words to put before each rank's command.
-        address: The address of rank 0.
         interfaces: Each rank's network interface.
         timeout_s: The seconds after which the ranks are killed.
         script: A file in this folder.
@@ -43,7 +40,6 @@ def launch(
     Returns:
         Each rank's result.
     """
-    port = str(free_port())
     with tempfile.TemporaryDirectory() as folder:
         outs = [os.path.join(folder, str(rank)) for rank in range(len(prefixes))]
         ranks = []
@@ -52,8 +48,7 @@ def launch(
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(prefixes)),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": port,
+                "STORE": os.path.join(folder, "store"),
                 "GLOO_SOCKET_IFNAME": interfaces[rank],
                 "OMP_NUM_THREADS": "1",
                 "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",  # one thread for jax too
@@ -87,10 +82,12 @@ def wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> None:
         raise RuntimeError(f"a rank failed; exit codes: {codes} (None: was killed after the other had failed)")
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def join() -> None:
+    """In a rank: the process group of all ranks."""
+    import torch.distributed as dist
+
+    store, rank, ranks = (os.environ[name] for name in ("STORE", "RANK", "WORLD_SIZE"))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
 
 
 def combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:

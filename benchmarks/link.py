@@ -58,7 +58,7 @@ def link(rate: str, ranks: int = 2, delay: str = "") -> Iterator[dict[str, Any]]
             _do("ip", "-n", space, "address", "add", f"10.77.0.{rank + 1}/24", "dev", f"veth{rank}")
             _do("ip", "-n", space, "link", "set", f"veth{rank}", "up")
             _slow(space, f"veth{rank}", rate, delay)
-        yield {"prefixes": inside, "address": "10.77.0.1", "interfaces": [f"veth{rank}" for rank in range(ranks)]}
+        yield {"prefixes": inside, "interfaces": [f"veth{rank}" for rank in range(ranks)]}
     finally:
         for space in (*spaces, switch):  # this also deletes its ends of the links
             subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)

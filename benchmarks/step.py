@@ -22,6 +22,7 @@ import models
 import torch
 import torch.distributed as dist
 import variants
+from launch import join
 
 import fjoin
 
@@ -108,7 +109,7 @@ def main() -> None:
     what, name, count, out, *names = sys.argv[1:]
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     mesh = fjoin.mesh({"data": -1})
     if what == "time":
         result = measure(name, int(count), names, mesh)

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from launch import launch
+from launch import join, launch
 
 PEAKS = ("ddp", "ours", "ddp zero", "ours zero", "ddp our zero", "ddp our zero hook")
 STEPS = 5
@@ -45,7 +45,6 @@ def main() -> None:
 def one_rank() -> dict[str, Any]:
     import models
     import torch
-    import torch.distributed as dist
 
     import fjoin
     from fjoin import transforms as tx
@@ -53,7 +52,7 @@ def one_rank() -> dict[str, Any]:
 
     what, name, count, _, kind = sys.argv[1:]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     apply, params, _ = fjoin.functional(models.model(name))
     seconds = [0.0]
     if what == "muon":

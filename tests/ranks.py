@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -13,16 +12,18 @@ from typing import Any
 from processes import context
 
 
-def _start(
-    function: Callable[..., Any], rank: int, n: int, port: int, test: Connection[Any, Any], args: tuple[Any, ...]
-) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
+def _start(function: Callable[..., Any], rank: int, n: int, test: Connection[Any, Any], args: tuple[Any, ...]) -> None:
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if rank == 0:  # a port that was free a moment ago may be taken: the store takes one and says which
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        test.send(store.port)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(test.recv()), TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
 
     def report(value: Any) -> None:
         test.send((rank, time.monotonic(), value))
@@ -40,17 +41,17 @@ class Ranks:
     """
 
     def __init__(self, n: int, function: Callable[..., Any], *args: Any) -> None:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
         self.processes, self._reports = [], []
         for rank in range(n):
             here, there = context.Pipe()
-            process = context.Process(target=_start, args=(function, rank, n, port, there, args), daemon=True)
+            process = context.Process(target=_start, args=(function, rank, n, there, args), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
             self._reports.append(here)
+        port = self._reports[0].recv()
+        for report in self._reports:
+            report.send(port)
 
     def next(self, timeout_s: float = 60.0) -> tuple[int, float, Any]:
         """The next report: (rank, seconds of the monotonic clock, value)."""
