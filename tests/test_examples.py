@@ -39,7 +39,7 @@ def _run(rank: int, report: Any, name: str) -> None:
     report((ended.value.code, out.getvalue()))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name: str, ranks: int) -> None:
@@ -59,6 +59,7 @@ def test_commands(launcher: list[str]) -> None:
     assert done.stdout.count(RESULT) == 1 + bool(launcher)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ALONE)
 def test_alone(name: str) -> None:
     done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120)

@@ -113,7 +113,7 @@ def messages(name: str) -> Any:
     return sent, [sorted((m.payload_bytes, str(m.dtype)) for m in announced(what, i)) for i, what in enumerate(said)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_what_is_announced_is_sent(pool: Any, name: str, ranks: int) -> None:

@@ -64,6 +64,7 @@ def in_module(name: str, batches: list[list[Any]], skips: bool, dtype: torch.dty
     return seen, handle.step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", REGISTERED)
 def test_a_registered_pipeline_is_the_pure_one(pool: Any, name: str) -> None:
     for skips in (False, True):

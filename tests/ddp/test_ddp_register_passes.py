@@ -176,7 +176,7 @@ def test_one_message_besides_the_buckets(pool: Any) -> None:
         assert sent == [[(1, wide), (66, wide)], *[[(1, wide), (24, wide), (42, wide)]] * 2]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": None}], ids=str
 )

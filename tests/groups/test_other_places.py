@@ -38,6 +38,7 @@ def run_other_code(rank: int, report: Report, what: str) -> None:
     ended(report, run)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "parts"),
     [

@@ -98,6 +98,7 @@ def out_of_order_on_a_process(hook: str) -> Any:
     return in_another_order(mesh.rank, hook, False, mesh)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_same_order_is_fine(hook: str) -> None:
     """Also after a second init, with 70 steps of one mesh, and with ranks that have no input."""

@@ -34,6 +34,7 @@ def averaged(runs: list[Any], ranks: list[int]) -> list[int]:
     return [s for s in range(len(runs[0])) if all(max_diff(runs[r][s], runs[ranks[0]][s]) < 1e-12 for r in ranks)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ranks", "period", "warmup"), [(2, 4, 0), (2, 4, 10), (3, 3, 2), (4, 7, 5)])
 def test_periodic_averages_are_torchs(pool: Any, ranks: int, period: int, warmup: int) -> None:
     runs = same_runs(pool, ranks, "periodic", period, warmup)
@@ -55,6 +56,7 @@ def test_hierarchical_averages_are_torchs(pool: Any, warmup: int) -> None:
     assert averaged(runs, [1, 2]) == [s for s in due if s % 4 == 0]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("levels", [{3: 4}, {2: 1, 4: 4}, {2: 4, 4: 4}, {1: 2, 3: 4}])
 def test_other_hierarchies_are_torchs(pool: Any, levels: dict[int, int]) -> None:
     same_runs(pool, 4, "hierarchical", levels, 3)

@@ -55,6 +55,7 @@ def recipe(whose: str, kind: str, args: Any, still: bool, adam: bool) -> Any:
         return trained(ddp, optimizer), optimizer.averager.step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("adam", [False, True], ids=["sgd", "adam"])
 @pytest.mark.parametrize("still", [True, False], ids=["in the subgroup", "nowhere"])
 def test_the_whole_recipe_is_torchs(pool: Any, still: bool, adam: bool) -> None:

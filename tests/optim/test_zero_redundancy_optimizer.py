@@ -94,6 +94,7 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e
         torch.testing.assert_close(got[path], value, rtol=tolerance, atol=tolerance, msg=path)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks, views", [(2, False), (3, True)])
 @pytest.mark.parametrize("name", CLASSES)
 def test_it_is_the_unsharded_optimizer(pool: Any, name: str, ranks: int, views: bool) -> None:
@@ -178,6 +179,7 @@ def joined(kind: str) -> Any:
     return values(ddp.module)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["ours", "zero last", "zero first", "hooked, torch's", "hooked, ours"])
 def test_uneven_inputs(pool: Any, kind: str, ranks: int) -> None:

@@ -51,7 +51,7 @@ def fake_group(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fake_group", [2, 8, 64, 512], indirect=True)
 def test_counted_and_announced(fake_group: int, hook: str) -> None:

@@ -74,7 +74,7 @@ def near(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], start: Any
         assert way.norm() > 0.1 and (got[path] - want[path]).norm() < room * way.norm(), path
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_steps(ranks: tuple[str, Pool], hook: str, bucket_bytes: int) -> None:
@@ -119,7 +119,7 @@ def sent(monkeypatch: Any) -> list[str]:
     return sent
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("hook", WITHOUT_DATA)
 def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[str], monkeypatch: Any) -> None:
@@ -223,6 +223,7 @@ def registered(device: str, hook: str, small: bool) -> Any:
     return {path: p.detach().cpu() for path, p in ddp.module.named_parameters()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("small", [False, True], ids=["one bucket", "small buckets"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_modules(ranks: tuple[str, Pool], hook: str, small: bool) -> None:

@@ -101,7 +101,7 @@ def _fields(state: Any) -> Any:
     return getattr(state, "_fields", [None] * len(state))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 10**6])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("ranks", [2, 3])

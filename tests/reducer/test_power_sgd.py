@@ -212,6 +212,7 @@ def registered(hook: str, options: Any) -> Any:
     return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}, handle.total
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook != "by path"])
 def test_in_distributed_data_parallel(pool: Any, hook: str) -> None:
     """In one bucket and, from the second pass on, in two, where torch's hook hangs."""

@@ -78,7 +78,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("model", "hook"), CASES)
 def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:
     """Each of 3 steps sends the announced messages, the loop two numbers before them, and a rank without input the same."""

@@ -191,6 +191,7 @@ def registered(hook: str, codec: str) -> Any:
     return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}, handle.total
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("codec", "hook"), table([*CODECS], ["mean", "fed back", "fed back by path", *METHODS]))
 def test_in_distributed_data_parallel(pool: Any, codec: str, hook: str) -> None:
     """In other buckets from the second pass on."""

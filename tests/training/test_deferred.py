@@ -61,6 +61,7 @@ def purely(name: str, steps: int) -> Any:
     return params, state.after
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name, donate", [*((name, True) for name in STREAMS), ("fragments", False)])
 def test_late_messages_change_no_result(pool: Any, name: str, donate: bool) -> None:
     """At every end of a run, with a message under way too: reading the state waits for it."""

@@ -48,6 +48,7 @@ def of(ranks: int, hook: Any, weights: list[float], **settings: Any) -> Any:
     return tx.simulate(lambda b: trained(hook(), b, **settings), {"data": ranks}, per_rank)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("loss_dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("hook", HOOKS)

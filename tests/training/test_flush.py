@@ -343,6 +343,7 @@ APART = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "kind, name", [("step", name) for name in APART] + [("module", name) for name in list(APART)[:3]]
 )

@@ -239,6 +239,7 @@ def transformed_alone(how: str) -> Any:
         return restored(transformed)(how)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "how", ["compiled", "torch.func", "torch.func, a constant", "a function of one's own", "checkpoint", "reentrant"]
 )

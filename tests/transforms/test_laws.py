@@ -242,7 +242,7 @@ def test_transform(make: Any, law: Any) -> None:
 CODED = {name: [lambda make=make: tx.quantized_mean("data", make()) for make in rows] for name, rows in CODECS.items()}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("make", "law"), _cases({**LOSSY, **CODED}, FEEDBACK_LAWS))
 def test_error_feedback(make: Any, law: Any) -> None:
     law(make)
@@ -254,7 +254,7 @@ def test_optimizer(make: Any, law: Any) -> None:
     law(make)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("make", "law"), _cases(CODECS, CODEC_LAWS))
 def test_codec(make: Any, law: Any) -> None:
     law(make)

@@ -137,6 +137,7 @@ def _pure_training(xs: Tensor, weight: Tensor) -> Any:
     return params, state.optimizer
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 64])
 def test_both_engines_train_alike(n: int, dtype: torch.dtype, tolerance: float) -> None:

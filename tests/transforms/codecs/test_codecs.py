@@ -37,6 +37,7 @@ def thrown(codec: tx.Codec, x: Tensor, seed: int = 0, step: int = 0) -> Tensor:
     return codec.decode(codec.encode(x, tx.Noise(places, own, common)), x.shape[1])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ON_AVERAGE)
 def test_right_on_average(name: str) -> None:
     """The mean of 400 roundings of 50 numbers deviates by standard errors, as for random rounding."""

@@ -138,7 +138,7 @@ def test_hierarchical_average(over: Any, warmup: int) -> None:
     close(run(tx.fuse(tx.noop(), ours, after), {"pod": 2, "node": 2, "local": 2}, weighted), want, start)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("delay, mix, count", [(0, 0.0, 1), (0, 0.5, 2), (3, 0.0, 1), (2, 0.25, 3), (9, 0.5, 4)])

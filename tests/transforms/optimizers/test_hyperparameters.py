@@ -167,7 +167,7 @@ def test_a_sweep_in_one_call(name: str) -> None:
         assert max_diff(one(torch.tensor(x, dtype=torch.float64)), one(x)) < 1e-13
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.matrices])
 @pytest.mark.parametrize("pure", [False, True])
 def test_masters_are_torchs_float32(name: str, pure: bool) -> None:

@@ -119,6 +119,7 @@ DONATING: dict[str, tx.Transform] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", DONATING)
 def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None:

@@ -46,6 +46,7 @@ def test_it_is_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tenso
         assert same_bits(out, got[0][0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
 def test_nothing_is_lost_between_nodes(axes: dict[str, int], without_input: Any) -> None:

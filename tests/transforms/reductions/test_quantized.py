@@ -24,7 +24,7 @@ def all_quantized(monkeypatch: pytest.MonkeyPatch, codec: tx.Codec) -> None:
         monkeypatch.setattr(tx, name, tx.quantized(getattr(tx, name), codec))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(("op", "engine"), SERVED_OPS)
 def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: Any) -> None:
