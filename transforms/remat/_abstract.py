@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._captured import captured, is_tracked
 from ._kept import memory_of, unheard
-from ._region import path_words
+from ._plain import path_words
 
 
 class Abstract(NamedTuple):
@@ -40,7 +40,7 @@ def abstract(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool = Fa
     Modules have parameters and buffers without values; afterwards they have their own again, whatever the function has
     assigned. Gradients are required of tensors that require them, and with `by_first` of the first argument.
     """
-    found = captured(fn)
+    found = captured(fn, args, kwargs)
     whole: Any = (args, kwargs)
     leaves, form = optree.tree_flatten(whole, none_is_leaf=True)
     paths = optree.treespec_paths(form)

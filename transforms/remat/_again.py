@@ -12,16 +12,16 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
-from ._captured import Captured, captured, is_tracked, within
+from ._captured import Captured, captured, within
 from ._form import remembered
 from ._kept import Keeper
 from ._min_cut import minimum_cut
 from ._offload import HOST, Store
-from ._policies import AtPlaces, Keep, Policy, min_cut, nothing_saveable
+from ._plain import HooksRefused, PlainRegion, refuse_iterators
+from ._policies import AtPlaces, Keep, Policy, everything_saveable, min_cut, nothing_saveable
 from ._record import Record
 from ._region import Region
 
-_IN_GRAPH = object()
 _MOST = 8  # runs that look for tensors that a function uses
 
 
@@ -34,34 +34,27 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        region, *tensors = inputs
-        ctx.region, ctx.inputs, kept = region, len(tensors), region.record.keeper
-        if kept is None or not region.plain:
-            ctx.save_for_backward(*tensors)
-        else:  # by the graph, like all that it saves
-            ctx.save_for_backward(*tensors, *(x for x in kept.values if isinstance(x, Tensor)))
-            ctx.kept, kept.values = [_IN_GRAPH if isinstance(x, Tensor) else x for x in kept.values], []
+        ctx.region, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*(x for x in output if not (x.is_floating_point() or x.is_complex())))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        region, saved = ctx.region, _alive(ctx.saved_tensors)
-        tensors = saved[: ctx.inputs]
-        if region.plain and region.record.keeper is not None:
-            own = iter(saved[ctx.inputs :])
-            region.record.values = [next(own) if x is _IN_GRAPH else x for x in ctx.kept]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        region, tensors = ctx.region, [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
         moving = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
-        if _transformed((*tensors, *grads)) or torch.is_grad_enabled():
-            found = _by_vjp(region, tensors, moving, grads)
-        else:
-            moving = [i for i in moving if ctx.needs_input_grad[1 + i]]
-            found = _by_autograd(region, tensors, moving, grads)
-            if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-                ctx.kept, region.record.values, region.shelves = [], [], {}
+        used = [i for i, grad in enumerate(grads) if grad is not None]
         out: list[Any] = [None] * len(tensors)
-        for i, grad in zip(moving, found, strict=True):
-            out[i] = grad
+        if used and moving:
+
+            def of(*values: Tensor) -> tuple[Tensor, ...]:
+                results = region.again(_with(tensors, moving, values))
+                return tuple(results[i] for i in used)
+
+            vjp: Any = torch.func.vjp(of, *(tensors[i] for i in moving))[1]
+            for i, grad in zip(moving, vjp(tuple(grads[i] for i in used)), strict=True):
+                out[i] = grad
         return None, *out
 
     @staticmethod
@@ -89,11 +82,6 @@ def _with(tensors: Any, places: list[int], values: Any) -> list[Tensor]:
     return new
 
 
-def _alive(tensors: Any) -> list[Tensor]:
-    """The tensors without the wrappers of transforms that have ended."""
-    return [torch._C._functorch.unwrap_if_dead(x) for x in tensors]
-
-
 @contextlib.contextmanager
 def _below(*groups: list[Any]) -> Iterator[Any]:
     """A context in which the innermost transform is inactive, with the values that tensors have there.
@@ -107,40 +95,6 @@ def _below(*groups: list[Any]) -> Iterator[Any]:
     level = inner.level()
     with inner.lower():
         yield [[torch._C._functorch._unwrap_for_grad(x, level) for x in group] for group in groups]
-
-
-def _transformed(tensors: Any) -> bool:
-    """Whether torch.func transforms are active, or were when these tensors were made."""
-    return bool(torch._C._are_functorch_transforms_active()) or any(
-        torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None
-    )
-
-
-def _by_vjp(region: Any, tensors: Any, moving: list[int], grads: Any) -> Any:
-    """The gradients under torch.func transforms, or for a gradient of a gradient."""
-    kept: list[int] = []
-
-    def of(*values: Tensor) -> tuple[Tensor, ...]:
-        out = region.again(_with(tensors, moving, values))
-        kept[:] = [i for i, x in enumerate(out) if x.is_floating_point() or x.is_complex()]
-        return tuple(out[i] for i in kept)
-
-    vjp: Any = torch.func.vjp(of, *(tensors[i] for i in moving))[1]
-    return vjp(tuple(grads[i] for i in kept))
-
-
-def _by_autograd(region: Any, tensors: Any, moving: list[int], grads: Any) -> Any:
-    """The gradients in a plain backward pass."""
-    values = [x.detach() for x in tensors]
-    for i in moving:
-        values[i].requires_grad_()
-    with torch.enable_grad():
-        out = region.again(values, whole=False)
-    used = [(x, grad) for x, grad in zip(out, grads, strict=True) if x.requires_grad and grad is not None]
-    if not used or not moving:
-        return [None] * len(moving)
-    ends, starts = zip(*used, strict=True)
-    return torch.autograd.grad(ends, [values[i] for i in moving], starts, allow_unused=True)
 
 
 class How(NamedTuple):
@@ -171,22 +125,36 @@ class How(NamedTuple):
 
 def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     """Call a function so that its backward pass runs it again."""
-    found = captured(fn)
+    if how.policy is everything_saveable and how.store is None:
+        return fn(*args, **kwargs)
+    refuse_iterators(args, kwargs)
+    if torch._C._are_functorch_transforms_active():
+        return _call_transformed(fn, how, args, kwargs)
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    record = Record(how.preserve_rng, how.keeper(fn, args, kwargs))
+    try:
+        return PlainRegion(fn, args, kwargs, captured(fn, args, kwargs), record, how.store).first(args, kwargs)
+    except HooksRefused:
+        return _call_transformed(fn, how, args, kwargs)
+
+
+def _call_transformed(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
+    found = captured(fn, args, kwargs)
     for _ in range(_MOST):
-        region = Region(fn, args, kwargs, found, Record(how.preserve_rng, how.keeper(fn, args, kwargs)))
-        with within(region.tensors) as tensors:
-            if region.plain and not (torch.is_grad_enabled() and any(map(is_tracked, tensors))):
-                return region.run(tensors)
-            try:
-                given = tensors if how.store is None else region.shelve(tensors, how.store)
-                out = _Again.apply(region, *given)  # type: ignore[no-untyped-call]
-                break
-            except Captured as more:
-                found.tracked.update({id(x): x for x in more.found})
+        region = Region(fn, args, kwargs, found, Record(how.preserve_rng, how.keeper(fn, args, kwargs), uncached=True))
+        try:
+            with within(region.tensors) as tensors:
+                out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
+            break
+        except Captured as more:
+            region.record.undo()
+            found.tracked.update({id(x): x for x in more.found})
     else:
         raise RuntimeError(
             f"remat: each of {_MOST} runs of {fn!r} has used other tensors that require a gradient; pass them as arguments"
         )
+    region.tensors = []
     form, places = region.record.result
     of = {"argument": tensors, "result": out}
     return optree.tree_unflatten(form, [of[kind][i] for kind, i in places])

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-_WIDEST = 1000  # entries of a container that are looked at
+from ._kept import memory_of, written_by
+
+_WIDEST = 10_000  # entries of a container that are looked at
 
 
 def is_tracked(x: Tensor) -> bool:
@@ -45,10 +51,17 @@ class Found(NamedTuple):
     modules: list[nn.Module]
 
 
-def captured(fn: Callable[..., Any]) -> Found:
-    """Search a function's closure, defaults, globals, partial arguments, the object of a method, modules, and containers."""
+def captured(fn: Callable[..., Any], *arguments: Any) -> Found:
+    """Search a function's closure, defaults, globals, partial arguments, the object of a method, modules, and containers.
+
+    Args:
+        fn: The function.
+        *arguments: Its arguments. Those that are no tensors are searched too.
+    """
     found = Found({}, {}, [], [])
-    for x in _reachable(fn, set(), 0, found):
+    given: Any = arguments
+    others = [x for x in optree.tree_leaves(given) if not isinstance(x, Tensor)]
+    for x in _reachable((fn, *others), set(), 0, found):
         (found.tracked if is_tracked(x) else found.state)[id(x)] = x
     return found
 
@@ -88,15 +101,16 @@ def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Ten
         inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         named = (x.__globals__.get(name) for name in _names(x.__code__))
         # Of other files' functions only what they are called with is searched: all of torch would be within reach.
-        inside += [g for g in named if isinstance(g, (Tensor, nn.Module)) or _of_same_file(g, x)]
+        inside += [g for g in named if not isinstance(g, types.FunctionType) or _of_same_file(g, x)]
         if (wrapped := getattr(x, "__wrapped__", None)) is not None:
             inside.append(wrapped)
     elif isinstance(x, dict):
         inside = list(x.values()) if len(x) <= _WIDEST else []
-    elif isinstance(x, (list, tuple, set, frozenset)):
+    elif isinstance(x, (list, tuple, set, frozenset, deque)):
         inside = list(x) if len(x) <= _WIDEST else []
-    elif depth < 4 and hasattr(x, "__dict__") and not type(x).__module__.startswith(("torch", "builtins")):
-        inside = list(vars(x).values())
+    elif depth < 4 and not type(x).__module__.startswith(("torch", "builtins")):
+        inside = list(getattr(x, "__dict__", {}).values())
+        inside += [getattr(x, name, None) for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
     for part in inside:
         yield from _reachable(part, seen, depth + 1, found)
 
@@ -132,6 +146,8 @@ class Captured(Exception):
 
 # Functions of torch that write into some of their arguments without a trailing underscore: their positions, and names.
 _STATISTICS = ("running_mean", "running_var")
+_LENDS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage")
+_INPLACE = re.compile(r"(_foreach_\w*[^_]_|(?!_)\w*[^_]_|__i\w+__)$").match
 
 
 class Substitute(TorchFunctionMode):
@@ -139,17 +155,23 @@ class Substitute(TorchFunctionMode):
 
     Args:
         of: id -> replacement.
-        state: id -> tensor that an operation may write into.
+        state: Memory -> tensor that an operation may write into, itself or a view of it.
         written: Called with a tensor of `state` before the first operation that writes into it; returns what the
             operation gets instead.
         own: The ids of tensors that may be tracked; None where no others are looked for.
+        refuse: Called with the memory of other tensors before an operation writes into them.
     """
 
     def __init__(
-        self, of: dict[int, Tensor], state: dict[int, Tensor], written: Callable[[Tensor], Tensor], own: set[int] | None
+        self,
+        of: dict[int, Tensor],
+        state: dict[int, Tensor],
+        written: Callable[[Tensor], Tensor],
+        own: set[int] | None,
+        refuse: Callable[[int], None] = lambda memory: None,
     ) -> None:
         super().__init__()
-        self._of, self._state, self._written, self._own = of, state, written, own
+        self._of, self._state, self._written, self._own, self._refuse = of, state, written, own, refuse
         self.foreign: dict[int, Tensor] = {}
 
     def __enter__(self) -> Substitute:
@@ -172,10 +194,13 @@ class Substitute(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._state:
-            for x in _targets(func, args, kwargs):
-                if id(x) in self._state:
-                    self._of[id(x)] = self._written(self._state.pop(id(x)))
+        for x in _targets(func, args, kwargs):
+            memory = memory_of(x)
+            if memory in self._state:
+                old = self._state.pop(memory)
+                self._of[id(old)] = self._written(old)
+            else:
+                self._refuse(memory)
         args = tuple(map(self._swap, args))
         if kwargs:
             kwargs = {name: self._swap(value) for name, value in kwargs.items()}
@@ -186,7 +211,7 @@ class Substitute(TorchFunctionMode):
             new = self._of.get(id(x))
             if new is not None:
                 return new
-            if self._own is not None and id(x) not in self._own and x.requires_grad and x.is_leaf:
+            if self._own is not None and id(x) not in self._own and self._is_foreign(x):
                 self.foreign[id(x)] = x
         elif type(x) in (list, tuple):
             return type(x)(map(self._swap, x))
@@ -196,6 +221,14 @@ class Substitute(TorchFunctionMode):
                 "runs again; draw outside of it and pass the numbers, or use torch's default generator"
             )
         return x
+
+    def _is_foreign(self, x: Tensor) -> bool:
+        """Whether a tensor is a leaf, or belongs to a transform that is not active here."""
+        level = torch._C._functorch.maybe_get_level(x)
+        if level > 0:
+            active = {one.level() for one in torch._C._functorch.get_interpreter_stack() or ()}
+            return level not in active
+        return x.requires_grad and x.is_leaf
 
 
 class _Threads(threading.local):
@@ -216,13 +249,18 @@ def within(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         yield tensors
 
 
-def _targets(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that a function of torch writes into."""
+def _targets(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a function of torch writes into, or may give to others to write into."""
     name = getattr(func, "__name__", "")
-    if name in ("batch_norm", "instance_norm"):
-        return [x for x in (*args[1:3], *(kwargs.get(n) for n in _STATISTICS)) if isinstance(x, Tensor)]
-    if name == "__setitem__" or (name.endswith("_") and (not name.endswith("__") or name.startswith("__i"))):
-        return list(args[:1])
-    if name == "__set__" or "out" in kwargs:
-        return [kwargs["out"]] if "out" in kwargs else list(args[:1])
-    return []
+    found: list[Any] = []
+    if hasattr(func, "_schema"):
+        found = written_by(func, args, kwargs) if func._schema.is_mutable else []
+    elif name in ("batch_norm", "instance_norm"):
+        found = [*args[1:3], *(kwargs.get(n) for n in _STATISTICS)]
+    elif name in _LENDS or name == "__set__":
+        found = [*args, *kwargs.values()][:1]
+    elif kwargs.get("out") is not None:
+        found = [kwargs["out"]]
+    elif name == "__setitem__" or kwargs.get("inplace") is True or _INPLACE(name) and name != "requires_grad_":
+        found = [*args, *kwargs.values()][:1]
+    return [x for x in tree_leaves(found) if isinstance(x, Tensor)]

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ._policies import Keep, Policy, keep_of, min_cut, nothing_saveable
+from ._policies import Keep, Policy, everything_saveable, keep_of, min_cut, nothing_saveable
 
 
 def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: Any, kwargs: Any) -> Any:
     """Call a function in code that is being compiled."""
-    if policy is min_cut:  # torch.compile finds it for all that it compiles
+    if policy in (min_cut, everything_saveable):  # torch.compile finds the cut for all that it compiles
         return fn(*args, **kwargs)
     if policy is nothing_saveable:
         return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, **kwargs)

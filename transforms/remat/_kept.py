@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,7 @@ class Step(NamedTuple):
     shapes: tuple[torch.Size, ...]  # of its arguments
     form: Any  # the structure of the result
     parts: list[Any]  # of the result: tensors as `Part`s, other values as they are
-    reads: set[int]  # memory, by address
-    makes: set[int]  # memory that is new, or written into
-    again: bool  # whether it must run again: it does more than make tensors
-    draws: bool  # whether it draws random numbers
+    number: int  # in the order of the run
 
 
 class Kept(NamedTuple):
@@ -52,6 +49,7 @@ class Kept(NamedTuple):
     shapes: tuple[torch.Size, ...]  # of its arguments, to be compared
     form: Any  # the structure of the result
     leaves: list[Any]  # its tensors as `Slot`s, other values as they are
+    number: int  # of the operation, in the order of the run
     written: bool = False  # whether a later operation writes into it
 
 
@@ -71,40 +69,40 @@ class Keeper:
 
     Attributes:
         kept: The operations whose results later runs get.
-        idle: Those whose results a backward pass does not use, where it takes no derivative of a derivative.
         values: The results kept: tensors, or handles of those that wait elsewhere; None for what is not needed.
-        graph_known: Whether what the graph keeps, as told by `uses`, is all that a backward pass uses.
+        count: The number of operations so far.
+        paused: Whether operations are not the function's own.
     """
 
     def __init__(self, policy: Policy, kept: Keep, store: Store) -> None:
         self._policy, self._meaning, self._store = policy, kept, store
+        self.paused = False
         self._clear()
 
     def _clear(self) -> None:
         self.kept: dict[Place, Kept] = {}
-        self.idle: dict[Place, Step] = {}
         self.values: list[Tensor | Handle | None] = []
         self._away: list[bool] = []  # whether a value is to wait elsewhere
         self._moved: list[tuple[int, Handle]] = []
         self._numbers: dict[int, list[int]] = {}  # memory -> numbers of the values in it
         self._origins: dict[int, Step] = {}  # memory -> the operation that has made it
-        self._steps: list[Step] = []
-        self._used: set[int] = set()  # memory that the graph keeps
-        self.graph_known = False
+        self.count = 0
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """A context for the calls of `made`, `writes`, `named` and `uses`."""
+        """A context for the calls of `made`, `writes` and `named`."""
         self._clear()
         with _running(self):
             yield
 
-    def finish(self) -> None:
-        """The run has ended: move what is to wait elsewhere, and forget what no backward pass uses."""
-        if self.graph_known:
-            idle = _idle(self._steps, self.kept.keys(), self._used)
-            self.idle = {step.place: step for step in self._steps if step.place in idle}
-            for place in idle & self.kept.keys():
+    def finish(self, last: int | None = None) -> None:
+        """The run has ended: move what is to wait elsewhere, and forget what no backward pass uses.
+
+        Args:
+            last: The number of operations after which later runs stop; None where they run to the end.
+        """
+        for place, kept in list(self.kept.items()):
+            if last is not None and kept.number > last:
                 for leaf in self.kept.pop(place).leaves:
                     if isinstance(leaf, Slot):
                         self.values[leaf.number], self._away[leaf.number] = None, False
@@ -116,7 +114,7 @@ class Keeper:
                 if isinstance(handle, Handle):
                     note_moved(x, handle)
                     self._moved.append((memory_of(x), handle))
-        self._numbers, self._origins, self._steps, self._used = {}, {}, [], set()
+        self._numbers, self._origins = {}, {}
 
     def settle(self, results: Sequence[Tensor]) -> None:
         """The run's results are given to the caller, who may write into them."""
@@ -130,17 +128,14 @@ class Keeper:
 
     def made(self, place: Place, shapes: tuple[torch.Size, ...], op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run: keep its result if the policy says so."""
-        leaves, form = ([out], _LEAF) if isinstance(out, Tensor) else tree_flatten(out)
-        reads = {memory_of(x) for x in tensors_in(args, kwargs)}
-        makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - reads
-        draws = _draws(op, args, kwargs)
-        tensors = all(isinstance(x, Tensor) for x in leaves) and bool(leaves)
-        step = Step(
-            place, shapes, form, [_part(x) for x in leaves], reads, makes, not tensors or op.namespace != "aten", draws
-        )
-        self._steps.append(step)
-        if draws:
+        self.count += 1
+        if _draws(op, args, kwargs):
             return
+        leaves, form = ([out], _LEAF) if isinstance(out, Tensor) else tree_flatten(out)
+        makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - {
+            memory_of(x) for x in tensors_in(args, kwargs)
+        }
+        step = Step(place, shapes, form, [_part(x) for x in leaves], self.count)
         for memory in makes:
             self._origins[memory] = step
         keep = keep_of(self._policy, self._meaning, op, *args, **kwargs)
@@ -152,12 +147,6 @@ class Keeper:
             for x in leaves:
                 if isinstance(x, Tensor):
                     self._keep_origin(memory_of(x), keep)
-
-    def wrote(self, place: Place, op: Any, args: Any, kwargs: Any) -> None:
-        """An operation has written into tensors."""
-        reads = {memory_of(x) for x in tensors_in(args, kwargs)}
-        makes = {memory_of(x) for x in written_by(op, args, kwargs)}
-        self._steps.append(Step(place, (), None, [], reads, makes, op.namespace != "aten", _draws(op, args, kwargs)))
 
     def writes(self, x: Tensor) -> None:
         """An operation is about to write into a tensor: what is kept of its memory is copied."""
@@ -177,10 +166,6 @@ class Keeper:
         keep = keep_of_name(self._policy, self._meaning, name)
         if keep is not Keep.RECOMPUTE:
             self._keep_origin(memory_of(x), keep)
-
-    def uses(self, x: Tensor) -> None:
-        """The graph keeps a tensor."""
-        self._used.add(memory_of(x))
 
     def _keep_origin(self, memory: int, keep: Keep) -> None:
         step = self._origins.get(memory)
@@ -203,21 +188,7 @@ class Keeper:
                 self._away.append(keep is Keep.OFFLOAD)
             else:
                 slots.append(x)
-        self.kept[step.place] = Kept(step.shapes, step.form, slots)
-
-
-def _idle(steps: list[Step], kept: Collection[Place], used: set[int]) -> set[Place]:
-    """The operations whose results are not used by the graph, nor by operations that must run for it."""
-    idle, used, draws = set(), set(used), False
-    for step in reversed(steps):
-        if used.isdisjoint(step.makes) and not step.again and not (step.draws and draws):
-            if step.makes and step.parts:
-                idle.add(step.place)
-            continue
-        draws = draws or step.draws
-        if step.place not in kept:
-            used |= step.reads
-    return idle
+        self.kept[step.place] = Kept(step.shapes, step.form, slots, step.number)
 
 
 class _Threads(threading.local):
@@ -273,16 +244,18 @@ def note_label(x: Tensor, label: str) -> None:
 
 
 def note_moved(x: Tensor, handle: Handle) -> None:
-    """A value that no graph keeps waits elsewhere: regions that are being recorded must compute it."""
-    for keeper in _THREADS.keepers:
-        keeper.uses(x)
+    """A value waits elsewhere."""
     for _, moved in _THREADS.listeners:
         moved(x, handle)
 
 
 def memory_of(x: Tensor) -> int:
-    """The address of a tensor's storage."""
-    return int(x.untyped_storage()._cdata)
+    """A number that tensors share which share memory."""
+    try:
+        with torch._C.DisableTorchFunction():  # out of sight of modes for functions
+            return int(x.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of a transform
+        return -id(x)
 
 
 def _part(x: Any) -> Any:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 
-from ._kept import Keeper, Kept, Part, Place, Slot, Step, memory_of, written_by
+from ._kept import Keeper, Kept, Place, Slot, written_by
 from ._offload import Handle
 
 
@@ -33,7 +32,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks a tensor without values for its device
+        if func.namespace == "prim" or self._keeper.paused:  # it asks a tensor without values for its device
             return run_op(func, types, args, kwargs)
         if func._schema.is_mutable:
             for x in written_by(func, args, kwargs):
@@ -42,53 +41,38 @@ class Recording(TorchDispatchMode):
         place = func, self._counts[func]
         self._counts[func] += 1
         if func._schema.is_mutable:
-            self._keeper.wrote(place, func, args, kwargs)
+            self._keeper.count += 1
         else:
             self._keeper.made(place, _shapes(args), func, args, kwargs, out)
         return out
 
 
 class Replaying(TorchDispatchMode):
-    """Operations whose results are kept do not run, nor those whose results nobody uses.
+    """Operations whose results are kept do not run.
 
     Args:
-        kept: The former.
+        kept: Those operations.
         values: The tensors in their results, or handles.
-        idle: The latter; in place of their results are tensors full of NaN.
     """
 
-    def __init__(
-        self, kept: Mapping[Place, Kept], values: Sequence[Tensor | Handle | None], idle: Mapping[Place, Step]
-    ) -> None:
+    def __init__(self, kept: Mapping[Place, Kept], values: Sequence[Tensor | Handle | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._values, self._idle, self._counts = kept, values, idle, Counter[Any]()
-        self._unknown: list[StorageWeakRef] = []
+        self._kept, self._values, self._counts = kept, values, Counter[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place = func, self._counts[func]
         self._counts[func] += 1
-        kept, idle = self._kept.get(place), self._idle.get(place)
-        expected = kept or idle
-        if expected is None:
+        kept = self._kept.get(place)
+        if kept is None:
             return run_op(func, types, args, kwargs or {})
-        if expected.shapes != _shapes(args):
+        if kept.shapes != _shapes(args):
             raise RuntimeError(
                 f"a function in remat did not do the same in the backward pass: {func} got shapes {list(map(tuple, _shapes(args)))}, "
-                f"before {list(map(tuple, expected.shapes))}; it must depend on its arguments only"
+                f"before {list(map(tuple, kept.shapes))}; it must depend on its arguments only"
             )
-        if kept is None:
-            assert idle is not None
-            found = [_unknown(part) for part in idle.parts]
-            self._unknown += [StorageWeakRef(x.untyped_storage()) for x in found]
-            return tree_unflatten(found, idle.form)
         return tree_unflatten(
             [self._value(x, kept.written) if isinstance(x, Slot) else x for x in kept.leaves], kept.form
         )
-
-    def finish(self, results: Sequence[Tensor]) -> bool:
-        """The run has ended: whether nobody but its results holds what is not known."""
-        alive = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._unknown if not ref.expired()]  # type: ignore[attr-defined]
-        return not any(is_held(storage, results) for storage in alive)
 
     def _value(self, slot: Slot, copied: bool) -> Tensor:
         value = self._values[slot.number]
@@ -96,17 +80,6 @@ class Replaying(TorchDispatchMode):
             return value.get()
         assert value is not None
         return value.clone() if copied else value.detach()
-
-
-def is_held(storage: torch.UntypedStorage, by: Sequence[Tensor]) -> bool:
-    """Whether anything but these tensors has a memory."""
-    own = {id(y) for x in by for y in (x, x._base) if y is not None and memory_of(y) == storage._cdata}
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 1 + len(own))  # type: ignore[attr-defined]
-
-
-def _unknown(part: Part) -> Tensor:
-    x = torch.empty_strided(part.size, part.stride, dtype=part.dtype, device=part.device)
-    return x.fill_(torch.nan) if x.is_floating_point() or x.is_complex() else x.zero_()
 
 
 def _shapes(args: Any) -> tuple[torch.Size, ...]:

@@ -14,7 +14,7 @@ from ._again import How
 from ._budget import run_block, within_budget
 from ._compiled import compiled
 from ._offload import Offload, store_for
-from ._policies import Named, Policy, everything_saveable, nothing_saveable
+from ._policies import Named, Policy, nothing_saveable
 
 F = TypeVar("F", bound=Callable[..., Any])
 Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result
@@ -77,8 +77,6 @@ def remat(
     """
     if not callable(fn):
         raise TypeError(f"remat: fn must be a function, got {fn!r}")
-    if policy is everything_saveable and offload is None and budget_bytes is None:
-        return fn
     run = runner_of(policy, offload, preserve_rng, budget_bytes)
 
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -106,8 +104,6 @@ def runner_of(
                 f"remat: budget_bytes chooses what each remat inside keeps, so it takes no policy, got {policy!r}"
             )
         return within_budget(whole_number("budget_bytes", budget_bytes, least=0), store)
-    if chosen is everything_saveable and offload is None:
-        return _plainly
     how = How(chosen, store, preserve_rng)
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
     uncompiled = torch.compiler.disable(run_block) if moves else run_block  # type: ignore[no-untyped-call]
@@ -118,7 +114,3 @@ def runner_of(
         return uncompiled(fn, how, args, kwargs)
 
     return run
-
-
-def _plainly(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return fn(*args, **kwargs)

@@ -114,10 +114,7 @@ def test_arguments_that_are_results_wait_too_and_parameters_do_not(tmp_path: Pat
 
         return {one.name.split(" at ")[0]: one.where for one in tx.saved_residuals(f, *args)}
 
-    assert residuals(w, x) == {
-        "argument 0": "device", "argument 1": "device", "sin": "file", "mm": "device",
-        "in place of an argument that waits elsewhere": "device",
-    }  # fmt: skip
+    assert residuals(w, x) == {"argument 0": "device", "argument 1": "device", "sin": "file", "mm": "device"}
 
 
 @pytest.mark.parametrize("where", ["file", "codes"])

@@ -1,0 +1,325 @@
+"""One call in plain autograd: what its graph would keep is computed again by the first gradient that reads some of it.
+
+The function runs once with a graph, as without `remat`, so results, hooks and gradients are those of torch. Hooks on the
+tensors that the graph saves leave a number in place of each; a second run makes the tensors with these numbers again, and
+stops at the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._axis_env import bind_axes, bind_weight, bound, current_weight
+from ._captured import Found, Slot, Substitute
+from ._kept import memory_of, note_moved
+from ._offload import Handle, Store
+from ._record import Record
+
+
+class _Outside(NamedTuple):
+    """A tensor that exists without the function, such as a parameter."""
+
+    x: Tensor
+    version: int
+
+
+class _Form(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Enough(BaseException):
+    """All that a backward pass needs has been computed again."""
+
+
+class HooksRefused(Exception):
+    """The function uses a transform of torch.func, within which there are no hooks on saved tensors."""
+
+
+_REFUSED = "don't yet support saved tensor hooks"
+
+
+class PlainRegion:
+    """A call of a function.
+
+    Args:
+        fn: The function.
+        args, kwargs: Its arguments.
+        found: The tensors that it can reach.
+        record: What the first run leaves for later runs.
+        store: Where those arguments wait that are results of other operations; None where the graph holds them.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record, store: Store | None
+    ) -> None:
+        given: Any = (args, kwargs)
+        leaves, self._form = optree.tree_flatten(given, none_is_leaf=True)
+        self._fn, self._record = fn, record
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._moves = [leaves[i].requires_grad for i in self._places]
+        self._axes, self._weight = bound(), current_weight()
+        own = {memory_of(leaves[i]) for i in self._places}
+        reached = (*found.tracked.values(), *found.state.values())
+        self._outside = {memory_of(x) for x in reached} - own
+        self._slots = found.slots
+        self._state = {memory_of(x): x for x in reached if memory_of(x) not in own}
+        self._forms: list[_Form] = []  # of the tensors that the graph has saved, by number
+        self._values: dict[int, Any] = {}  # those computed again and not yet read
+        self._unpack_outer: Callable[[Any], Tensor] = _same
+        self._saver: Any = None  # the node that saves the arguments, and what a policy keeps
+        self._handles: dict[int, Handle] = {}  # arguments that wait elsewhere
+        self._kept: list[Any] = []
+        self._lock = threading.RLock()
+        self._store = store
+        self._now: list[Tensor] | None = None  # the arguments, while the function runs for the first time
+
+    def first(self, args: Any, kwargs: Any) -> Any:
+        """Run for the first time."""
+        given: Any = (args, kwargs)
+        leaves = optree.tree_leaves(given, none_is_leaf=True)
+        tensors = [leaves[i] for i in self._places]
+        versions = [_version(x) for x in tensors]
+        own = {memory_of(x): i for i, x in enumerate(tensors)}
+        mode = Substitute(
+            {}, self._state, self._record.before, None, lambda memory: self._refuse_write(own.get(memory))
+        )
+        last, keeper = 0, self._record.keeper
+
+        def pack(x: Tensor) -> Any:
+            nonlocal last
+            if self._is_outside(x, own):
+                return _Outside(x, _version(x))
+            self._forms.append(_Form(x.shape, x.dtype, x.device))
+            if keeper is not None:
+                last = keeper.count
+                self._values[len(self._forms) - 1] = x.detach()  # a second run now would be recorded with the first
+            return len(self._forms) - 1
+
+        self._now = tensors
+        try:
+            with self._record.first(tensors), mode, saved_tensors_hooks(pack, self._unpack):
+                out = self._fn(*args, **kwargs)
+        except RuntimeError as error:
+            if _REFUSED not in str(error):
+                raise
+            self._record.undo()
+            raise HooksRefused from None
+        finally:
+            self._now, self._values = None, {}
+        for leaf in optree.tree_leaves(out):
+            check_result(leaf)
+        for i, (x, before) in enumerate(zip(tensors, versions, strict=True)):
+            if _version(x) != before:
+                self._refuse_write(i)
+        if keeper is not None:
+            keeper.finish(last)
+            keeper.settle([x for x in optree.tree_leaves(out) if isinstance(x, Tensor)])
+        if self._forms:
+            self._save(tensors)
+        return out
+
+    def _save(self, tensors: Sequence[Tensor]) -> None:
+        """Keep what later runs start from."""
+        left: list[Tensor] = []
+        for i, x in enumerate(tensors):
+            if self._store is not None and _is_activation(x) and memory_of(x) not in self._outside:
+                (waits,) = self._store.put([x.detach()])
+                if isinstance(waits, Handle):
+                    note_moved(x, waits)
+                    waits.settle()
+                    self._handles[i] = waits
+                    continue
+            left.append(x)
+        keeper = self._record.keeper
+        self._kept = [] if keeper is None else keeper.values
+        kept = [x for x in self._kept if isinstance(x, Tensor)]
+        self._kept = [None if isinstance(x, Tensor) else x for x in self._kept]
+        self._tensors = [i for i in range(len(tensors)) if i not in self._handles]
+        self._values_kept = [i for i, x in enumerate(keeper.values) if isinstance(x, Tensor)] if keeper else []
+        if keeper is not None:
+            keeper.values = []
+        if left or kept:
+            with torch.enable_grad():
+                anchor = torch.empty(0, requires_grad=True)
+                self._saver = _Save.apply(anchor, *(x.detach() for x in (*left, *kept))).grad_fn  # type: ignore[no-untyped-call]
+
+    def _saved(self) -> list[Tensor]:
+        """The arguments; what is kept goes to the record."""
+        if self._now is not None:
+            return self._now
+        saved = [] if self._saver is None else list(self._saver.saved_tensors)
+        tensors: list[Any] = [None] * len(self._places)
+        for i, x in zip(self._tensors, saved, strict=False):
+            tensors[i] = x
+        for i, handle in self._handles.items():
+            tensors[i] = handle.get()
+        values = list(self._kept)
+        for i, x in zip(self._values_kept, saved[len(self._tensors) :], strict=True):
+            values[i] = x
+        self._record.values = values
+        return tensors
+
+    def _is_outside(self, x: Tensor, own: Any) -> bool:
+        memory = memory_of(x)
+        return memory not in own and (memory in self._outside or x.is_leaf and x.requires_grad)
+
+    # -- the backward pass -----------------------------------------------------------------------
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Outside):
+            if _version(packed.x) != packed.version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+                    f"shape {tuple(packed.x.shape)} that a function in remat uses is at version {_version(packed.x)}, expected "
+                    f"version {packed.version}"
+                )
+            return packed.x
+        with self._lock:
+            if packed not in self._values:
+                self._again()
+            return self._unpack_outer(self._values.pop(packed))
+
+    def _again(self) -> None:
+        """Compute again what the graph has saved."""
+        # Hooks around the backward pass see the tensors too; within the first run they are its own.
+        hooks = None if self._now is not None else torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack_outer, self._unpack_outer = hooks or (_same, _same)
+        found: list[Tensor] = []
+
+        with torch.no_grad():
+            tensors = [x.detach().requires_grad_(moves) for x, moves in zip(self._saved(), self._moves, strict=True)]
+        own = {memory_of(x) for x in tensors}
+
+        def pack(x: Tensor) -> Tensor:
+            if self._is_outside(x, own):
+                return x
+            number = len(found)
+            if number >= len(self._forms) or self._forms[number] != _Form(x.shape, x.dtype, x.device):
+                raise _differs(f"a tensor of shape {tuple(x.shape)} and {x.dtype}", self._forms[number:])
+            found.append(x.detach())
+            if len(found) == len(self._forms):
+                raise _Enough
+            return found[number]
+
+        leaves = list(self._static)
+        for i, x in zip(self._places, tensors, strict=True):
+            leaves[i] = x
+        args, kwargs = cast("tuple[Any, Any]", optree.tree_unflatten(self._form, leaves))
+        with self._record.again():
+            self._outside |= {memory_of(x) for x in self._record.stand_ins.values()}
+            of = {memory_of(x): x for x in self._state.values()}
+            mode = Substitute(dict(self._record.stand_ins), of, self._record.before, None)
+            try:
+                with (
+                    torch.enable_grad(),
+                    bind_axes(self._axes),
+                    bind_weight(self._weight),
+                    in_slots(self._slots),
+                    mode,
+                ):
+                    with saved_tensors_hooks(pack, _same):
+                        self._fn(*args, **kwargs)
+                    raise _differs("nothing more", self._forms[len(found) :])
+            except _Enough:
+                pass
+        self._record.values = None
+        self._values = {number: pack_outer(x) for number, x in enumerate(found)}
+
+    def _refuse_write(self, i: int | None) -> None:
+        if i is not None:
+            raise written_into(path_words(optree.treespec_paths(self._form)[self._places[i]]))
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors as any operation does, so that hooks on saved tensors see them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise AssertionError("nothing depends on it")
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _differs(got: str, expected: list[_Form]) -> RuntimeError:
+    want = f"a tensor of shape {tuple(expected[0].shape)} and {expected[0].dtype}" if expected else "nothing more"
+    return RuntimeError(
+        f"a function in remat did not do the same in the backward pass: its graph saves {got}, before {want}; it must depend on its "
+        f"arguments only"
+    )
+
+
+@contextlib.contextmanager
+def in_slots(slots: Sequence[Slot]) -> Iterator[None]:
+    """A context in which modules have the parameters and buffers of the first run.
+
+    After a functional_call a module has its own again.
+    """
+    other = [(slot, slot.held.get(slot.key)) for slot in slots if slot.held.get(slot.key) is not slot.value]
+    for slot, _ in other:
+        slot.held[slot.key] = slot.value
+    try:
+        yield
+    finally:
+        for slot, value in other:
+            slot.held[slot.key] = value
+
+
+def refuse_iterators(args: Any, kwargs: Any) -> None:
+    """Raise TypeError where an argument is an iterator."""
+    given: Any = (args, kwargs)
+    leaves, form = optree.tree_flatten(given, none_is_leaf=True)
+    for leaf, path in zip(leaves, optree.treespec_paths(form), strict=True):
+        if isinstance(leaf, Iterator):
+            raise TypeError(
+                f"remat: argument {path_words(path)} is an iterator, of which nothing is left when the function runs again; pass a list"
+            )
+
+
+def check_result(leaf: Any) -> None:
+    """Raise TypeError unless a leaf of the result is a tensor."""
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"a function in remat must return tensors, got {type(leaf).__name__} in its result; return other values outside of it"
+        )
+
+
+def written_into(path: str) -> ValueError:
+    """The error of a write into an argument."""
+    return ValueError(
+        f"a function in remat has written into its argument {path}, and would do so again in the backward pass; write into a "
+        f"copy, and return it"
+    )
+
+
+def path_words(path: tuple[Any, ...]) -> str:
+    """A path in (args, kwargs)."""
+    _, first, *rest = path
+    return repr(first) + "".join(f"[{part!r}]" for part in rest)
+
+
+def _is_activation(x: Tensor) -> bool:
+    """Whether a tensor is the result of an operation that a derivative goes through, and no view of a parameter."""
+    floats = x.is_floating_point() or x.is_complex()
+    return floats and x.grad_fn is not None and not (x._is_view() and x._base is not None and x._base.is_leaf)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
