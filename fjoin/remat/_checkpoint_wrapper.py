@@ -26,10 +26,10 @@ class CheckpointWrapper(nn.Module):
     """A view of a module, with its attributes, and with a forward pass that keeps less."""
 
     _plain: type[nn.Module]  # the module's class
-    _made_by: tuple[Callable[..., nn.Module], dict[str, Any]]
+    _made_by: tuple[tuple[Callable[..., nn.Module], dict[str, Any]], ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self._plain, *self._made_by), dict(vars(self))
+        return _rebuilt, (self._plain, self._made_by), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def checkpoint_wrapper(
@@ -129,7 +129,8 @@ def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module
         return run(functools.partial(plain.forward, self) if own is None else own, args, kwargs)
 
     bases = (plain,) if issubclass(plain, CheckpointWrapper) else (plain, CheckpointWrapper)
-    made = {"_plain": plain, "_made_by": made_by, "forward": forward, "__module__": plain.__module__}
+    first, before = (plain._plain, plain._made_by) if issubclass(plain, CheckpointWrapper) else (plain, ())
+    made = {"_plain": first, "_made_by": (*before, made_by), "forward": forward, "__module__": plain.__module__}
     twin: Any = nn.Module.__new__(type(f"Checkpointed{plain.__name__}", bases, made))
     twin.__dict__ = vars(module)
     if "forward" in vars(module):  # set on the module itself
@@ -138,5 +139,8 @@ def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module
     return twin  # type: ignore[no-any-return]
 
 
-def _rebuilt(plain: type[nn.Module], make: Callable[..., nn.Module], options: dict[str, Any]) -> nn.Module:
-    return make(plain.__new__(plain), **options)
+def _rebuilt(plain: type[nn.Module], made_by: Any) -> nn.Module:
+    module = plain.__new__(plain)
+    for make, options in made_by:
+        module = make(module, **options)
+    return module

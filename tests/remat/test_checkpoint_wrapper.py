@@ -46,7 +46,7 @@ WRAPS: dict[str, Any] = {
     "default": fjoin.checkpoint_wrapper,
     "reentrant": functools.partial(fjoin.checkpoint_wrapper, checkpoint_impl=fjoin.CheckpointImpl.REENTRANT),
     "policy": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_saveable, preserve_rng_state=True),
-    "min_cut": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_with_no_batch_dims_saveable),
+    "without batches": functools.partial(fjoin.checkpoint_wrapper, policy=tx.dots_with_no_batch_dims_saveable),
     "file": functools.partial(fjoin.offload_wrapper, offload=tempfile.gettempdir()),
     "twice": lambda module: fjoin.checkpoint_wrapper(fjoin.checkpoint_wrapper(module)),
     "checkpoint_fn": functools.partial(

@@ -87,7 +87,7 @@ def _best(states: list[tuple[int, float, Any]], budget: int) -> list[tuple[int, 
     if len(found) <= _STATES:
         return found
     cells = {state[0] * _STATES // (budget + 1): state for state in found}  # the fastest of each cell
-    return list(cells.values())
+    return list({id(state): state for state in (found[0], *cells.values())}.values())  # and the smallest of all
 
 
 def least(blocks: Sequence[dict[Choice, Cost]]) -> int:

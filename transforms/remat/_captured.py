@@ -82,6 +82,9 @@ def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Ten
         raise TypeError(
             f"a function in remat uses the generator {x.__name__}, of which nothing is left when it runs again; make a list of it"
         )
+    if isinstance(x, torch.jit.ScriptModule):
+        yield from (*x.parameters(), *x.buffers())
+        return
     if isinstance(x, nn.Module):
         for prefix, module in x.named_modules():
             found.modules.append(module)

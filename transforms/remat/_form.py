@@ -51,18 +51,25 @@ def _owner(fn: Any) -> tuple[Any, Hashable]:
 
 
 def form_of(fn: Any, args: Any, kwargs: Any) -> Hashable:
-    """The shapes, dtypes and devices of the arguments, their other values, autocast, and the modes of modules."""
+    """The form of the arguments and of all tensors that the function can reach, other arguments, autocast, and the modes of modules."""
     given: Any = (args, kwargs)
     leaves, form = optree.tree_flatten(given, none_is_leaf=True)
-    of = [
-        (tuple(x.shape), x.dtype, x.device, is_tracked(x))
-        if isinstance(x, Tensor)
-        else x
-        if isinstance(x, Hashable)
-        else type(x)
-        for x in leaves
-    ]
+    found = captured(fn, args, kwargs)
+    of = tuple(_form(x) if isinstance(x, Tensor) else _value(x) for x in leaves)
+    reached = tuple(map(_form, (*found.tracked.values(), *found.state.values())))
     kinds = {x.device.type for x in leaves if isinstance(x, Tensor)}
     casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds))
-    modes = tuple(module.training for module in captured(fn).modules)
-    return form, tuple(of), casts, modes, batches()
+    modes = tuple(module.training for module in found.modules)
+    return form, of, reached, casts, modes, batches()
+
+
+def _form(x: Tensor) -> Hashable:
+    return tuple(x.shape), x.dtype, x.device, is_tracked(x)
+
+
+def _value(x: Any) -> Any:
+    try:
+        hash(x)
+    except TypeError:
+        return type(x)
+    return type(x), x

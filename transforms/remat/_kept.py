@@ -132,6 +132,8 @@ class Keeper:
         if _draws(op, args, kwargs):
             return
         leaves, form = ([out], _LEAF) if isinstance(out, Tensor) else tree_flatten(out)
+        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in leaves):
+            return
         makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - {
             memory_of(x) for x in tensors_in(args, kwargs)
         }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import mmap
 import os
 import tempfile
 import threading
 import weakref
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -69,8 +68,7 @@ def store_for(offload: Offload) -> Store:
             raise ValueError(
                 f"remat: offload must be 'cpu', a folder that exists or a codec; {str(folder)!r} is no folder"
             )
-        with _FILES_LOCK:
-            return _FILES.setdefault(str(folder.resolve()), File(folder))
+        return File(folder)
     raise TypeError(f"remat: offload must be 'cpu', the path of a folder or a codec such as tx.int8(), got {offload!r}")
 
 
@@ -96,12 +94,16 @@ class _Group:
     """Values that were moved together; they come back together, and the group before starts to."""
 
     def __init__(self, before: _Group | None) -> None:
-        self.handles: list[_InHost] = []
+        self.handles: list[weakref.ref[_InHost]] = []
         self.before = None if before is None else weakref.ref(before)
+        self._came = False
 
     def come(self) -> None:
-        for handle in self.handles:
-            handle.prefetch()
+        """Let them come back, once: those that have come and gone need not."""
+        came, self._came = self._came, True
+        for ref in () if came else self.handles:
+            if (handle := ref()) is not None:
+                handle.prefetch()
 
 
 class _InHost(Handle):
@@ -129,6 +131,7 @@ class _InHost(Handle):
         self._group.come()
         if self._group.before is not None and (before := self._group.before()) is not None:
             before.come()
+        self.prefetch()
         assert self._back is not None
         (back, arrived), self._back = self._back, None
         current = torch.get_device_module(self._device).current_stream(self._device)
@@ -145,7 +148,8 @@ class Host:
         self._last = threading.local()
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
-        group = _Group(getattr(self._last, "group", None))
+        last = getattr(self._last, "group", None)
+        group = _Group(None if last is None else last())
         out: list[Tensor | Handle] = []
         for x in values:
             if x.device.type == "cpu" and not isinstance(x, FakeTensor):
@@ -154,9 +158,9 @@ class Host:
                     "a folder for memory-mapped files, offload='/path', or a codec such as tx.int8()"
                 )
             out.append(Abstract(x, "cpu") if is_abstract(x) else _InHost(x, self._stream(x.device), group))
-        group.handles = [x for x in out if isinstance(x, _InHost)]
+        group.handles = [weakref.ref(x) for x in out if isinstance(x, _InHost)]
         if group.handles:
-            self._last.group = group
+            self._last.group = weakref.ref(group)
         return out
 
     def _stream(self, device: torch.device) -> Any:
@@ -173,86 +177,47 @@ HOST = Host()
 # -- a memory-mapped file -----------------------------------------------------------------------------------------------
 
 
-class _Slot:
-    """A part of a file, given back when nobody uses it."""
-
-    def __init__(self, file: File, offset: int, size: int) -> None:
-        self.file, self.offset, self.size = file, offset, size
-
-    def __del__(self) -> None:
-        self.file.free.setdefault(self.size, []).append(self.offset)
-
-
-class _Map(mmap.mmap):
-    slot: _Slot
-
-
 class _InFile(Handle):
     where = "file"
 
-    def __init__(self, x: Tensor, slot: _Slot, device: torch.device) -> None:
-        self._like, self._slot, self.size = torch.empty_like(x, device="meta"), slot, x.nbytes
+    def __init__(self, x: Tensor, pages: mmap.mmap | None, device: torch.device) -> None:
+        self._like, self._pages, self.size = torch.empty_like(x, device="meta"), pages, x.nbytes
         self._device = device
 
     def get(self) -> Tensor:
-        like, slot = self._like, self._slot
-        if not self.size:
+        like = self._like
+        if self._pages is None:
             return torch.empty_like(like, device=self._device)
-        pages = _Map(slot.file.number, slot.size, access=mmap.ACCESS_COPY, offset=slot.offset)
-        pages.slot = slot
-        flat = torch.frombuffer(pages, dtype=like.dtype, count=like.numel())
-        return flat.as_strided(like.shape, like.stride()).to(self._device)
+        flat = torch.frombuffer(self._pages, dtype=like.dtype, count=like.numel())
+        return flat.as_strided(like.shape, like.stride()).to(self._device, copy=True)
 
 
 class File:
-    """An unnamed file in a folder; pages that are needed are mapped."""
+    """Files without names in a folder, one for each value."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._end = folder, 0
-        self._file: Any = None
-        self.free: dict[int, list[int]] = {}  # size -> offsets
-        self._lock = threading.Lock()
-
-    @property
-    def number(self) -> int:
-        """The file's descriptor."""
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)
-            weakref.finalize(self, self._file.close)
-        return self._file.fileno()
+        self._folder = folder
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
         return [Abstract(x, "file") if is_abstract(x) else self._put(x) for x in values]
 
     def _put(self, x: Tensor) -> _InFile:
         flat = torch.empty_like(x, device="cpu").copy_(x) if x.device.type != "cpu" or not _is_dense(x) else x
-        slot = self._slot(-(-max(x.nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY)
+        if not x.nbytes:
+            return _InFile(flat, None, x.device)
         flat_bytes: Any = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
-        data = memoryview(flat_bytes)
-        done = 0
         try:
-            while done < len(data):
-                done += os.pwrite(self.number, data[done:], slot.offset + done)
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+                data, done = memoryview(flat_bytes), 0
+                while done < len(data):
+                    done += os.write(file.fileno(), data[done:])
+                pages = mmap.mmap(file.fileno(), x.nbytes, access=mmap.ACCESS_COPY)
         except OSError as error:
-            if error.errno == errno.ENOSPC:
-                error.add_note(
-                    f"remat: offload to {str(self._folder)!r}: no space for {x.nbytes} bytes of a kept value"
-                )
+            error.add_note(
+                f"remat: offload to {str(self._folder)!r}: {x.nbytes} bytes of a kept value could not be written"
+            )
             raise
-        return _InFile(flat, slot, x.device)
-
-    def _slot(self, size: int) -> _Slot:
-        with self._lock:
-            offsets = self.free.get(size)
-            if offsets:
-                return _Slot(self, offsets.pop(), size)
-            offset, self._end = self._end, self._end + size
-            os.ftruncate(self.number, self._end)
-            return _Slot(self, offset, size)
-
-
-_FILES: weakref.WeakValueDictionary[str, File] = weakref.WeakValueDictionary()
-_FILES_LOCK = threading.Lock()
+        return _InFile(flat, pages, x.device)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -274,9 +239,6 @@ class _Codes(Handle):
         return torch.empty_like(like, device=self._device).copy_(found)
 
 
-_STEPS = itertools.count()  # of all stores, so that no two values have the same random bits
-
-
 class Coded:
     """The codes of a codec, in the memory of the device."""
 
@@ -284,13 +246,20 @@ class Coded:
         self._codec = codec
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
-        return [self._put(x) if x.is_floating_point() and x.numel() else x for x in values]
+        return [self._put(i, x) if x.is_floating_point() and x.numel() else x for i, x in enumerate(values)]
 
-    def _put(self, x: Tensor) -> Handle:
+    def _put(self, i: int, x: Tensor) -> Handle:
         codec, n = self._codec, x.numel()
         if is_abstract(x):
             return Abstract(x, codec.spec.name, codec.width(n))
         rows = x.detach().to(torch.float32).reshape(1, n)
         if codec.stochastic:
-            codec = codec.keyed(0, next(_STEPS))
+            codec = codec.keyed(_seed(rows[0]), i)
         return _Codes(x, codec, encode_rows(codec, rows, 0))
+
+
+def _seed(values: Tensor) -> int:
+    """A seed of random bits that is the same in the same step of a run that is resumed: of torch's generator, and the values."""
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    # The values of a device would have to be awaited.
+    return zlib.crc32(values[:1024].numpy().tobytes(), state) if values.device.type == "cpu" else state

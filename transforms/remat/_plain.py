@@ -131,16 +131,14 @@ class PlainRegion:
 
     def _save(self, tensors: Sequence[Tensor]) -> None:
         """Keep what later runs start from."""
-        left: list[Tensor] = []
-        for i, x in enumerate(tensors):
-            if self._store is not None and _is_activation(x) and memory_of(x) not in self._outside:
-                (waits,) = self._store.put([x.detach()])
-                if isinstance(waits, Handle):
-                    note_moved(x, waits)
-                    waits.settle()
-                    self._handles[i] = waits
-                    continue
-            left.append(x)
+        moving = [i for i, x in enumerate(tensors) if _is_activation(x) and memory_of(x) not in self._outside]
+        if self._store is not None and moving:
+            waits = self._store.put([tensors[i].detach() for i in moving])
+            self._handles = {i: one for i, one in zip(moving, waits, strict=True) if isinstance(one, Handle)}
+        for i, handle in self._handles.items():
+            note_moved(tensors[i], handle)
+            handle.settle()
+        left = [x for i, x in enumerate(tensors) if i not in self._handles]
         keeper = self._record.keeper
         self._kept = [] if keeper is None else keeper.values
         kept = [x for x in self._kept if isinstance(x, Tensor)]

@@ -7,6 +7,7 @@ import functools
 import tempfile
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
@@ -170,6 +172,9 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "checkpoint": lambda: lambda x, w: checkpoint(lambda x: (x @ w).sin(), x, use_reentrant=False).sin(),
     "func": lambda: lambda x, w: x * torch.func.grad(lambda x: (x @ w).sin().sum())(x),
     "decorated": lambda: (lambda m: lambda x, w: m(x))(Decorated()),
+    "script": lambda: (lambda m: lambda x, w: m(x).sin())(torch.jit.script(nn.Linear(4, 4))),
+    "sparse": lambda: lambda x, w: (torch.eye(3).to_sparse() @ x).sin(),
+    "in place": lambda: lambda x, w: F.relu_((x @ w).view(4, 3)).sin(),
     "dropout": lambda: lambda x, w: F.dropout(F.dropout(x, 0.5) @ w, 0.5).sin(),
     "orders": lambda: lambda x, w: x.sin() * 1.3 + x.cos() * 0.7 + x.exp() @ w,
     **{f"write: {name}": functools.partial(_writes, write) for name, write in WRITES.items()},
@@ -203,7 +208,7 @@ def outcome(make: Callable[[], Any], wrap: Callable[[Any], Any]) -> Any:
     return found
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_the_plain_function(name: str, policy: str) -> None:
@@ -249,3 +254,86 @@ def test_values_held_elsewhere_under_func(policy: str) -> None:
     want = torch.func.grad(loss)(w, lambda f: f)
     got = torch.func.grad(loss)(w, lambda f: tx.remat(f, **POLICIES[policy]))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_follows_may_write_into_the_result(policy: str) -> None:
+    x = torch.linspace(-1, 1, 24).view(2, 3, 4)
+    layer, grads = nn.Linear(4, 4), []
+    for wrap in (lambda f: f, lambda f: tx.remat(f, **POLICIES[policy])):
+        leaf = x.clone().requires_grad_()
+        F.relu_(wrap(layer)(leaf)).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_change_between_the_passes_is_an_error(policy: str) -> None:
+    mask, x = torch.ones(3), torch.ones(3, requires_grad=True)
+    y = tx.remat(lambda x: (x * mask).sin(), **POLICIES[policy])(x)
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_only_what_was_used_may_not_change() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def run(self, x: Tensor) -> Tensor:
+            return self.first(x).tanh()  # type: ignore[no-any-return]
+
+    out = tx.remat(Both().run)(torch.ones(2, 4))
+    with torch.no_grad():
+        second.weight.mul_(2)
+    second(out).sum().backward()
+    assert first.weight.grad is not None
+
+
+def test_gradients_arrive_in_the_order_of_the_plain_function() -> None:
+    """Buckets are sent in this order while the backward pass runs."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+    unused = nn.Linear(4, 4)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.unused = blocks, unused
+
+        def forward(self, x: Tensor, wrap: Callable[[Any], Any]) -> Tensor:
+            for i in range(4):
+                x = wrap(lambda x, i=i: self.blocks[i](x))(x)  # a closure over the whole model
+            return x
+
+    model, seen = Model(), []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))  # type: ignore[misc]
+    orders = []
+    for wrap in (lambda f: f, tx.remat):
+        seen.clear()
+        model(torch.ones(2, 4), wrap).sum().backward()
+        orders.append(list(seen))
+    assert orders[0] == orders[1] and len(orders[0]) == 8
+
+
+def test_nothing_stays_after_the_backward_pass() -> None:
+    h = torch.randn(8, 8, requires_grad=True) * 2
+    kept = StorageWeakRef(h.untyped_storage())
+    loss = tx.remat(lambda x: x.sin().tanh().sum())(h)
+    del h
+    assert not kept.expired()
+    loss.backward()
+    assert kept.expired()  # although the loss is alive
+
+
+def test_arguments_in_a_file_leave_memory(tmp_path: Path) -> None:
+    h = torch.randn(8, 8, requires_grad=True) * 2
+    kept = StorageWeakRef(h.untyped_storage())
+    loss = tx.remat(lambda x: x.sin().tanh().sum(), tx.everything_saveable, tmp_path)(h)
+    del h
+    assert kept.expired()
+    loss.backward()

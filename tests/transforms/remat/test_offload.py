@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
-from fjoin.transforms.remat._offload import Coded, File, Host, store_for
+from fjoin.transforms.remat._offload import Coded, File, Host
 
 from .transformer import Count, Counted, Transformer, tokens
 
@@ -53,28 +51,38 @@ def test_a_file_gives_back_what_it_got(name: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []  # it has no name
 
 
-def test_a_file_uses_its_space_again(tmp_path: Path) -> None:
-    store = File(tmp_path)
-    for _ in range(5):
-        handles: Any = store.put([torch.full((5000,), float(i)) for i in range(4)])
-        backs = [handle.get() for handle in handles]
-        del handles
-        (other,) = store.put([torch.full((5000,), 9.0)])  # not where a value is still in use
-        assert [back[0].item() for back in backs] == [0.0, 1.0, 2.0, 3.0]
-        del backs, other
-    assert os.fstat(store.number).st_size <= 5 * 20480
-    number = store.number
-    del store
-    gc.collect()
-    with pytest.raises(OSError):
-        os.fstat(number)
+def _mapped(folder: Path) -> int:
+    """Bytes of files of a folder that this process has mapped."""
+    with open("/proc/self/maps") as lines:
+        spans = [line.split()[0].split("-") for line in lines if str(folder) in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+def test_a_file_goes_with_its_value(tmp_path: Path) -> None:
+    handles: Any = File(tmp_path).put([torch.full((5000,), float(i)) for i in range(4)])
+    assert _mapped(tmp_path) == 4 * 20480
+    back = handles[1].get()
+    del handles
+    assert _mapped(tmp_path) == 0 and back[0] == 1.0
+
+
+def test_after_a_fork(tmp_path: Path) -> None:
+    x = torch.zeros(64, 64, requires_grad=True)
+    out = tx.remat(lambda x: torch.tanh(torch.sin(x) * 2).exp(), tx.everything_saveable, tmp_path)(x)
+    child = os.fork()
+    if not child:  # what it does with its copies of the values does not reach the parent
+        (tx.remat(torch.exp, tx.everything_saveable, tmp_path)(x + 3) + out).sum().backward()
+        os._exit(0)
+    os.waitpid(child, 0)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((64, 64), 2.0))
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space") as caught:
         tx.remat(torch.exp, tx.everything_saveable, tmp_path)(torch.ones(3, requires_grad=True))
     assert str(tmp_path) in caught.value.__notes__[0] and "12 bytes" in caught.value.__notes__[0]
@@ -85,15 +93,12 @@ def test_nothing_is_left_after_a_step(tmp_path: Path) -> None:
         return torch.tanh(torch.tanh(x @ w) @ w)
 
     again = tx.remat(block, tx.everything_saveable, tmp_path)
-    store = store_for(tmp_path)
-    assert isinstance(store, File)
     x, w = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
-    sizes = []
-    for _ in range(4):
+    for _ in range(2):
         out = again(again(x, w), w)
-        out.sum().backward()  # the graph is alive, its values are given back
-        sizes.append((os.fstat(store.number).st_size, sum(map(len, store.free.values())) * 16384))
-    assert sizes[0][0] > 0 and all(size == sizes[0] == (sizes[0][0],) * 2 for size in sizes)
+        assert _mapped(tmp_path) > 0
+        out.sum().backward()
+        assert _mapped(tmp_path) == 0  # although the graph is alive
 
 
 def test_twice_through_a_graph_that_is_kept(tmp_path: Path) -> None:
@@ -134,8 +139,9 @@ def test_a_caller_may_write_into_what_waits(where: str, tmp_path: Path) -> None:
 # -- codecs -------------------------------------------------------------------------------------------------------------
 
 
-def grads(wrap: Any) -> tuple[Tensor, Tensor]:
+def grads(wrap: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
     model = Transformer(4, width=32)
+    torch.manual_seed(seed)
     out = model(tokens(4, 16), wrap)
     out.backward()
     return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -149,13 +155,14 @@ BIAS = {"int8": (0.004, 0.004), "qsgd": (0.2, 0.35), "fp8": (0.015, 0.015)}
 def test_the_gradients_bias(name: str) -> None:
     codec = {"int8": tx.int8(), "qsgd": tx.qsgd(8), "fp8": tx.fp8()}[name]
     out, want = grads(lambda block: block)
-    coded = [grads(lambda block: tx.remat(block, tx.everything_saveable, codec)) for _ in range(5)]
+    coded = [grads(lambda block: tx.remat(block, tx.everything_saveable, codec), seed) for seed in (0, 1, 2, 3, 4, 0)]
+    assert torch.equal(coded.pop()[1], coded[0][1])  # a run that is resumed has the same random bits
     assert all(torch.equal(one[0], out) for one in coded)  # the forward pass is exact
     bias = torch.stack([one[1] for one in coded]).mean(0) - want
     mean, one = (x.norm().item() / want.norm().item() for x in (bias, coded[0][1] - want))
     assert 0 < mean < BIAS[name][0] and 0 < one < BIAS[name][1], (mean, one)
     if codec.stochastic:
-        assert mean < 0.7 * one
+        assert mean < 0.8 * one  # what kept values enter is not linear
     else:
         assert all(torch.equal(other[1], coded[0][1]) for other in coded)
 
@@ -217,11 +224,6 @@ def test_bad_input(tmp_path: Path) -> None:
     raises_text(ValueError, lambda: names(**both), "b cannot be both")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: names(**{**both, "names_which_can_be_saved": [3]}), "3")  # type: ignore[arg-type, list-item]
     raises_text(ValueError, lambda: tx.offload_dot_with_no_batch_dims("device", "disk"), "'disk'")
-
-
-def test_folders_by_any_path() -> None:
-    folder = tempfile.gettempdir()
-    assert store_for(folder) is store_for(Path(folder)) is store_for(folder + "/./")
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------
