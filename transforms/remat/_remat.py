@@ -31,7 +31,7 @@ def remat(
 
     It works in plain autograd, for derivatives of derivatives too, under every transform of torch.func, in
     torch.func.functional_call, and within itself. Results and derivatives are those of `fn`. With forward-mode
-    derivatives `fn` runs once more in the forward pass, and nothing is kept.
+    derivatives of torch.func, `fn` runs once more in the forward pass and nothing is kept.
 
     - Arguments and results are pytrees; arguments need not be tensors.
     - Derivatives by tensors that `fn` uses without taking them, such as the parameters of a module, are right too.
