@@ -54,7 +54,12 @@ POWERS = ("ddp power", "ddp power batched", "ours power", "ours power 5", "ours 
 WIRES = ("ours bf16", "ours int8", "ours int8 fed back", "ours int4")
 LOCAL = (*DDP, "ours", "ddp local", "ours local", "ddp our local")
 ZERO = (*DDP, "ours", "ours zero", "ddp zero", "ddp our zero", "ddp our zero hook")
+SHARED = (*DDP, "ours", "shared", "shared zero", "ddp our hook", "donate", "shared donate")
 GROUPS = {
+    "shared tiny": Group("tiny", 80, 6, SHARED),
+    "shared 1m": Group("1m", 60, 3, SHARED),
+    "shared 10m": Group("10m", 30, 3, SHARED),
+    "shared 50m": Group("50m", 20, 2, SHARED),
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", "ddp our join", *PIECES)),
     "1m": Group("1m", 80, 4, (*DDP, "ours", "ours join", "pure", *OPTIMIZERS, *PIECES)),
     "10m": Group("10m", 40, 3, (*DDP, "ours", "ddp fused hook", "ddp our hook", "pure", *OPTIMIZERS, *PIECES)),

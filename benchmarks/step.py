@@ -110,7 +110,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     join()
-    mesh = fjoin.mesh({"data": -1})
+    mesh = fjoin.mesh({"data": -1}, transport="gloo")
     if what == "time":
         result = measure(name, int(count), names, mesh)
     else:

@@ -7,6 +7,7 @@ the current parameters; `params` is None for a variant that trains nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable
 from functools import partial
@@ -191,6 +192,16 @@ def ours(
     return run_joined if join else run, lambda: list(state.params.values())
 
 
+@functools.cache
+def shared_mesh() -> Any:
+    return fjoin.mesh({"data": -1}, transport="shared")
+
+
+def shared(name: str, batch: Any, mesh: Any, make: Callable[..., Variant] = ours, **settings: Any) -> Variant:
+    """A variant whose ranks exchange gradients through shared memory."""
+    return make(name, batch, shared_mesh(), **settings)
+
+
 def pure(name: str, batch: Any, mesh: Any) -> Variant:
     """The reference: torch.func.grad and the pure pipeline, all out of place."""
     loss_fn, params, pipeline = pieces(name, tx.adamw(LR))
@@ -202,6 +213,22 @@ def pure(name: str, batch: Any, mesh: Any) -> Variant:
         with fjoin.bind(mesh):
             for _ in range(n):
                 params, state = pipeline.step(params, grad(params, batch), state)
+
+    return run, lambda: list(params.values())
+
+
+def donate(name: str, batch: Any, mesh: Any, sgd: bool = False) -> Variant:
+    """A loop of one's own: plain autograd, and the pipeline on what is given up."""
+    loss_fn, params, pipeline = pieces(name, tx.sgd(LR, momentum=0.9) if sgd else tx.adamw(LR))
+    grad = fjoin.value_and_grad(loss_fn)
+    state = pipeline.init(params)
+
+    def run(n: int) -> None:
+        nonlocal params, state
+        with fjoin.bind(mesh):
+            for _ in range(n):
+                _, grads = grad(params, batch)
+                params, state = pipeline.step(params, grads, state, donate=True)
 
     return run, lambda: list(params.values())
 
@@ -348,11 +375,17 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp zero": lambda *a: ddp_zero(*a, "torch"),
     "ddp our zero": lambda *a: ddp_zero(*a, "ours"),
     "ddp our zero hook": lambda *a: ddp_zero(*a, "hook"),
+    "shared": shared,
+    "shared overlap_step": lambda *a: shared(*a, overlap_step=True),
+    "shared zero": lambda *a: shared(*a, hook=tx.scatter_mean("data")),
+    "shared zero overlap": lambda *a: shared(*a, hook=tx.scatter_mean("data"), overlap_gather=True),
     "ours sgd": lambda *a: ours(*a, sgd=True),
     "ours overlap_step": lambda *a: ours(*a, overlap_step=True),
     "ours join": lambda *a: ours(*a, join="even"),
     "ours join uneven": lambda *a: ours(*a, join="uneven"),
     "pure": pure,
+    "donate": donate,
+    "shared donate": lambda *a: shared(*a, make=donate),
     "C": compute,
     "M": messages,
     "O": optimizer,

@@ -6,6 +6,7 @@ evaluate  Evaluation                metrics over uneven shards
 Join  Joinable  JoinHook            torch's generic Join, for any code that communicates
 as_joinable                         a pure join hook for either Join
 functional                          a module as a pure function
+value_and_grad                      the loss and its gradient, for a loop of your own
 ddp.register                        hooks and pipelines in DistributedDataParallel
 ddp.register_comm_hook_type         torch's communication hooks, by name
 auto_quantize                       torch's collectives, encoded
@@ -34,6 +35,7 @@ from ._errors import PeerLost as PeerLost
 from ._errors import TornState as TornState
 from ._functional import Apply as Apply
 from ._functional import functional as functional
+from ._value_and_grad import value_and_grad as value_and_grad
 from .groups._make_mesh import bind as bind
 from .groups._make_mesh import mesh as mesh
 from .groups._mesh import Mesh as Mesh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .transforms._errors import DonatedState as _DonatedState
+
 
 class FjoinError(RuntimeError):
     """Base of the shell's errors.
@@ -55,7 +57,7 @@ class NonFinite(FjoinError):
         self.ranks, self.paths = ranks, paths
 
 
-class DonatedState(FjoinError):
+class DonatedState(FjoinError, _DonatedState):
     """A state was used again after a step, or `with_hyperparameters`, had taken its memory."""
 
 

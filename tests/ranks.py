@@ -20,6 +20,7 @@ def _start(function: Callable[..., Any], rank: int, n: int, test: Connection[Any
     if rank == 0:  # a port that was free a moment ago may be taken: the store takes one and says which
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         test.send(store.port)
+    os.environ.setdefault("FJOIN_TRANSPORT", "gloo")
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(test.recv()), TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo",

@@ -38,6 +38,7 @@ if __name__ != "fjoin.transforms":
 
 from ._axis_env import current_weight as current_weight
 from ._errors import CollectiveMismatch as CollectiveMismatch
+from ._errors import DonatedState as DonatedState
 from ._errors import NotVmappable as NotVmappable
 from ._errors import UnboundAxis as UnboundAxis
 from ._from_json import from_json as from_json

@@ -48,6 +48,11 @@ class Axis:
         """psum of a tensor that may be overwritten."""
         return self.run("psum", x, None)
 
+    def start_(self, x: Tensor) -> Callable[[], object]:
+        """Start psum of a contiguous tensor in place; the returned function waits for the message."""
+        x.copy_(self.run("psum", x, None))
+        return lambda: None
+
     def joint(self, axes: tuple[str, ...]) -> Axis | None:
         """One axis that covers several axes at once, this one included; None if there is none."""
         return None
@@ -132,6 +137,9 @@ class One(Axis):
     """A world of one: every collective is its own identity."""
 
     size = 1
+
+    def start_(self, x: Tensor) -> Callable[[], object]:
+        return lambda: None
 
     def index(self) -> Tensor:
         return torch.tensor(0)

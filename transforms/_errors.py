@@ -11,3 +11,7 @@ class UnboundAxis(NameError):
 
 class NotVmappable(TypeError):
     """A transform that needs the lockstep engine was run under the vmap engine."""
+
+
+class DonatedState(RuntimeError):
+    """A state was used again after a step had taken its memory."""

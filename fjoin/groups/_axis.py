@@ -200,6 +200,9 @@ class GroupAxis(Axis):
         self.reduce_(x).wait()
         return x
 
+    def start_(self, x: Tensor) -> Callable[[], object]:
+        return self.reduce_(x).wait
+
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return self._traced(op, x.contiguous(), arg)

@@ -74,9 +74,9 @@ class Failures:
                 connections.know(rank, json.loads(text))
         return texts is not None
 
-    def lost(self, step: int | None, reason: str) -> PeerLost:
-        """The error of a connection that has ended without a report."""
-        gone = sorted(self.gone()) if self._size > 2 else [1 - self._rank]
+    def lost(self, step: int | None, reason: str, known: int | None = None) -> PeerLost:
+        """The error of a connection that has ended without a report; `known` is the rank at its other end."""
+        gone = [known] if known is not None else sorted(self.gone()) if self._size > 2 else [1 - self._rank]
         rank = gone[0] if len(gone) == 1 else None
         where = "" if step is None else f"step {step}: "
         to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"

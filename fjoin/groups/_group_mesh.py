@@ -22,6 +22,8 @@ from .._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
 from ._axis import GroupAxis
 from ._connections import Connections, shut
 from ._failures import Failures
+from ._host_axis import HostAxis
+from ._host_links import HostLinks, Late, PeerGone
 from ._meetings import Meetings
 from ._mesh import Mesh
 from ._store import Store
@@ -44,6 +46,7 @@ class GroupMesh(Mesh):
     Args:
         connections: The connections of these groups, where these are known.
         owned: Whether the groups were made for this mesh, so that they are destroyed with it.
+        links: The connections to the ranks of this host; None where all messages use the groups.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class GroupMesh(Mesh):
         ordered: bool,
         connections: Connections,
         owned: bool = True,
+        links: HostLinks | None = None,
     ) -> None:
         self._store, name = Store(), world_mesh.group_name  # a name that is the same on all ranks
         self._failures = failures = Failures(self._store, name, world_mesh.rank(), world_mesh.size(), connections)
@@ -65,15 +69,21 @@ class GroupMesh(Mesh):
             others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
             return lambda: failures.raise_if_any(others)
 
-        self._look = look(world_mesh)
-        self._everyone = GroupAxis(world_mesh, ordered, check=self._look)
+        def axis(group: Any, number: int, *args: Any) -> GroupAxis:
+            members = dist.get_process_group_ranks(group)
+            if links is not None and links.reach(members):
+                return HostAxis(links, number, members, group, ordered, *args)
+            return GroupAxis(group, ordered, *args)
+
+        self._look, self._links = look(world_mesh), links
+        self._everyone = axis(world_mesh, 0, lambda axes: None, self._look)
         # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or exit.
         names, whole = tuple(shape), self._everyone
 
         def joint(axes: tuple[str, ...]) -> GroupAxis | None:
             return whole if axes == names else None
 
-        axes = {name: GroupAxis(group, ordered, joint, look(group)) for name, group in groups.items()}
+        axes = {name: axis(group, i + 1, joint, look(group)) for i, (name, group) in enumerate(groups.items())}
         super().__init__(shape, axes, self._everyone.rank)
         self._meetings = Meetings(self._store, name, timeout_s, lambda rank: failures.raise_if_any([ranks.index(rank)]))
         self._timeout_s = timeout_s
@@ -84,6 +94,8 @@ class GroupMesh(Mesh):
         self._down = False
         self._all = {id(axis): axis for axis in (*axes.values(), whole)}.values()
         self._owned, self._process = owned, os.getpid()
+        if links is not None:
+            weakref.finalize(self, links.close).atexit = False
         if owned:
             weakref.finalize(self, _destroy, list(self._all), False, self._process).atexit = False
         MESHES.add(self)
@@ -97,9 +109,10 @@ class GroupMesh(Mesh):
         return torch.device("cuda", torch.cuda.current_device()) if self._cuda else torch.device("cpu")
 
     def sent(self) -> int:
+        shared = 0 if self._links is None else self._links.count
         with contextlib.suppress(RuntimeError):  # not every backend counts its collectives
-            return self.group._get_sequence_number_for_group()
-        return 0
+            return shared + self.group._get_sequence_number_for_group()  # type: ignore[no-any-return]
+        return shared
 
     def exchange(
         self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
@@ -151,12 +164,14 @@ class GroupMesh(Mesh):
 
     def _take_down(self, failed: bool = True) -> None:
         self._down = True
+        if self._links is not None:
+            self._links.close()
         _destroy(list(self._all), failed, self._process)
 
     def is_backend_error(self, error: BaseException) -> bool:
         if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
             return False
-        return isinstance(error, dist.DistError) or bool(BACKEND_ERROR.search(str(error)))
+        return isinstance(error, (dist.DistError, PeerGone, Late)) or bool(BACKEND_ERROR.search(str(error)))
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
         if isinstance(error, (PeerLost, CollectiveTimeout)) and error.step is None:
@@ -165,8 +180,12 @@ class GroupMesh(Mesh):
             return error
         # A message's handle left in a frame of the failed call would keep connections open.
         traceback.clear_frames(error.__traceback__)
-        make = self._failures.late if _LATE.search(str(error)) else self._failures.lost
-        failure = make(step, str(error))
+        failure: FjoinError
+        if isinstance(error, PeerGone):
+            failure = self._failures.lost(step, str(error), self._ranks.index(error.rank))
+        else:
+            make = self._failures.late if _LATE.search(str(error)) else self._failures.lost
+            failure = make(step, str(error))
         # A rank that fails reports before its connections end, so read the report after the connections.
         return self._failures.reported() or failure
 

@@ -23,15 +23,24 @@ from ..transforms._errors import NotVmappable
 from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
 from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
+from ._host_links import HostLinks
+from ._hosts import Doorway, can_share
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
 from ._store import Store, Unanswered, within
 
 T = TypeVar("T")
+TRANSPORTS = ("auto", "gloo", "shared")
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
 
-def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S, ordered: bool = False) -> Mesh:
+def mesh(
+    shape: Mapping[str, int] | DeviceMesh,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    ordered: bool = False,
+    transport: str = "auto",
+) -> Mesh:
     """Arrange the ranks of this run in named axes.
 
     Under torchrun (or an initialised torch.distributed) the ranks are processes, NCCL on GPUs and
@@ -42,14 +51,18 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
         shape: Axis name -> size, the slowest varying first; one size may be -1, for the remaining ranks. Or
             a torch DeviceMesh, whose dim names become the axes.
         timeout_s: Seconds after which a collective of this mesh fails if not all ranks have joined it.
-        ordered: Sum in rank order, bit for bit as the simulator does. Slower, for tests.
+        ordered: Sum in rank order, bit for bit as the simulator does. Slower over gloo, for tests.
+        transport: How ranks exchange tensors on the CPU. With "auto" those on one host use shared memory (on Linux), and
+            others gloo; "gloo" and "shared" are gloo for all, and shared memory for all. The environment variable
+            FJOIN_TRANSPORT has the value for "auto".
 
     Returns:
         A `Mesh`. It owns its process groups: `close()`, the end of a `with` block, or the end of its last reference
         frees them. Groups over a DeviceMesh stay until the program ends.
 
     Raises:
-        ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8.
+        ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8; an unknown `transport`,
+            or "shared" where ranks are on several hosts.
         TypeError: `shape` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
         CollectiveTimeout: not all ranks arrive within `timeout_s`.
@@ -60,8 +73,13 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
     if not is_number(timeout_s) or not _SHORTEST <= timeout_s <= _LONGEST:
         raise ValueError(f"timeout_s must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {timeout_s!r}")
     flag("ordered", ordered)
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
+    transport = os.environ.get("FJOIN_TRANSPORT", transport) if transport == "auto" else transport
+    if transport not in TRANSPORTS:
+        raise ValueError(f"FJOIN_TRANSPORT must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
     if isinstance(shape, DeviceMesh):
-        return _from_device_mesh(shape, timeout_s, ordered)
+        return _from_device_mesh(shape, timeout_s, ordered, transport)
     if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
         raise TypeError(f"shape must be a mapping from axis names to sizes, for example {{'data': -1}}, got {shape!r}")
     if not shape:
@@ -95,8 +113,6 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
-    _meet(sizes, grid, timeout_s, ordered)
-    before = event_loops()
 
     def connect() -> dict[str, Any]:
         groups = {}
@@ -107,15 +123,27 @@ def mesh(shape: Mapping[str, int] | DeviceMesh, *, timeout_s: float = TIMEOUT_S,
                     groups[name] = group
         return groups if len(groups) == 1 else {**groups, "": dist.new_group(timeout=timeout)}
 
-    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered)
+    return _meet_and_connect(sizes, grid, connect, timeout_s, ordered, transport)
 
 
-def _of_groups(
-    sizes: dict[str, int], groups: dict[str, Any], before: set[int], timeout_s: float, ordered: bool, owned: bool = True
-) -> Mesh:
-    """The mesh over new groups by axis. The group of all ranks is under "", or is the only group."""
-    world_mesh = groups.pop("", None) or next(iter(groups.values()))
-    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, Connections(event_loops() - before), owned)
+def _meet_and_connect(
+    sizes: dict[str, int], grid: Tensor, connect: Callable[[], dict[str, Any]], timeout_s: float, ordered: bool, transport: str,
+    owned: bool = True,
+) -> Mesh:  # fmt: skip
+    """The mesh over new groups by axis, which `connect` makes. The group of all ranks is under "", or is the only group."""
+    with Doorway() as doorway:
+        ranks, me = grid.flatten().tolist(), dist.get_rank()
+        doorways = _meet(sizes, grid, timeout_s, ordered, transport, doorway)
+        before = event_loops()
+        groups = _limited(timeout_s, connect)
+        world_mesh = groups.pop("", None) or next(iter(groups.values()))
+        connections = Connections(event_loops() - before)
+        here = [rank for rank in ranks if doorways[rank][0] == doorway.host]
+        links = None
+        if transport != "gloo" and can_share() and len(here) > 1:
+            addresses = {rank: doorways[rank][1] for rank in here if rank != me}
+            links = HostLinks(doorway.connect(me, addresses, timeout_s), timeout_s)
+        return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links)
 
 
 def _connect(backend: str, timeout_s: float) -> None:
@@ -126,24 +154,35 @@ def _connect(backend: str, timeout_s: float) -> None:
     atexit.register(_close, os.getpid())
 
 
-def _meet(sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool) -> None:
+def _meet(
+    sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool, transport: str, doorway: Doorway
+) -> dict[int, tuple[str, str]]:
     """Compare the mesh with the other ranks' meshes, before any group is made.
+
+    Returns:
+        Rank -> its host, and the address of its doorway.
 
     Raises:
         DesyncError: they differ.
+        ValueError: `transport` is "shared", and the ranks are on several hosts.
         CollectiveTimeout: a rank does not arrive.
     """
     ranks = grid.flatten().tolist()
     meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
-    mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}"
-    all_of = meetings.exchange("fjoin.mesh", mine, lambda values: values, ranks)
-    odd = [rank for rank, other in zip(ranks, all_of, strict=True) if other != all_of[0]]
+    mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}, transport={transport!r}"
+    all_of = meetings.exchange("fjoin.mesh", [mine, doorway.host, doorway.address], lambda values: values, ranks)
+    odd = [rank for rank, (other, *_) in zip(ranks, all_of, strict=True) if other != all_of[0][0]]
     if odd:
         raise DesyncError(
-            f"rank {odd[0]} makes {all_of[ranks.index(odd[0])]}, but rank {ranks[0]} {all_of[0]}; make the same meshes in the same "
-            f"order on all ranks",
+            f"rank {odd[0]} makes {all_of[ranks.index(odd[0])][0]}, but rank {ranks[0]} {all_of[0][0]}; make the same meshes in the "
+            f"same order on all ranks",
             rank=odd[0],
         )
+    if transport == "shared" and (len({host for _, host, _ in all_of}) > 1 or not can_share()):
+        raise ValueError(
+            "transport='shared' needs all ranks on one host, with Linux; with transport='auto' those of one host share memory"
+        )
+    return {rank: (host, address) for rank, (_, host, address) in zip(ranks, all_of, strict=True)}
 
 
 def _limited(timeout_s: float, call: Callable[[], T]) -> T:
@@ -196,7 +235,7 @@ def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
     return {name: ranks // known if size == -1 else size for name, size in shape.items()}
 
 
-def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) -> Mesh:
+def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool, transport: str) -> Mesh:
     names = device_mesh.mesh_dim_names
     if not names:
         raise ValueError(
@@ -204,8 +243,6 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
         )
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
     timeout = datetime.timedelta(seconds=timeout_s)
-    _meet(sizes, device_mesh.mesh, timeout_s, ordered)
-    before = event_loops()
 
     def connect() -> dict[str, Any]:
         # Groups of our own with the same members: taking them down must leave the user's groups intact.
@@ -218,7 +255,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool) 
 
     # These groups stay until the program ends. torch names such groups by their ranks and by the current number of
     # groups, so a later group could get the name of a destroyed one, and with it the addresses of that group.
-    return _of_groups(sizes, _limited(timeout_s, connect), before, timeout_s, ordered, owned=False)
+    return _meet_and_connect(sizes, device_mesh.mesh, connect, timeout_s, ordered, transport, owned=False)
 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._axis import Done, GroupAxis, Work
+from ._host_axis import HostAxis
 from ._use import Use
 
 
@@ -64,6 +65,14 @@ class Mesh:
         for axis in first:
             _reduce_(axis, buffer).wait()
         return _reduce_(last, buffer)
+
+    def zeros(
+        self, numel: int, dtype: torch.dtype, device: torch.device | None, names: tuple[str, ...]
+    ) -> Tensor | None:
+        """A buffer whose messages over some axes need no copy; None where any memory is as good."""
+        over = self.over(names) if names and (device is None or device.type == "cpu") else []
+        axis = over[-1] if len(over) == 1 else None
+        return axis.zeros(numel, dtype) if isinstance(axis, HostAxis) and numel else None
 
     def exchange(
         self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()

@@ -14,9 +14,8 @@ from ..transforms._state_dict import restored
 from ..transforms._tree import fields, with_fields
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._checked import check_grad, check_written, refuse_count
-from ..transforms.step_param._lift import sharing
+from ..transforms.step_param._lift import sharing, step_in_place
 from ..transforms.step_param._optimizer import Optimizer
-from ..transforms.step_param._wrap import step_in_place
 from ._param_groups import own_by_group
 
 Item = tuple[Any, Optimizer, Tensor, Any]  # (key, optimizer, parameter, gradient)

@@ -67,10 +67,11 @@ class AllReduceHook:
         """The buffers of the messages."""
         layout, words = storage.layout, self._lane.fit(storage.layout)
         carrier, pieces = lane_bucket(layout) if self.carries_lane else None, storage.pieces
-        outgoing = [
-            GradBuffer(bucket, storage.shapes, words if i == carrier else 0, pieces and pieces.only(i))
-            for i, bucket in enumerate(layout)
-        ]
+        outgoing = []
+        for i, bucket in enumerate(layout):
+            own = words if i == carrier else 0
+            memory = self._mesh.zeros(bucket.numel + own, bucket.dtype, bucket.device, self._axes)
+            outgoing.append(GradBuffer(bucket, storage.shapes, own, pieces and pieces.only(i), memory))
         if carrier is None:
             self._carrier = None
             self._lane.travel_alone(words)

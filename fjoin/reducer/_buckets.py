@@ -24,14 +24,30 @@ class GradBuffer:
         lane: The lane's part of the buffer, maybe empty.
         pieces: The pieces of this bucket; None where it is not sharded.
         scattered: Whether `grads` is this rank's piece of the bucket.
+        direct: Whether autograd's gradient itself becomes the message.
+
+    Args:
+        bucket: The bucket.
+        shapes: Path -> the parameter's shape.
+        lane_words: The elements of the lane in this buffer.
+        pieces: See above.
+        memory: A flat buffer of zeros for the gradients and the lane, of which messages need no copy.
     """
 
     def __init__(
-        self, bucket: Bucket, shapes: Mapping[str, torch.Size], lane_words: int, pieces: Pieces | None = None
+        self,
+        bucket: Bucket,
+        shapes: Mapping[str, torch.Size],
+        lane_words: int,
+        pieces: Pieces | None = None,
+        memory: Tensor | None = None,
     ) -> None:
         self.bucket, self._shapes, self.pieces, self.scattered = bucket, shapes, pieces, False
-        numel = 0 if bucket.direct else bucket.numel
-        self.buffer = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
+        self.direct = bucket.direct and memory is None
+        numel = 0 if self.direct else bucket.numel
+        if memory is None:
+            memory = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
+        self.buffer = memory
         self._own = self.grads = self.buffer[:numel]
         self.lane = self.buffer[numel:]
         self._padding: Tensor | None = None  # the elements between leaves
@@ -40,7 +56,7 @@ class GradBuffer:
             used[at : at + shapes[path].numel()] = True
         if not used.all():
             self._padding = (~used).nonzero().view(-1).to(bucket.device)
-        self._views = [] if bucket.direct else views(bucket, self.grads, shapes)
+        self._views = [] if self.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
         self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see StepCheck.observe
@@ -51,7 +67,7 @@ class GradBuffer:
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
         self.scattered = False
         self.grads = self._own  # a hook may have replaced it by its result
-        if self.bucket.direct:
+        if self.direct:
             self.buffer = self._own  # the gradient of the last step is freed
         self.taken = [False] * len(leaves)
 
@@ -67,7 +83,7 @@ class GradBuffer:
         assert grad is not None
         if grad.layout is not torch.strided:
             check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
-        if self.bucket.direct:
+        if self.direct:
             # Autograd's gradient itself becomes the message, without a copy, unless other gradients share its memory.
             self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
         else:
@@ -83,7 +99,7 @@ class GradBuffer:
                 continue
             if leaf.grad is not None:
                 self.copy_grad(i)
-            elif self.bucket.direct:
+            elif self.direct:
                 self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
             else:
                 self._views[i].zero_()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..groups._axis import Received, Work
+from ..groups._host_axis import HostAxis
+from ..groups._host_links import Exchange
 from ..transforms._axis_env import Axis
 from ..transforms.layout._pieces import bind_pieces
 from ._all_reduce import AllReduceHook
@@ -29,13 +31,15 @@ class ReduceScatterHook(AllReduceHook):
             return super().init(storage)
 
     def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
-        self._under_way: list[Scatter] = []
+        self._under_way: list[Scatter | HostScatter] = []
         super().start(state, storage, lane, values, step)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
         while self._under_way and self._under_way[0].arrived():  # so that its gradients can be freed
             self._under_way.pop(0).wait()
-        self._under_way.append(Scatter(out, self._mesh.axes[self._axes[0]]))
+        axis = self._mesh.axes[self._axes[0]]
+        shared = isinstance(axis, HostAxis) and out.buffer.device.type == "cpu"
+        self._under_way.append(HostScatter(out, axis) if shared else Scatter(out, axis))
         return self._under_way[-1]
 
     def stop(self) -> None:
@@ -46,6 +50,29 @@ class ReduceScatterHook(AllReduceHook):
     def observed(self, outgoing: list[GradBuffer]) -> None:
         """Share the verdict and the norm of the pieces."""
         self._step_check.share(outgoing, self._mesh.axes[self._axes[0]])
+
+
+class HostScatter:
+    """The message of one bucket between ranks of one host: each sums its own piece in place."""
+
+    def __init__(self, out: GradBuffer, axis: HostAxis) -> None:
+        assert out.pieces is not None
+        pieces = out.pieces
+        self._bounds = pieces.bounds[0][pieces.rank : pieces.rank + 2]
+        self._out = out
+        self._work: Exchange | None = axis.scatter_(out.buffer, pieces.bounds[0])
+
+    def arrived(self) -> bool:
+        """Whether a wait would not wait."""
+        return self._work is None or self._work.arrived()
+
+    def wait(self) -> None:
+        """Wait for the sum."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            start, stop = self._bounds
+            self._out.scatter(self._out.buffer[start:stop])
 
 
 class Scatter:
@@ -75,7 +102,7 @@ class Scatter:
             return
         received, own, self._received, self._own = self._received(), self._own, None, None
         self._out.scatter(sum_in_order(received, self._length, own, self._rank))
-        if self._out.bucket.direct:
+        if self._out.direct:
             self._out.buffer = self._out.grads
 
 

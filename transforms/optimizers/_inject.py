@@ -15,8 +15,9 @@ from .._spec import _FACTORIES, factory
 from .._tree import State, fields
 from ..step_param._formula import like, rate_at
 from ..step_param._hyper import no_schedule
+from ..step_param._lift import step_in_place
 from ..step_param._optimizer import Optimizer
-from ..step_param._wrap import around, each_part, step_in_place
+from ..step_param._wrap import around, each_part
 
 
 class InjectState(NamedTuple):

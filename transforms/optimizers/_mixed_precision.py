@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._spec import factory
 from .._tree import State, Tree
+from ..step_param._lift import step_in_place
 from ..step_param._optimizer import Optimizer
-from ..step_param._wrap import around, each_part, step_in_place
+from ..step_param._wrap import around, each_part
 
 
 class MixedState(NamedTuple):

@@ -9,11 +9,12 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import bound
+from .._axis_env import bound, under_vmap
+from .._check import flag as check_flag
 from .._lane import Lane, check_lane
 from .._placement import PerRank
 from .._spec import factory
-from .._transform import Transform, check_transform
+from .._transform import Transform, check_transform, donate_kwargs
 from .._tree import (
     State,
     Tree,
@@ -32,8 +33,10 @@ from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of, with_masters
 from ..plan._plan import Plan, make_plan
 from ..step_param._lift import matched
+from ..step_param._lift import step as step_tree
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
+from ._donation import are_apart, in_own_memory, use
 from ._effect import FLUSH, Effect, flag
 from ._pipeline import Pipeline, Skips
 from ._sharding import sharding_of
@@ -73,11 +76,14 @@ def fuse(
 
     Returns:
         A `Pipeline`: `init(params) -> state` and
-        `step(params, grads, state, *, weight=None, lane=None) -> (params, state)`.
+        `step(params, grads, state, *, weight=None, lane=None, donate=False) -> (params, state)`. With `donate` the caller
+        gives up all three: parameters and state are stepped in place, gradients are overwritten, and nothing is copied. The
+        parameters returned are the given ones.
         State: `PipelineState(hook, optimizer, after, on_state, step, window, gather)`.
 
     Raises:
         TypeError: an argument of the wrong kind; at `step`: a leaf of another dtype.
+        DonatedState: at `step`: the state was donated to a step before.
         ValueError: at `step`: gradients or state that do not fit the parameters. Two shardings, or a transform that cannot
             work on pieces.
         UnboundAxis: at `init` of a sharded pipeline: nothing binds its axis.
@@ -153,7 +159,17 @@ def pipeline_of(
         return old
 
     def step(
-        params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, **extra: Any
+        params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, donate: bool = False,
+        **extra: Any,
+    ) -> tuple[Tree, State]:  # fmt: skip
+        use(inside(state).window, check_flag("donate", donate))
+        if not donate or under_vmap():
+            return run(params, grads, state, weight, lane, False, **extra)
+        with torch.no_grad():
+            return run(params, in_own_memory(grads, params), state, weight, lane, True, **extra)
+
+    def run(
+        params: Tree, grads: Tree, state: Any, weight: Any, lane: Lane | None, donate: bool, **extra: Any
     ) -> tuple[Tree, State]:
         outer, old = state, inside(state)
         check_same("grads", grads, "params", params)
@@ -164,7 +180,7 @@ def pipeline_of(
         with bind_pieces(pieces):
             grads, hook_state = hook.update(
                 prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,
-                **extra,
+                **donate_kwargs(hook, donate), **extra,
             )  # fmt: skip
         own = old.window + own
         if grads is None:  # accumulating: no step in this call
@@ -176,7 +192,10 @@ def pipeline_of(
         effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, weight is None, bool(skips))
         held = held_of(pieces, params, old)
         new = held, old.optimizer
-        if effect.steps is not False:
+        if donate and pieces is None and effect.steps is not False and are_apart(held):
+            bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
+            new = step_tree(optimizer, held, grads, old.optimizer, True, bad)
+        elif effect.steps is not False:
             new = effect.where(optimizer.step(held, grads, old.optimizer), new)
         held, inner = end(*new, old, effect, agreed, **extra)
         params, inner = gathered(pieces, params, held, inner, effect)

@@ -21,6 +21,7 @@ from .._transform import Needs, Reduction, Transform, init_empty
 from .._tree import Tree, device_of, plain
 from .._weights import Over, check_over, nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import axis_size, psum
+from ..axes._primitive import sum_in_place
 from ..codecs._codec import Codec
 from ._encoded_mean import encoded_mean
 from ._residuals import ResidualMemory
@@ -40,9 +41,9 @@ def init_mean(params: Tree) -> MeanState:
 
 def _weighted_sum(
     grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, first_bucket: FirstBucket | None,
-    dtype: torch.dtype | None, unit: float,
+    dtype: torch.dtype | None, unit: float, donated: bool = False,
 ) -> tuple[Tree, MeanState]:  # fmt: skip
-    """The sum times `unit`, a power of two that makes it fit the gradients' dtype."""
+    """The sum times `unit`, a power of two that makes it fit the gradients' dtype; written over `donated` gradients."""
     share, n = share_of(weight, over), axis_size(axis)
     factor, known = share
 
@@ -60,7 +61,12 @@ def _weighted_sum(
     leaves = optree.tree_leaves(grads)
     device = device_of(leaves)
     words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)
-    summed, words = psum((scaled, words), axis)
+    sent = optree.tree_leaves(scaled)
+    if donated and plain([*sent, words]):
+        sum_in_place([*sent, words], axis)
+        summed = scaled
+    else:
+        summed, words = psum((scaled, words), axis)
     sums = decode_lane(words, full, n)
     return summed, MeanState(sums.pop("total"), sums)
 
@@ -91,7 +97,9 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             )
             return out, mean_state(total, sums, first_bucket)
         unit = unit if over in (None, "weight") else 1.0
-        summed, new = _weighted_sum(grads, axis, weight, lane, over or "weight", first_bucket, lane_dtype, unit)
+        summed, new = _weighted_sum(
+            grads, axis, weight, lane, over or "weight", first_bucket, lane_dtype, unit, donated and not persistent
+        )
         counted = new.total
         if over is None:
             summed = summed if unit == 1.0 else optree.tree_map(lambda g: g / unit, summed)
@@ -100,7 +108,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
         divisor = nonzero_or_one(new.total) * unit
         leaves = optree.tree_leaves(summed)
-        if leaves and plain(leaves):  # psum's results are fresh
+        if leaves and plain(leaves):  # they are fresh, or donated
             torch._foreach_div_(leaves, divisor)
         else:
             summed = optree.tree_map(lambda g: g / divisor.to(g.dtype), summed)

@@ -7,6 +7,7 @@ where a gradient is wanted it runs `step_param` leaf by leaf.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,15 @@ def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str]
     return names, leaves, states, structure
 
 
-def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple[Tree, State]:
+def step(
+    optimizer: Optimizer, params: Tree, grads: Tree, state: State, donate: bool = False, found_inf: Tensor | None = None
+) -> tuple[Tree, State]:
+    """See `Optimizer.step`.
+
+    Args:
+        donate: Whether the step may be in place on `params` and `state`, with `grads` as scratch. No two leaves share memory.
+        found_inf: 0-d, with `donate`: change nothing where it is 1.
+    """
     check_same("grads", grads, "params", params)
     names, leaves, states, structure = matched(optimizer, params, state)
     grad_leaves = optree.tree_leaves(grads)
@@ -81,7 +90,9 @@ def step(optimizer: Optimizer, params: Tree, grads: Tree, state: State) -> tuple
         hyper = dict(_tensor_arguments(part))
         # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
         with_kernels = plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not leaves[members[0]].is_meta
-        run = _on_copies if with_kernels else _leafwise
+        run: Any = _on_copies if with_kernels else _leafwise
+        if donate and plain(*chosen):
+            run = functools.partial(_in_place, found_inf=found_inf)
         for i, (param, new) in zip(members, run(part, *chosen), strict=True):
             new_leaves[i], new_states[i] = param, new
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
@@ -101,6 +112,38 @@ def _leafwise(
     part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
 ) -> list[tuple[Tensor, Any]]:
     return [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(params, grads, states, strict=True)]
+
+
+def step_in_place(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
+) -> None:
+    """Step checked lists with the in-place function that the optimizer has.
+
+    States that share 0-d fields have equal step counts, which are incremented once.
+    """
+    if part.step_params_ is not None:
+        unchecked(part.step_params_)(params, grads, states, **guards)
+        return
+    step_param_ = unchecked(part.step_param_)
+    before = [field.clone() if c else None for field, c in zip(fields(states[0]), part.common, strict=True)]
+    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+        if i:
+            pairs = zip(fields(state), before, strict=True)
+            state = with_fields(state, [own if old is None else old.clone() for own, old in pairs])
+        step_param_(param, grad, state, **guards)
+
+
+def _in_place(
+    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], found_inf: Tensor | None
+) -> list[tuple[Tensor, Any]]:
+    with torch.no_grad():
+        step_in_place(
+            part, [p.detach() for p in params], [g.detach() for g in grads], states,
+            found_inf=None if found_inf is None else found_inf.to(params[0].device),
+        )  # fmt: skip
+    # Fused kernels do not increment the version: a graph that needs the old values would silently use the new ones.
+    torch.autograd.graph.increment_version(params)
+    return list(zip(params, states, strict=True))
 
 
 def _on_copies(

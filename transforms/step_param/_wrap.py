@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from .._spec import Spec
-from .._tree import fields, with_fields
-from ._checked import unchecked
 from ._inplace import one_param
 from ._optimizer import Optimizer
 
@@ -57,22 +53,3 @@ def around(
         check=part.check,
         cost=part.cost,
     )
-
-
-def step_in_place(
-    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
-) -> None:
-    """Step checked lists with the in-place function that the optimizer has.
-
-    States that share 0-d fields have equal step counts, which are incremented once.
-    """
-    if part.step_params_ is not None:
-        unchecked(part.step_params_)(params, grads, states, **guards)
-        return
-    step_param_ = unchecked(part.step_param_)
-    before = [field.clone() if c else None for field, c in zip(fields(states[0]), part.common, strict=True)]
-    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-        if i:
-            pairs = zip(fields(state), before, strict=True)
-            state = with_fields(state, [own if old is None else old.clone() for own, old in pairs])
-        step_param_(param, grad, state, **guards)

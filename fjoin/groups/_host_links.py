@@ -1,0 +1,381 @@
+"""Connections between the ranks of one host: packets that announce data in shared memory, or carry small ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import DesyncError, JoinError
+from ._host_memory import HostMemory, Region
+
+# kind, axis, message, fingerprint of the call; then region, first byte, bytes: of the part for this rank.
+_PACKET = struct.Struct("<BBxxIIxxxxQQQ")
+_PART, _INLINE, _TAKEN, _DROPPED = range(4)
+# Parts of at most this size travel in the packet itself.
+INLINE_BYTES = 64 * 1024
+_LOOK_S = 1.0  # the time between two checks for failures while a message is awaited
+_ROOM = 2 * INLINE_BYTES + _PACKET.size
+
+
+class PeerGone(RuntimeError):
+    """A rank has closed its connection, or has ended."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} of this host has closed its connection")
+        self.rank = rank
+
+
+class Late(RuntimeError):
+    """A message has timed out."""
+
+
+class Packet:
+    """What a rank has announced: its part of a message."""
+
+    def __init__(self, fingerprint: int, part: Tensor, shared: bool) -> None:
+        self.fingerprint, self.part, self.shared = fingerprint, part, shared
+
+
+class Peer:
+    """The connection to another rank of this host, and its memory."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.regions: dict[int, Region] = {}  # of the other process
+        self.knows: set[int] = set()  # regions of this process that the other one has mapped
+        self.parts: dict[tuple[int, int], Packet] = {}  # by axis and message
+        self.taken: set[tuple[int, int]] = set()  # messages whose part from this process it has taken
+        self.waiting: deque[tuple[bytes, int | None]] = deque()  # packets that did not fit into the connection
+        self.ended = False
+
+
+class HostLinks:
+    """The connections of one rank to the other ranks of its host.
+
+    Args:
+        connections: By rank.
+        timeout_s: Seconds after which a message fails.
+
+    Attributes:
+        count: The number of messages so far.
+    """
+
+    def __init__(self, connections: dict[int, socket.socket], timeout_s: float) -> None:
+        self.memory, self.timeout_s = HostMemory(), timeout_s
+        self.peers = {rank: Peer(connection) for rank, connection in connections.items()}
+        self._by_fd = {peer.connection.fileno(): peer for peer in self.peers.values()}
+        self._poll = select.poll()
+        for fd in self._by_fd:
+            self._poll.register(fd, select.POLLIN)
+        self._under_way: list[Exchange] = []
+        self._room = bytearray(_ROOM)
+        self._lock = threading.RLock()
+        self.closed, self.count = False, 0
+        _OPEN.add(self)
+
+    def reach(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks, this one included, are on this host."""
+        return len(set(ranks) - set(self.peers)) == 1
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def start(self, exchange: Exchange) -> None:
+        """Announce this rank's parts of a message, and take those that are here already."""
+        with self._lock:
+            self._announce(exchange)
+            self._under_way.append(exchange)
+            self.count += 1
+            self._receive()
+            self._advance()
+
+    def _announce(self, exchange: Exchange) -> None:
+        drops, self.memory.dropped = self.memory.dropped, []
+        place: tuple[int, int, int] | None = None
+        for rank, (start, stop) in exchange.given.items():
+            peer, part = self.peers[rank], exchange.source[start:stop]
+            for number in drops:
+                if number in peer.knows:
+                    peer.knows.discard(number)
+                    self._send(peer, _PACKET.pack(_DROPPED, 0, 0, 0, number, 0, 0))
+            head = exchange.key[0], exchange.key[1], exchange.fingerprint
+            nbytes = part.numel() * part.element_size()
+            if nbytes <= INLINE_BYTES and not exchange.pushes:
+                data = part.view(torch.uint8).numpy() if nbytes else b""
+                self._send(peer, _PACKET.pack(_INLINE, *head, 0, 0, nbytes), data)
+                continue
+            if place is None:
+                place = self.memory.find(exchange.source) or exchange.stage(self.memory)
+            number, fd, first = place
+            new = number not in peer.knows
+            peer.knows.add(number)
+            first += start * part.element_size()
+            self._send(peer, _PACKET.pack(_PART, *head, number, first, nbytes), fd=fd if new else None)
+            exchange.untaken.add(rank)
+
+    def _send(self, peer: Peer, head: bytes, data: Any = b"", fd: int | None = None) -> None:
+        if peer.ended:
+            return
+        if peer.waiting:
+            peer.waiting.append((head + bytes(data), None if fd is None else os.dup(fd)))
+            return
+        try:
+            _sendmsg(peer.connection, [head, data], fd)
+        except BlockingIOError:
+            peer.waiting.append((head + bytes(data), None if fd is None else os.dup(fd)))
+        except OSError:
+            peer.ended = True
+
+    def _flush(self, peer: Peer) -> None:
+        while peer.waiting and not peer.ended:
+            head, fd = peer.waiting[0]
+            try:
+                _sendmsg(peer.connection, [head], fd)
+            except BlockingIOError:
+                return
+            except OSError:
+                peer.ended = True
+            peer.waiting.popleft()
+            if fd is not None:
+                os.close(fd)
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def _receive(self, ranks: Iterable[Peer] | None = None) -> None:
+        """Read all packets that have arrived."""
+        for peer in self.peers.values() if ranks is None else ranks:
+            if peer.waiting:
+                self._flush(peer)
+            while not peer.ended and self._read(peer):
+                pass
+
+    def _read(self, peer: Peer) -> bool:
+        try:
+            size, ancillary, _, _ = peer.connection.recvmsg_into([self._room], _ANCILLARY, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            size, ancillary = 0, []
+        if not size:
+            peer.ended = True
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(peer.connection.fileno())
+            return False
+        kind, axis, message, fingerprint, number, first, nbytes = _PACKET.unpack_from(self._room)
+        if kind == _TAKEN:
+            peer.taken.add((axis, message))
+        elif kind == _DROPPED:
+            peer.regions.pop(number, None)
+        elif kind == _INLINE:
+            data = self._room[_PACKET.size : size]
+            part = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            peer.parts[axis, message] = Packet(fingerprint, part, False)
+        else:
+            if number not in peer.regions:
+                fd = _descriptor(ancillary)
+                try:
+                    peer.regions[number] = Region(number, fd, os.fstat(fd).st_size)
+                finally:
+                    os.close(fd)
+            part = peer.regions[number].bytes[first : first + nbytes]
+            peer.parts[axis, message] = Packet(fingerprint, part, True)
+        return True
+
+    def _advance(self) -> None:
+        """Take the parts of all messages that are complete."""
+        for exchange in self._under_way:
+            if not exchange.taken and exchange.try_take():
+                for rank in exchange.from_memory:
+                    self._send(self.peers[rank], _PACKET.pack(_TAKEN, *exchange.key, 0, 0, 0, 0))
+        self._under_way = [exchange for exchange in self._under_way if not exchange.settle()]
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Do what can be done without waiting."""
+        with self._lock:
+            self._receive()
+            self._advance()
+
+    def wait(self, done: Callable[[], bool], needed: Callable[[], Iterable[int]], check: Callable[[], None]) -> None:
+        """Wait until `done()`.
+
+        Args:
+            needed: The ranks that are awaited.
+            check: Raises where a rank has failed; called at intervals.
+
+        Raises:
+            PeerGone: a rank that is awaited has ended.
+            Late: no end within the time-out.
+        """
+        end, looks = time.monotonic() + self.timeout_s, 0.0
+        while True:
+            with self._lock:
+                if self.closed:
+                    raise JoinError(
+                        "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
+                    )
+                self._receive()
+                self._advance()
+                if done():
+                    return
+                gone = [rank for rank in needed() if self.peers[rank].ended]
+                if gone:
+                    raise PeerGone(gone[0])
+                for peer in self.peers.values():
+                    events = select.POLLIN | select.POLLOUT if peer.waiting else select.POLLIN
+                    if not peer.ended:
+                        self._poll.register(peer.connection.fileno(), events)
+            now = time.monotonic()
+            if now >= end:
+                raise Late(f"a message between ranks of this host timed out after {self.timeout_s:g} s")
+            if looks and now >= looks:
+                check()
+            looks = looks if looks > now else now + _LOOK_S
+            self._poll.poll(max(0.0, min(looks, end) - now) * 1e3)
+
+    def close(self) -> None:
+        """End the connections, for this process and all that it has forked."""
+        with self._lock:
+            self.closed = True
+            for peer in self.peers.values():
+                with contextlib.suppress(OSError):
+                    peer.connection.shutdown(socket.SHUT_RDWR)
+                peer.connection.close()
+                peer.ended = True
+                peer.parts.clear()
+                peer.regions.clear()
+            self._under_way.clear()
+            self.memory.close()
+
+
+def _sendmsg(connection: socket.socket, parts: list[Any], fd: int | None) -> None:
+    rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+    connection.sendmsg(parts, rights, socket.MSG_DONTWAIT)
+
+
+def _descriptor(ancillary: list[tuple[int, int, bytes]]) -> int:
+    ((_, _, data),) = ancillary
+    return int(struct.unpack("i", data[:4])[0])
+
+
+_ANCILLARY = socket.CMSG_SPACE(4)
+_OPEN: weakref.WeakSet[HostLinks] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked process: close its descriptors, so that the others notice when the rank itself ends."""
+    for links in list(_OPEN):
+        for peer in links.peers.values():
+            peer.connection.close()
+            peer.ended = True
+        links.closed = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Exchange:
+    """A message in which every rank gives each other rank a part.
+
+    Args:
+        links: The connections.
+        key: The number of the axis, and that of the message on it.
+        source: This rank's values, 1-d and contiguous.
+        given: Rank -> the range of `source` that it gets.
+        fingerprint: Of the call; it must be the same on all ranks.
+        take: Gets rank -> its part, of `source`'s dtype, and copies what it needs.
+        pushes: Whether `take` writes into the parts, for their ranks. Then `source` holds their results once all others
+            have taken theirs.
+        settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into.
+        failing: Raises where a rank has failed; called at intervals of a wait.
+    """
+
+    def __init__(
+        self,
+        links: HostLinks,
+        key: tuple[int, int],
+        source: Tensor,
+        given: dict[int, tuple[int, int]],
+        fingerprint: int,
+        take: Callable[[dict[int, Tensor]], None],
+        pushes: bool = False,
+        settles: bool = False,
+        failing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._links, self.key, self.source, self.given = links, key, source, given
+        self.fingerprint, self._take, self.pushes, self._failing = fingerprint, take, pushes, failing
+        self._settles = settles or pushes
+        self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
+        self._copy: Region | None = None
+        self._result: Tensor | None = None
+
+    def stage(self, memory: HostMemory) -> tuple[int, int, int]:
+        """Copy `source` to where other ranks can read it."""
+        nbytes = self.source.numel() * self.source.element_size()
+        self._copy = memory.borrow(nbytes)
+        staged = self._copy.bytes[:nbytes].view(self.source.dtype)
+        staged.copy_(self.source)
+        self._result, self.source = self.source, staged
+        return self._copy.number, self._copy.fd, 0
+
+    def try_take(self) -> bool:
+        """Take the parts, if all are here."""
+        peers = self._links.peers
+        if not all(self.key in peers[rank].parts for rank in self.given):
+            return False
+        packets = {rank: peers[rank].parts.pop(self.key) for rank in self.given}
+        for rank, packet in packets.items():
+            if packet.fingerprint != self.fingerprint:
+                raise DesyncError(
+                    f"rank {rank} of this host has called another collective, or with another size or dtype"
+                )
+        self._take({rank: packet.part.view(self.source.dtype) for rank, packet in packets.items()})
+        self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
+        self.taken = True
+        return True
+
+    def settle(self) -> bool:
+        """Whether all other ranks have taken their parts, so that `source` may be overwritten."""
+        for rank in list(self.untaken):
+            if self.key in self._links.peers[rank].taken:
+                self._links.peers[rank].taken.discard(self.key)
+                self.untaken.discard(rank)
+        if self.untaken or not self.taken:
+            return False
+        if self._copy is not None:
+            if self.pushes and self._result is not None:
+                self._result.copy_(self.source)
+            self._links.memory.give_back(self._copy)
+            self._copy = self._result = None
+        self.is_settled = True
+        return True
+
+    def arrived(self) -> bool:
+        """Whether a wait would not wait."""
+        self._links.progress()
+        return self._done()
+
+    def _done(self) -> bool:
+        return self.taken and (not self._settles or self.is_settled)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def wait(self) -> None:
+        self._links.wait(self._done, self._needed, self._failing)
+
+    def _needed(self) -> list[int]:
+        peers = self._links.peers
+        if not self.taken:
+            return [rank for rank in self.given if self.key not in peers[rank].parts]
+        return list(self.untaken)

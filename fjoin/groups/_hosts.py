@@ -1,0 +1,102 @@
+"""Finding the ranks of this host, and connecting to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from .._errors import CollectiveTimeout
+
+_RANK = struct.Struct("<q")
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
+
+
+class Doorway:
+    """A socket at which other processes of this host reach this one, by an address without a file.
+
+    Attributes:
+        host: Names this host: the same in two processes that can share memory and sockets.
+        address: The socket's name.
+    """
+
+    def __init__(self) -> None:
+        self.host, self.address = host_name(), secrets.token_hex(16)
+        self._socket: Any = None
+        if can_share():
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.bind(f"\0fjoin-{self.address}")
+            self._socket.listen(4096)
+
+    def __enter__(self) -> Doorway:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def connect(self, rank: int, addresses: Mapping[int, str], timeout_s: float) -> dict[int, socket.socket]:
+        """Connect to other ranks of this host, which all do the same.
+
+        Args:
+            rank: This rank.
+            addresses: Rank -> the address of its doorway.
+            timeout_s: The limit, in seconds.
+
+        Raises:
+            CollectiveTimeout: a rank has not come in time.
+        """
+        end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
+        missing = set(addresses)
+        try:
+            for other in sorted(missing):
+                if other < rank:
+                    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                    found[other] = connection
+                    connection.settimeout(max(end - time.monotonic(), 1e-3))
+                    connection.connect(f"\0fjoin-{addresses[other]}")
+                    connection.send(_RANK.pack(rank))
+                    missing.discard(other)
+            while missing:
+                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
+                connection = self._socket.accept()[0]
+                connection.settimeout(max(end - time.monotonic(), 1e-3))
+                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                data = connection.recv(_RANK.size)
+                other = _RANK.unpack(data)[0] if len(data) == _RANK.size else -1
+                if _CREDENTIALS.unpack(credentials)[1] != os.getuid() or other not in missing:
+                    connection.close()  # no rank of this run
+                    continue
+                found[other] = connection
+                missing.discard(other)
+        except OSError as error:
+            for connection in found.values():
+                connection.close()
+            raise CollectiveTimeout(
+                f"rank {rank} could not connect to rank {min(missing)}, which is on the same host, within {timeout_s:g} s: {error}",
+                rank=min(missing),
+            ) from None
+        for connection in found.values():
+            connection.setblocking(False)
+        return found
+
+
+def can_share() -> bool:
+    """Whether processes of this host can share memory without a name: on Linux."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def host_name() -> str:
+    """A name for this host, with the network namespace of this process."""
+    parts = []
+    with contextlib.suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            parts.append(file.read().strip())
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts) or socket.gethostname()

@@ -1,0 +1,263 @@
+"""Ranks of one host that exchange tensors through shared memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+Report = Callable[[Any], None]
+# Elements: none, fewer than ranks, those of a packet, one more, and several chunks.
+SIZES = (0, 1, 3, 1000, 16384, 16385, 300_001)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.uint8)
+
+
+def values(rank: int, n: int, dtype: torch.dtype) -> Tensor:
+    x = torch.arange(n) % 13 * (rank + 1) + rank
+    return (x / 7).to(dtype) if dtype.is_floating_point else x.to(dtype)
+
+
+def calls(axis: Any, rank: int, n: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Each collective once."""
+    w, x = axis.size, values(rank, n, dtype)
+    rows = torch.stack([values(rank + i, n, dtype) for i in range(w)])
+    give = tuple((rank + i) % 3 for i in range(w))
+    take = tuple((i + rank) % 3 for i in range(w))
+    out = {
+        "psum": axis.run("psum", x, None),
+        "pbroadcast": axis.run("pbroadcast", x, w - 1),
+        "all_gather": axis.run("all_gather", x, None),
+        "all_to_all": axis.run("all_to_all", rows, None),
+        "all_to_all_single": axis.run("all_to_all_single", torch.cat([rows] * 3)[: sum(give)], (give, take)),
+        "ppermute": axis.run("ppermute", x, tuple((i, (i + 1) % w) for i in range(1, w))),
+        "psum_scatter": axis.run("psum_scatter", rows, None),
+        "transposed": axis.run("psum", rows.t(), None),
+    }
+    if not dtype.is_complex:
+        out["pmax"], out["pmin"] = axis.run("pmax", x, None), axis.run("pmin", x, None)
+    return out
+
+
+def on_real_ranks(transport: str) -> Any:
+    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=True)
+    axis = mesh.axes["data"]
+    out = {}
+    for dtype in DTYPES:
+        for n in SIZES:
+            out[dtype, n] = calls(axis, mesh.rank, n, dtype)
+    flat = torch.full((10,), -1.0)
+    sizes = [3, 0, 5, 2][: mesh.size]
+    flat = torch.zeros(sum(sizes))
+    start = sum(sizes[: mesh.rank])
+    flat[start : start + sizes[mesh.rank]] = mesh.rank + 1.0
+    axis.gather_(flat, sizes).wait()
+    kind = type(axis).__name__
+    mesh.close()
+    return kind, out, flat
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_collectives_are_those_of_gloo_in_rank_order(pool: Any, n: int) -> None:
+    shared, gloo = pool.run(n, on_real_ranks, "shared"), pool.run(n, on_real_ranks, "gloo")
+    for (kind, own, flat), (other, want, filled) in zip(shared, gloo, strict=True):
+        assert (kind, other) == ("HostAxis", "GroupAxis")
+        torch.testing.assert_close(own, want, rtol=0, atol=0)
+        assert torch.equal(flat, filled)
+
+
+def steps(transport: str, pipeline: str) -> Any:
+    made = {
+        "mean": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.1)),
+        "zero": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
+        "int8": lambda: tx.fuse(tx.compress(tx.int8(), tx.mean("data")), tx.adamw(0.1)),
+        "clip": lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)), tx.sgd(0.1, momentum=0.9)),
+        "skip": lambda: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.adamw(0.1))),
+    }
+    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=True)
+    torch.manual_seed(0)
+    params = {"a": torch.randn(300, 200), "b": torch.randn(7), "c": torch.randn(0), "d": torch.randn(1100, 1000)}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return sum((leaf * leaf.sin()).sum() for leaf in p.values()) * x.sum()  # type: ignore[no-any-return]
+
+    step = fjoin.train_step(loss, made[pipeline](), mesh=mesh)
+    state = step.init(params)
+    batches = [torch.tensor([0.5 + i + mesh.rank]) for i in range(4 if mesh.rank else 6)]
+    for batch in step.join(batches):
+        state, _ = step(state, batch)
+    out = {path: leaf.detach().clone() for path, leaf in state.params.items()}
+    del state, step
+    mesh.close()
+    return out
+
+
+@pytest.mark.parametrize("pipeline", ["mean", "zero", "int8", "clip", "skip"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_training_step_is_the_same_to_the_bit(pool: Any, n: int, pipeline: str) -> None:
+    shared, gloo = pool.run(n, steps, "shared", pipeline), pool.run(n, steps, "gloo", pipeline)
+    for own, want in zip(shared, gloo, strict=True):
+        torch.testing.assert_close(own, want, rtol=0, atol=0)
+
+
+def grids() -> Any:
+    with fjoin.mesh({"node": 2, "local": -1}, transport="shared") as mesh:
+        kinds = {name: type(axis).__name__ for name, axis in mesh.axes.items()}
+        sums = [
+            mesh.axes[name].run("psum", torch.full((20_000,), float(mesh.rank)), None)[0].item() for name in mesh.axes
+        ]
+        return kinds, sums, float(mesh.over(("node", "local"))[0].run("psum", torch.tensor(float(mesh.rank)), None))
+
+
+def test_a_grid(pool: Any) -> None:
+    for rank, (kinds, sums, total) in enumerate(pool.run(4, grids)):
+        assert kinds == {"node": "HostAxis", "local": "HostAxis"}
+        node, local = divmod(rank, 2)
+        assert sums == [2 * local + 2, 4 * node + 1] and total == 6
+
+
+def several_hosts() -> Any:
+    """Ranks 0 and 1 on one host, rank 2 on another."""
+    import torch.distributed as dist
+
+    from fjoin.groups import _hosts
+
+    own, transport = _hosts.host_name, os.environ.pop("FJOIN_TRANSPORT", "auto")
+    _hosts.host_name = lambda: f"host {dist.get_rank() // 2}"  # type: ignore[assignment]
+    try:
+        mesh = fjoin.mesh({"data": -1})
+        kind, total = type(mesh.axes["data"]).__name__, mesh.axes["data"].run("psum", torch.ones(5), None)
+        with pytest.raises(ValueError, match="all ranks on one host"):
+            fjoin.mesh({"data": -1}, transport="shared")
+    finally:
+        _hosts.host_name = own
+        os.environ["FJOIN_TRANSPORT"] = transport
+    return kind, total
+
+
+def test_several_hosts_use_gloo(pool: Any) -> None:
+    for kind, total in pool.run(3, several_hosts):
+        assert kind == "GroupAxis" and (total == 3).all()
+
+
+def mismatched() -> Any:
+    mesh = fjoin.mesh({"data": -1}, transport="shared")
+    axis = mesh.axes["data"]
+    with pytest.raises(fjoin.DesyncError, match="another collective"):
+        axis.run("psum", torch.ones(5 + mesh.rank), None)
+    other = fjoin.mesh({"data": -1}, transport="shared")
+    with pytest.raises(fjoin.DesyncError, match="another collective"):
+        other.axes["data"].run("psum" if other.rank else "pmax", torch.ones(50_000), None)
+
+
+def test_ranks_that_call_different_collectives_raise(pool: Any) -> None:
+    pool.run(2, mismatched)
+
+
+def settings() -> Any:
+    import torch.distributed as dist
+
+    with pytest.raises(fjoin.DesyncError, match="transport='gloo'"):
+        fjoin.mesh({"data": -1}, transport="gloo" if dist.get_rank() else "shared")
+    with pytest.raises(ValueError, match="transport must be one of 'auto', 'gloo', 'shared', got 'tcp'"):
+        fjoin.mesh({"data": -1}, transport="tcp")
+
+
+def test_settings(pool: Any) -> None:
+    pool.run(2, settings)
+
+
+def descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [name.split(":")[0].split(" ")[0] for name in found if "memfd" in name or name.startswith("socket")]
+
+
+def opened() -> Any:
+    counts = []
+    for _ in range(4):
+        mesh = fjoin.mesh({"data": -1}, transport="shared")
+        x = mesh.zeros(100_000, torch.float32, None, ("data",))
+        assert x is not None
+        mesh.reduce_(x, ("data",)).wait()
+        mesh.axes["data"].run("psum", torch.ones(100_000), None)
+        del x
+        mesh.close()
+        del mesh
+        gc.collect()
+        counts.append(len(descriptors()))
+    with open("/proc/self/maps") as maps:
+        return counts, sum("memfd:fjoin" in line for line in maps)
+
+
+def test_a_closed_mesh_leaves_nothing_open(pool: Any) -> None:
+    for counts, mapped in pool.run(2, opened):
+        assert counts[1:] == counts[1:2] * 3 and mapped == 0
+
+
+def lose(rank: int, report: Report, how: str, place: str) -> None:
+    mesh = fjoin.mesh({"data": -1}, timeout_s=2.0 if how == "stop" else 300.0, transport="shared")
+    axis = mesh.axes["data"]
+    x = torch.ones(200_000)
+    for _ in range(3):
+        mesh.reduce_(x, ("data",)).wait()
+    if how == "fork" and rank == 1:
+        child = os.fork()
+        if not child:
+            time.sleep(30)  # as the workers of a DataLoader, which outlive a rank that is killed for some seconds
+            os._exit(0)
+    if rank == 1:
+        time.sleep(0.3)
+        if place == "announced":
+            axis.begin("psum", x, None)
+        report("now")
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    try:
+        with fjoin.bind(mesh):
+            for _ in range(2):
+                tx.psum(x, "data")
+    except Exception as error:
+        report((type(error).__name__, str(error), getattr(error, "rank", None)))
+    else:
+        report(("fine", "", None))
+
+
+@pytest.mark.parametrize("place", ["before", "announced"])
+@pytest.mark.parametrize("how", ["kill", "fork", "stop"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_lost_rank_is_noticed(n: int, how: str, place: str) -> None:
+    with Ranks(n, lose, how, place) as run:
+        for _, seconds, (kind, text, rank) in run.after("now", n - 1):
+            assert kind == ("CollectiveTimeout" if how == "stop" else "PeerLost"), text
+            assert seconds < 5.0 if how == "stop" else seconds < 2.0, seconds
+            assert rank == (1 if how != "stop" or n == 2 else rank)
+    assert not [name for name in os.listdir("/dev/shm") if "fjoin" in name]
+
+
+def busy(transport: str) -> Any:
+    """The order of waits differs between ranks: no rank may need another one's attention for a message it has sent."""
+    mesh = fjoin.mesh({"data": -1}, transport=transport)
+    axis: Any = mesh.axes["data"]
+    first, second = torch.full((50_000,), 1.0), torch.full((60_000,), 2.0)
+    a, b = axis.reduce_(first), axis.reduce_(second)
+    for work in (a, b) if mesh.rank else (b, a):
+        work.wait()
+    return first[0].item(), second[-1].item()
+
+
+def test_waits_in_any_order(pool: Any) -> None:
+    assert pool.run(3, busy, "shared") == [(3.0, 6.0)] * 3
