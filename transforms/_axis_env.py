@@ -49,7 +49,7 @@ class Axis:
         return self.run("psum", x, None)
 
     def start_(self, x: Tensor) -> Callable[[], object]:
-        """Start psum of a contiguous tensor in place; the returned function waits for the message."""
+        """Start psum of a flat tensor in place; the returned function waits for the message."""
         x.copy_(self.run("psum", x, None))
         return lambda: None
 

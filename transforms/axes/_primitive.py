@@ -219,7 +219,7 @@ def sum_in_place(leaves: list[Tensor], axis: AxisName) -> None:
         works: list[tuple[Callable[[], object], Tensor, list[Tensor]]] = []
         large = [x for x in leaves if x.nbytes >= _LARGE_BYTES and x.is_contiguous()]
         for x in large:
-            works.append((one.start_(x), x, []))
+            works.append((one.start_(x.view(-1)), x, []))
         own = set(map(id, large))
         small = [x for x in leaves if id(x) not in own]
         for members in _messages(small):
