@@ -24,6 +24,7 @@ from .._tree import (
     map_with_path,
     named_leaves,
     path_string,
+    plain,
     to_device,
 )
 from .._weights import check_weight
@@ -166,6 +167,8 @@ def pipeline_of(
         if not donate or under_vmap():
             return run(params, grads, state, weight, lane, False, **extra)
         with torch.no_grad():
+            if not plain(params, grads):
+                return run(params, grads, state, weight, lane, False, **extra)
             return run(params, in_own_memory(grads, params), state, weight, lane, True, **extra)
 
     def run(

@@ -1,0 +1,188 @@
+"""Steps on what the caller gives up equal pure steps; what cannot be given up is copied, and what was given up is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from optimizer_table import OPTIMIZERS
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fjoin
+from fjoin import transforms as tx
+
+ADAM = tx.adamw(0.1, weight_decay=0.1)
+PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
+    **{
+        f"{name} {i}": (lambda make=make: tx.fuse(tx.mean("data"), make()))
+        for name, makes in OPTIMIZERS.items()
+        for i, make in enumerate(makes)
+    },
+    "clip": lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.1)), ADAM),
+    "live": lambda: tx.fuse(tx.mean("data", over="live"), ADAM),
+    "sum": lambda: tx.fuse(tx.sum_over("data"), ADAM),
+    "skip": lambda: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), ADAM)),
+    "scale": lambda: tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), ADAM)),
+    "fed back": lambda: tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.mean("data"))), ADAM),
+    "power": lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", 2)), ADAM),
+    "average": lambda: tx.fuse(tx.noop(), ADAM, after=tx.average_every(2, "data")),
+    "ema": lambda: tx.fuse(tx.mean("data"), ADAM, after=tx.ema(0.5)),
+    "accumulate": lambda: tx.fuse(tx.every(2, tx.mean("data")), ADAM),
+    "zero": lambda: tx.zero(tx.mean("data"), ADAM, "data"),
+    "no reduction": lambda: tx.fuse(tx.identity(), ADAM),
+    "kept": lambda: tx.fuse(tx.chain(tx.mean("data"), KEEPS), ADAM),
+}
+
+
+def _keeps() -> tx.Transform:
+    """Keeps the gradients of the step before in its state, and adds them."""
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return optree.tree_map(torch.add, grads, state), grads
+
+    return tx.Transform(lambda params: optree.tree_map(torch.zeros_like, params), update)
+
+
+KEEPS = _keeps()
+
+
+def params_of(seed: int = 0) -> dict[str, Any]:
+    gen = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
+    # A large leaf travels alone; others are packed.
+    return {"a": {"weight": rand(300, 250), "bias": rand(7)}, "b": {"weight": rand(4, 3).t(), "bias": rand(0)}}
+
+
+def train(rank: Any, make: Callable[[], tx.Pipeline], donate: bool, steps: int = 4) -> Any:
+    params, pipeline = params_of(), make()
+    state, rank = pipeline.init(params), int(rank)
+    for i in range(steps):
+        grads = params_of(1 + 10 * rank + i)
+        if i == 2 and rank == 1 and hasattr(state, "inner"):
+            grads["a"]["bias"][0] = torch.inf
+        weight = 0.0 if (rank, i) == (2, 3) else float(1 + rank)
+        params, state = pipeline.step(params, grads, state, weight=weight, donate=donate)
+    return params, state
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_it_is_the_pure_step(name: str) -> None:
+    ranks = list(range(3))
+    want, got = (
+        tx.simulate(lambda r, d=donate: train(r, PIPELINES[name], d), {"data": 3}, ranks) for donate in (False, True)
+    )
+    torch.testing.assert_close(optree.tree_leaves(got), optree.tree_leaves(want), rtol=0, atol=0)
+
+
+class Made(TorchDispatchMode):
+    """The largest memory that an operation makes, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}  # type: ignore[arg-type]
+        for x in optree.tree_leaves(out):
+            if isinstance(x, Tensor) and not x.is_meta and x.untyped_storage().data_ptr() not in before:
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_nothing_large_is_made(donate: bool) -> None:
+    pipeline, params = tx.fuse(tx.mean("data"), tx.adamw(0.1)), params_of()
+    state, grads = pipeline.init(params), params_of(1)
+    with fjoin.bind(fjoin.mesh({"data": -1})), Made() as made:
+        new, _ = pipeline.step(params, grads, state, donate=donate)
+    assert (made.largest >= 75000) != donate
+    assert (new["a"]["weight"] is params["a"]["weight"]) == donate
+
+
+def test_a_donated_state_is_refused() -> None:
+    pipeline, params = tx.skip_if_nonfinite(tx.fuse(tx.identity(), ADAM)), params_of()
+    state = pipeline.init(params)
+    kept = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+    pipeline.step(params, params_of(1), state, donate=True)
+    for donate in (False, True):
+        with pytest.raises(tx.DonatedState, match="use the state that the step returned"):
+            pipeline.step(params, params_of(1), state, donate=donate)
+    pipeline.step(params, params_of(1), kept)
+    with pytest.raises(TypeError, match="donate"):
+        pipeline.step(params, params_of(1), kept, donate=1)
+    assert issubclass(fjoin.DonatedState, tx.DonatedState)
+
+
+def grads_that_share() -> dict[str, Any]:
+    one = torch.ones(3, 4)
+    flat = torch.arange(24.0)
+    return {
+        "the same": {"a": one, "b": one},
+        "overlapping": {"a": flat[:12].view(3, 4), "b": flat[6:18].view(3, 4)},
+        "expanded": {"a": torch.ones(()).expand(3, 4), "b": torch.ones(4).expand(3, 4)},
+        "with gaps": {"a": torch.ones(3, 8)[:, ::2], "b": torch.ones(3, 4)},
+    }
+
+
+@pytest.mark.parametrize("how", [*grads_that_share(), "parameters"])
+def test_gradients_that_share_memory(how: str) -> None:
+    def run(rank: Any, donate: bool) -> Any:
+        pipeline, params = tx.fuse(tx.mean("data"), tx.sgd(0.1)), {"a": torch.ones(3, 4), "b": torch.full((3, 4), 2.0)}
+        grads = params if how == "parameters" else grads_that_share()[how]
+        return pipeline.step(params, grads, pipeline.init(params), weight=1.0 + rank, donate=donate)[0]
+
+    want, got = (tx.simulate(run, {"data": 2}, [0.0, 1.0], [donate] * 2) for donate in (False, True))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_parameters_that_share_memory_are_not_stepped_twice() -> None:
+    pipeline, both = tx.fuse(tx.identity(), tx.sgd(0.5)), torch.ones(3)
+    params, grads = {"a": both, "b": both}, {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
+    new, _ = pipeline.step(params, grads, pipeline.init(params), donate=True)
+    assert (new["a"] == 0.5).all() and (new["b"] == 0.0).all()
+
+
+def test_under_transforms_it_is_pure() -> None:
+    pipeline, w = tx.fuse(tx.identity(), tx.sgd(0.5)), torch.ones(3)
+
+    def after(w: Tensor) -> Tensor:
+        return (pipeline.step({"w": w}, {"w": w * w}, pipeline.init({"w": w}), donate=True)[0]["w"] ** 2).sum()
+
+    with torch.no_grad():  # a derivative through a step
+        torch.testing.assert_close(torch.func.grad(after)(w), 2 * (w - 0.5 * w**2) * (1 - w))
+    assert (w == 1).all()
+
+
+def test_a_graph_that_needs_the_old_values_sees_the_change() -> None:
+    pipeline, w = tx.fuse(tx.identity(), ADAM), torch.ones(3, requires_grad=True)
+    loss = (w * w).sum()
+    pipeline.step({"w": w}, {"w": torch.ones(3)}, pipeline.init({"w": w}), donate=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def on_processes(transport: str, donate: bool) -> Any:
+    pipeline, params = tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), ADAM), params_of()
+    params["c"] = torch.ones(400, 400)
+    state, rank = pipeline.init(params), torch.distributed.get_rank()
+
+    def loss(p: Any, x: float) -> Tensor:
+        return sum((leaf.sin() * x).sum() for leaf in optree.tree_leaves(p))  # type: ignore[no-any-return]
+
+    grad = fjoin.value_and_grad(loss)
+    with fjoin.bind(fjoin.mesh({"data": -1}, transport=transport, ordered=not donate)):
+        for i in range(3):
+            value, grads = grad(params, 1.0 + rank + i)
+            params, state = pipeline.step(params, grads, state, weight=1.0 + rank, donate=donate)
+    return value, params
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_on_processes(pool: Any, transport: str) -> None:
+    want, got = pool.run(2, on_processes, "gloo", False), pool.run(2, on_processes, transport, True)
+    torch.testing.assert_close(optree.tree_leaves(got), optree.tree_leaves(want), rtol=0, atol=0)
