@@ -47,6 +47,7 @@ class DDPBucket(GradBuffer):
         self.buffer = self.grads = bucket.buffer()
         self.pieces, self.scattered = pieces, False
         self.work: Work | None = None
+        self.total = None
         self.seen = torch.zeros((), device=self.grads.device)
         self._by_path = dict(zip(paths, gradients(bucket), strict=True))
         self.bucket = _bucket(paths, self.grads.numel(), self.grads)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..transforms.axes._order import from_order, to_order
 from ._axis import Done, GroupAxis, Work
-from ._host_links import INLINE_BYTES, Exchange, HostLinks
+from ._exchange import Exchange
+from ._host_links import INLINE_BYTES, HostLinks
 
 # Elements that are summed at once, so that the parts stay in the cache.
 _CHUNK_BYTES = 256 * 1024
@@ -41,7 +42,7 @@ class HostAxis(GroupAxis):
         op: str,
         source: Tensor,
         ranges: Sequence[tuple[int, int]],
-        take: Callable[[list[Tensor]], None],
+        take: Callable[[list[Tensor]], float | None],
         pushes: bool = False,
         settles: bool = False,
         size: int | None = None,
@@ -58,9 +59,9 @@ class HostAxis(GroupAxis):
         others = {rank: ranges[i] for i, rank in enumerate(self._ranks) if i != self.rank}
         first, last = ranges[self.rank]
 
-        def taken(parts: dict[int, Tensor]) -> None:
+        def taken(parts: dict[int, Tensor]) -> float | None:
             parts[self._ranks[self.rank]] = exchange.source[first:last]
-            take([parts[rank] for rank in self._ranks])
+            return take([parts[rank] for rank in self._ranks])
 
         call = f"{op} {source.dtype} {size}"
         exchange = Exchange(
@@ -88,7 +89,8 @@ class HostAxis(GroupAxis):
             return self._exchange("psum", flat, [(0, n)] * self.size, lambda parts: _sum(parts, [flat]), size=n)
         bounds = [i * n // self.size for i in range(self.size + 1)]
         pieces = list(zip(bounds, bounds[1:], strict=False))
-        return self._exchange("psum", flat, pieces, lambda parts: _sum(parts, parts), pushes=True, size=n)
+        work = self._exchange("psum", flat, pieces, lambda parts: _sum(parts, parts), pushes=True, size=n)
+        return Summed(work) if buffer.is_floating_point() else work
 
     def scatter_(self, buffer: Tensor, bounds: Sequence[int]) -> Exchange:
         """Start summing the pieces of a flat buffer on the CPU, each on its rank, in place.
@@ -170,6 +172,22 @@ class HostAxis(GroupAxis):
         return self._exchange("gather", own, [(0, len(own))] * self.size, fill, settles=True, size=flat.numel())
 
 
+class Summed:
+    """A sum under way.
+
+    Attributes:
+        total: Once it has ended: the sum of all elements. It is finite only if all of them are.
+    """
+
+    def __init__(self, work: Exchange) -> None:
+        self._work, self.arrived = work, work.arrived
+        self.total: float | None = None
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.total = self._work.total
+
+
 class _After:
     """A collective under way; a call waits for it and returns its result."""
 
@@ -191,10 +209,11 @@ def _copy(out: Tensor, parts: Sequence[Tensor]) -> None:
         at += len(part)
 
 
-def _sum(parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Write the sum of the parts, in their order, to all of `outs`, which may be the parts."""
-    n = len(parts[0])
-    step = max(1, _CHUNK_BYTES // parts[0].element_size())
+def _sum(parts: Sequence[Tensor], outs: Sequence[Tensor]) -> float:
+    """Write the sum of the parts, in their order, to all of `outs`, which may be the parts; returns the sum of its elements."""
+    n, seen = len(parts[0]), []
+    step, floats = max(1, _CHUNK_BYTES // parts[0].element_size()), parts[0].is_floating_point()
+    wide = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
     for at in range(0, n, step):
         first, *rest = (part[at : at + step] for part in parts)
         to, *others = (out[at : at + step] for out in outs)
@@ -208,3 +227,6 @@ def _sum(parts: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
                 to.copy_(total)
         for out in others:
             out.copy_(to)
+        if floats:  # while it is in the cache
+            seen.append(to.sum(dtype=wide))
+    return float(torch.stack(seen).sum()) if seen else 0.0

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import DesyncError, JoinError
+from .._errors import JoinError
+from ._exchange import Exchange
 from ._host_memory import HostMemory, Region
 
-# kind, axis, message, fingerprint of the call; then region, first byte, bytes: of the part for this rank.
-_PACKET = struct.Struct("<BBxxIIxxxxQQQ")
+# Kind, axis, message, fingerprint of the call; region, first byte, bytes: of the part for this rank; a number.
+_PACKET = struct.Struct("<BBxxIIxxxxQQQd")
 _PART, _INLINE, _TAKEN, _DROPPED = range(4)
 # Parts of at most this size travel in the packet itself.
 INLINE_BYTES = 64 * 1024
@@ -56,7 +57,7 @@ class Peer:
         self.regions: dict[int, Region] = {}  # of the other process
         self.knows: set[int] = set()  # regions of this process that the other one has mapped
         self.parts: dict[tuple[int, int], Packet] = {}  # by axis and message
-        self.taken: set[tuple[int, int]] = set()  # messages whose part from this process it has taken
+        self.taken: dict[tuple[int, int], float] = {}  # messages whose part from this process it has taken
         self.waiting: deque[tuple[bytes, int | None]] = deque()  # packets that did not fit into the connection
         self.ended = False
 
@@ -108,12 +109,12 @@ class HostLinks:
             for number in drops:
                 if number in peer.knows:
                     peer.knows.discard(number)
-                    self._send(peer, _PACKET.pack(_DROPPED, 0, 0, 0, number, 0, 0))
+                    self._send(peer, _PACKET.pack(_DROPPED, 0, 0, 0, number, 0, 0, 0.0))
             head = exchange.key[0], exchange.key[1], exchange.fingerprint
             nbytes = part.numel() * part.element_size()
             if nbytes <= INLINE_BYTES and not exchange.pushes:
                 data = part.view(torch.uint8).numpy() if nbytes else b""
-                self._send(peer, _PACKET.pack(_INLINE, *head, 0, 0, nbytes), data)
+                self._send(peer, _PACKET.pack(_INLINE, *head, 0, 0, nbytes, 0.0), data)
                 continue
             if place is None:
                 place = self.memory.find(exchange.source) or exchange.stage(self.memory)
@@ -121,7 +122,7 @@ class HostLinks:
             new = number not in peer.knows
             peer.knows.add(number)
             first += start * part.element_size()
-            self._send(peer, _PACKET.pack(_PART, *head, number, first, nbytes), fd=fd if new else None)
+            self._send(peer, _PACKET.pack(_PART, *head, number, first, nbytes, 0.0), fd=fd if new else None)
             exchange.untaken.add(rank)
 
     def _send(self, peer: Peer, head: bytes, data: Any = b"", fd: int | None = None) -> None:
@@ -172,9 +173,9 @@ class HostLinks:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(peer.connection.fileno())
             return False
-        kind, axis, message, fingerprint, number, first, nbytes = _PACKET.unpack_from(self._room)
+        kind, axis, message, fingerprint, number, first, nbytes, value = _PACKET.unpack_from(self._room)
         if kind == _TAKEN:
-            peer.taken.add((axis, message))
+            peer.taken[axis, message] = value
         elif kind == _DROPPED:
             peer.regions.pop(number, None)
         elif kind == _INLINE:
@@ -197,7 +198,7 @@ class HostLinks:
         for exchange in self._under_way:
             if not exchange.taken and exchange.try_take():
                 for rank in exchange.from_memory:
-                    self._send(self.peers[rank], _PACKET.pack(_TAKEN, *exchange.key, 0, 0, 0, 0))
+                    self._send(self.peers[rank], _PACKET.pack(_TAKEN, *exchange.key, 0, 0, 0, 0, exchange.total))
         self._under_way = [exchange for exchange in self._under_way if not exchange.settle()]
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -284,98 +285,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class Exchange:
-    """A message in which every rank gives each other rank a part.
-
-    Args:
-        links: The connections.
-        key: The number of the axis, and that of the message on it.
-        source: This rank's values, 1-d and contiguous.
-        given: Rank -> the range of `source` that it gets.
-        fingerprint: Of the call; it must be the same on all ranks.
-        take: Gets rank -> its part, of `source`'s dtype, and copies what it needs.
-        pushes: Whether `take` writes into the parts, for their ranks. Then `source` holds their results once all others
-            have taken theirs.
-        settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into.
-        failing: Raises where a rank has failed; called at intervals of a wait.
-    """
-
-    def __init__(
-        self,
-        links: HostLinks,
-        key: tuple[int, int],
-        source: Tensor,
-        given: dict[int, tuple[int, int]],
-        fingerprint: int,
-        take: Callable[[dict[int, Tensor]], None],
-        pushes: bool = False,
-        settles: bool = False,
-        failing: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._links, self.key, self.source, self.given = links, key, source, given
-        self.fingerprint, self._take, self.pushes, self._failing = fingerprint, take, pushes, failing
-        self._settles = settles or pushes
-        self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
-        self._copy: Region | None = None
-        self._result: Tensor | None = None
-
-    def stage(self, memory: HostMemory) -> tuple[int, int, int]:
-        """Copy `source` to where other ranks can read it."""
-        nbytes = self.source.numel() * self.source.element_size()
-        self._copy = memory.borrow(nbytes)
-        staged = self._copy.bytes[:nbytes].view(self.source.dtype)
-        staged.copy_(self.source)
-        self._result, self.source = self.source, staged
-        return self._copy.number, self._copy.fd, 0
-
-    def try_take(self) -> bool:
-        """Take the parts, if all are here."""
-        peers = self._links.peers
-        if not all(self.key in peers[rank].parts for rank in self.given):
-            return False
-        packets = {rank: peers[rank].parts.pop(self.key) for rank in self.given}
-        for rank, packet in packets.items():
-            if packet.fingerprint != self.fingerprint:
-                raise DesyncError(
-                    f"rank {rank} of this host has called another collective, or with another size or dtype"
-                )
-        self._take({rank: packet.part.view(self.source.dtype) for rank, packet in packets.items()})
-        self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
-        self.taken = True
-        return True
-
-    def settle(self) -> bool:
-        """Whether all other ranks have taken their parts, so that `source` may be overwritten."""
-        for rank in list(self.untaken):
-            if self.key in self._links.peers[rank].taken:
-                self._links.peers[rank].taken.discard(self.key)
-                self.untaken.discard(rank)
-        if self.untaken or not self.taken:
-            return False
-        if self._copy is not None:
-            if self.pushes and self._result is not None:
-                self._result.copy_(self.source)
-            self._links.memory.give_back(self._copy)
-            self._copy = self._result = None
-        self.is_settled = True
-        return True
-
-    def arrived(self) -> bool:
-        """Whether a wait would not wait."""
-        self._links.progress()
-        return self._done()
-
-    def _done(self) -> bool:
-        return self.taken and (not self._settles or self.is_settled)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def wait(self) -> None:
-        self._links.wait(self._done, self._needed, self._failing)
-
-    def _needed(self) -> list[int]:
-        peers = self._links.peers
-        if not self.taken:
-            return [rank for rank in self.given if self.key not in peers[rank].parts]
-        return list(self.untaken)

@@ -132,6 +132,7 @@ class AllReduceHook:
         if not rest:
             return state, sums, divisor
         for out in outgoing:
+            out.total = None  # the stages make other values of these
             out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
         first = state()
         new = run_stages(

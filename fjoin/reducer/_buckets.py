@@ -24,6 +24,7 @@ class GradBuffer:
         lane: The lane's part of the buffer, maybe empty.
         pieces: The pieces of this bucket; None where it is not sharded.
         scattered: Whether `grads` is this rank's piece of the bucket.
+        total: The sum of the elements of `buffer` after its message, where the message has told it.
         direct: Whether autograd's gradient itself becomes the message.
 
     Args:
@@ -60,11 +61,13 @@ class GradBuffer:
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
         self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see StepCheck.observe
+        self.total: float | None = None
         self.missing, self.filled = 0, False
 
     def start(self, leaves: list[Tensor]) -> None:
         """Prepare for the gradients of these leaves."""
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
+        self.total = None
         self.scattered = False
         self.grads = self._own  # a hook may have replaced it by its result
         if self.direct:
@@ -112,6 +115,7 @@ class GradBuffer:
         """Wait for the bucket's messages; on CUDA only the stream waits."""
         if self.work is not None:
             self.work.wait()
+            self.total = getattr(self.work, "total", None)
             self.work = None
 
     def scatter(self, piece: Tensor) -> None:

@@ -107,7 +107,7 @@ class StepCheck:
             wide = torch.float64 if out.scattered else torch.promote_types(out.grads.dtype, torch.float32)
             out.seen = torch.linalg.vector_norm(out.grads, dtype=wide).double()
         elif out.grads.device.type == "cpu" and not self.on_device:
-            out.seen = out.grads.sum()
+            out.seen = out.grads.sum() if out.total is None else torch.tensor(out.total)
         elif out.grads.numel():
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 

@@ -28,8 +28,8 @@ _TRANSPOSE = {
 # Measured: packing 37 MB takes 2 to 3 times as long in one piece, whose memory comes from the system anew each time.
 # Leaves are never split.
 MESSAGE_BYTES = 25 * 10**6
-# Tensors of this size travel as they are, without a copy, where they may be overwritten.
-_LARGE_BYTES = 256 * 1024
+# In sums leaves of this size travel alone, without being packed.
+_LARGE_BYTES = 2**20
 # The position of the ranks' dimension in a vmapped result; None: all ranks have the same result.
 _OUT_DIM = {"psum_scatter": 0, "all_to_all": 0, "ppermute": 0}
 
@@ -148,7 +148,7 @@ def as_tensor(leaf: Any) -> Tensor:
 
 def packed(
     tree: Tree, lead: int, run: Callable[[Tensor], Tensor], run_: Callable[[Tensor], Tensor] | None = None,
-    ordered: bool = False,
+    ordered: bool = False, alone: bool = False,
 ) -> Tree:  # fmt: skip
     """Apply `run` to the leaves: one call per dtype, device and `MESSAGE_BYTES`.
 
@@ -159,13 +159,14 @@ def packed(
         run_: Like `run`, but it may overwrite its argument; it is called for fresh copies through which nothing
             differentiates.
         ordered: Whether floats are sent as integers and compared.
+        alone: Whether large leaves travel alone.
     """
     leaves, structure = optree.tree_flatten(tree)
     leaves = [as_tensor(leaf) for leaf in leaves]
     if not all([_can_send(leaf, ordered) for leaf in leaves]):
         _refuse(tree, ordered)
     out: list[Any] = [None] * len(leaves)
-    for members in _messages(leaves):
+    for members in _messages(leaves, alone):
         if len(members) == 1:
             (i,) = members
             flat = leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:])))
@@ -181,12 +182,19 @@ def packed(
     return optree.tree_unflatten(structure, out)
 
 
-def _messages(leaves: list[Tensor]) -> list[list[int]]:
-    """The leaves that travel together: of one dtype and device, in their order, up to `MESSAGE_BYTES`."""
+def _messages(leaves: list[Tensor], alone: bool) -> list[list[int]]:
+    """The leaves that travel together: of one dtype and device, in their order, up to `MESSAGE_BYTES`.
+
+    Args:
+        alone: Whether those of at least `_LARGE_BYTES` travel alone.
+    """
     done: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, leaf in enumerate(leaves):
         key, size = (leaf.dtype, leaf.device), leaf.numel() * leaf.element_size()
+        if alone and size >= _LARGE_BYTES:
+            done.append([i])
+            continue
         members, filled = filling.get(key, ([], 0))
         if members and filled + size > MESSAGE_BYTES:
             members, filled = [], 0
@@ -207,7 +215,7 @@ def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
     ordered = op in ("pmax", "pmin")
     for one in _lookup_all(axis):
         run_ = one.run_ if op == "psum" else None
-        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg), run_, ordered)  # type: ignore[misc]
+        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg), run_, ordered, op == "psum")  # type: ignore[misc]
     return tree
 
 
@@ -217,15 +225,11 @@ def sum_in_place(leaves: list[Tensor], axis: AxisName) -> None:
         _refuse(leaves, False)
     for one in _lookup_all(axis) if leaves else ():
         works: list[tuple[Callable[[], object], Tensor, list[Tensor]]] = []
-        large = [x for x in leaves if x.nbytes >= _LARGE_BYTES and x.is_contiguous()]
-        for x in large:
-            works.append((one.start_(x.view(-1)), x, []))
-        own = set(map(id, large))
-        small = [x for x in leaves if id(x) not in own]
-        for members in _messages(small):
-            parts = [small[i] for i in members]
-            flat = torch.cat([x.reshape(-1) for x in parts])
-            works.append((one.start_(flat), flat, parts))
+        for members in _messages(leaves, True):
+            parts = [leaves[i] for i in members]
+            alone = len(parts) == 1 and parts[0].is_contiguous()
+            flat = parts[0].view(-1) if alone else torch.cat([x.reshape(-1) for x in parts])
+            works.append((one.start_(flat), flat, [] if alone else parts))
         for wait, flat, parts in works:
             wait()
             if parts:

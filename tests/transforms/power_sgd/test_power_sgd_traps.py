@@ -136,7 +136,8 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
             held = dict(grads)
             weight = 0.0 if step == 4 and rank == 1 else 1.0
             out, state = hook.update(grads, state, weight=weight, **donate_kwargs(hook, donated))
-            taken &= all(out[path].data_ptr() == held[path].data_ptr() for path in ("a", "conv"))
+            if kind != "late" or step > 1:  # before, these are plain means
+                taken &= all(out[path].data_ptr() == held[path].data_ptr() for path in ("a", "conv"))
             outs.append({path: v.clone() for path, v in out.items()})
         return outs, state, taken
 
@@ -145,7 +146,7 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
         got = tx.simulate(one_rank, {"data": ranks}, [True] * ranks)
         for (outs, state, taken), (others, other_state, other_taken) in zip(got, want, strict=True):
             assert same_bits((outs, state), (others, other_state))
-            assert taken == (kind not in ("batched", "late") and dtype is not torch.bfloat16) and not other_taken
+            assert taken == (kind != "batched" and dtype is not torch.bfloat16) and not other_taken
 
 
 AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {

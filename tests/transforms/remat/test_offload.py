@@ -66,6 +66,7 @@ def test_a_file_goes_with_its_value(tmp_path: Path) -> None:
     assert _mapped(tmp_path) == 0 and back[0] == 1.0
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_after_a_fork(tmp_path: Path) -> None:
     x = torch.zeros(64, 64, requires_grad=True)
     out = tx.remat(lambda x: torch.tanh(torch.sin(x) * 2).exp(), tx.everything_saveable, tmp_path)(x)

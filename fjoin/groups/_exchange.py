@@ -1,0 +1,116 @@
+"""Messages between the ranks of one host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .._errors import DesyncError
+from ._host_memory import HostMemory, Region
+
+if TYPE_CHECKING:
+    from ._host_links import HostLinks
+
+
+class Exchange:
+    """A message in which every rank gives each other rank a part.
+
+    Args:
+        links: The connections.
+        key: The number of the axis, and that of the message on it.
+        source: This rank's values, 1-d and contiguous.
+        given: Rank -> the range of `source` that it gets.
+        fingerprint: Of the call; it must be the same on all ranks.
+        take: Gets rank -> its part, of `source`'s dtype, and copies what it needs. It may return a number, which travels
+            with the answer that the part has been taken.
+        pushes: Whether `take` writes into the parts, for their ranks. Then `source` holds their results once all others
+            have taken theirs.
+        settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into.
+        failing: Raises where a rank has failed; called at intervals of a wait.
+
+    Attributes:
+        total: The sum of the numbers of this rank's `take` and those of all ranks that have answered.
+    """
+
+    def __init__(
+        self,
+        links: HostLinks,
+        key: tuple[int, int],
+        source: Tensor,
+        given: dict[int, tuple[int, int]],
+        fingerprint: int,
+        take: Callable[[dict[int, Tensor]], float | None],
+        pushes: bool = False,
+        settles: bool = False,
+        failing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._links, self.key, self.source, self.given = links, key, source, given
+        self.fingerprint, self._take, self.pushes, self._failing = fingerprint, take, pushes, failing
+        self._settles = settles or pushes
+        self.total = 0.0
+        self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
+        self._copy: Region | None = None
+        self._result: Tensor | None = None
+
+    def stage(self, memory: HostMemory) -> tuple[int, int, int]:
+        """Copy `source` to where other ranks can read it."""
+        nbytes = self.source.numel() * self.source.element_size()
+        self._copy = memory.borrow(nbytes)
+        staged = self._copy.bytes[:nbytes].view(self.source.dtype)
+        staged.copy_(self.source)
+        self._result, self.source = self.source, staged
+        return self._copy.number, self._copy.fd, 0
+
+    def try_take(self) -> bool:
+        """Take the parts, if all are here."""
+        peers = self._links.peers
+        if not all(self.key in peers[rank].parts for rank in self.given):
+            return False
+        packets = {rank: peers[rank].parts.pop(self.key) for rank in self.given}
+        for rank, packet in packets.items():
+            if packet.fingerprint != self.fingerprint:
+                raise DesyncError(
+                    f"rank {rank} of this host has called another collective, or with another size or dtype"
+                )
+        self.total = self._take({rank: one.part.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
+        self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
+        self.taken = True
+        return True
+
+    def settle(self) -> bool:
+        """Whether all other ranks have taken their parts, so that `source` may be overwritten."""
+        for rank in list(self.untaken):
+            value = self._links.peers[rank].taken.pop(self.key, None)
+            if value is not None:
+                self.total += value
+                self.untaken.discard(rank)
+        if self.untaken or not self.taken:
+            return False
+        if self._copy is not None:
+            if self.pushes and self._result is not None:
+                self._result.copy_(self.source)
+            self._links.memory.give_back(self._copy)
+            self._copy = self._result = None
+        self.is_settled = True
+        return True
+
+    def arrived(self) -> bool:
+        """Whether a wait would not wait."""
+        self._links.progress()
+        return self._done()
+
+    def _done(self) -> bool:
+        return self.taken and (not self._settles or self.is_settled)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def wait(self) -> None:
+        self._links.wait(self._done, self._needed, self._failing)
+
+    def _needed(self) -> list[int]:
+        peers = self._links.peers
+        if not self.taken:
+            return [rank for rank in self.given if self.key not in peers[rank].parts]
+        return list(self.untaken)
