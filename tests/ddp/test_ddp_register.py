@@ -86,6 +86,7 @@ def reference(sizes: list[list[int]], hook: str, epochs: int = 2) -> dict[str, T
 ORACLES = ["mean", "mean, clip", "mean, two stages", "by hand"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "many"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "hook"])
 @pytest.mark.parametrize("hook", ORACLES)

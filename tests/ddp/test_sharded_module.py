@@ -162,6 +162,7 @@ def train(name: str, sharded: bool, steps: int, caps: float | None, join: bool) 
     return {path: p.detach().clone() for path, p in model.named_parameters()}, sent, none, handle.skipped
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks, join", [(2, False), (3, False), (3, True)])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_sharded_pipeline_in_a_module(pool: Any, name: str, ranks: int, join: bool) -> None:

@@ -165,7 +165,7 @@ def go(rank: int, report: Report, name: str) -> None:
     ended(report, lambda: PROGRAMS[name][0](rank))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_rank_is_taken_for_lost(name: str) -> None:
     ranks = PROGRAMS[name][1]

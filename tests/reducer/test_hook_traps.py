@@ -309,6 +309,7 @@ thread.join()
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep, or do not, by rules of their own")
+@pytest.mark.long
 def test_threads_keep_what_they_free() -> None:
     """24 MB, which glibc gives back to the kernel."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRE"))}

@@ -129,7 +129,7 @@ def counted(codec: str, hook: str, bucket_bytes: int) -> Any:
     return sent
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(
     ("codec", "hook", "bucket_bytes"),
     table([*CODECS], ["mean", "clip, mean, clip", "by path", "fed back", *METHODS], [1000, 1, 10**6]),

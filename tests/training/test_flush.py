@@ -99,6 +99,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NESTED)
 def test_a_flush_reaches_all_windows(name: str) -> None:
     """Two ranks move by 1 and by 3 in each step, with these weights: means move by 2.5.

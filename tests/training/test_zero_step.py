@@ -76,6 +76,7 @@ def test_every_optimizer(name: str, i: int, ranks: int) -> None:
     same(got, want)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_pipeline(name: str) -> None:
     pair = PAIRS[name]
@@ -108,6 +109,7 @@ def flat(state: Any) -> dict[str, Any]:
     return tx.to_state_dict(state)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*PAIRS, "encoded", "encoded, masters", "feedback"])
 def test_the_step_is_the_pure_step(name: str) -> None:
     """Values and states, of all ranks; buckets are those of the pure pipeline."""

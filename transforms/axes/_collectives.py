@@ -1,8 +1,8 @@
 """Collectives by axis name, with JAX's names and meaning, on pytrees.
 
-One call on a pytree is one message per dtype and 25 MB, with packed leaves; in sums large leaves travel alone. All collectives except pmax and pmin are
-differentiable (the derivative is that of the sum of all ranks' outputs, so the transpose of psum is psum). All work
-under torch.func.grad, torch.func.vmap over other dimensions, and torch.compile.
+One call on a pytree is one message per dtype and 25 MB, with packed leaves; in sums large leaves travel alone. All
+collectives except pmax and pmin are differentiable (the derivative is that of the sum of all ranks' outputs, so the
+transpose of psum is psum). All work under torch.func.grad, torch.func.vmap over other dimensions, and torch.compile.
 
 Same as: jax.lax's parallel operators; torch.distributed's collectives, without process groups.
 """

@@ -188,6 +188,7 @@ def compiled() -> Any:
     return out
 
 
+@pytest.mark.long
 def test_compiled_collectives_are_right_or_refuse(pool: Any) -> None:
     for result in pool.run(2, compiled):
         for name in [*OPS, "grad"]:

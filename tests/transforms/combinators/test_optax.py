@@ -39,7 +39,7 @@ def _trees(dtype: torch.dtype, n: int = 6) -> list[dict[str, Tensor]]:
     return [{k: v for k, v in params_like(i, dtype).items() if v.numel()} for i in range(n)]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("dtype", "room"), [(torch.float64, 1e-14), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("alone", [4, 2**16])  # the least size of leaves that cross alone

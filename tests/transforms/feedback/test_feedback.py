@@ -68,7 +68,7 @@ def _run(hook: tx.Transform, idle: bool) -> Any:
     return out, {k: e / last for k, e in state.error.items()}, given
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("idle", [False, True], ids=["all live", "some idle"])
 @pytest.mark.parametrize("without_input", ["freeze", "flush"])
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def train(rank: Any, make: Callable[[], tx.Pipeline], donate: bool, steps: int =
     return params, state
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_it_is_the_pure_step(name: str) -> None:
     ranks = list(range(3))

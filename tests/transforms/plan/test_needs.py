@@ -75,6 +75,7 @@ def difference(hook: tx.Transform, bucket_bytes: int, batch: float) -> float:
     return max_diff(state.params, want)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "pair", list(itertools.product(STAGES, repeat=2)), ids=lambda pair: " then ".join(map(str, pair))
 )

@@ -99,7 +99,7 @@ def model_and_loss(offload: Any = None, budget: int | None = None) -> tuple[Tran
     return model, tx.remat(loss, offload=offload, budget_bytes=budget) if budget is not None else loss
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("offload", [None, tempfile.gettempdir()], ids=["", "file"])
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.4, 0.7, 1.0])
 def test_never_above_the_budget(part: float, offload: str | None) -> None:
