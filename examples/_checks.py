@@ -133,7 +133,7 @@ def train_with_torch(model: nn.Module, batches: list[list[Batch]], peak: float) 
 def one_message_per_bucket(
     report: Report, step: fjoin.TrainStep, state: fjoin.TrainState, loader: list[Batch], announced: int
 ) -> None:
-    """Count torch's own messages: only the buckets, and one message before the first step."""
+    """Count messages by torch's profiler: only the buckets, and one message before the first step."""
     own = 3 if report.mesh.rank == 0 else 2  # uneven here as well
     steps = 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -141,7 +141,7 @@ def one_message_per_bucket(
             with torch.profiler.record_function("one step"):
                 state, _ = step(state, batch)
             steps += 1
-    sent = [event.time_range.start for event in profile.events() if event.name.startswith("c10d::")]
+    sent = [event.time_range.start for event in profile.events() if event.name.startswith(("c10d::", "fjoin::"))]
     spans = [event.time_range for event in profile.events() if event.name == "one step"]
     each = [sum(span.start <= at <= span.end for at in sent) for span in spans]
     if not dist.is_initialized():

@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ._connections import Connections, shut
 from ._failures import Failures
 from ._host_axis import HostAxis
 from ._host_links import HostLinks, Late, PeerGone
+from ._hosts_axis import HostsAxis
 from ._meetings import Meetings
 from ._mesh import Mesh
 from ._store import Store
@@ -47,6 +48,7 @@ class GroupMesh(Mesh):
         connections: The connections of these groups, where these are known.
         owned: Whether the groups were made for this mesh, so that they are destroyed with it.
         links: The connections to the ranks of this host; None where all messages use the groups.
+        halves: For axes over several hosts, by name, "" for all ranks: the group inside this host, and that across hosts.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class GroupMesh(Mesh):
         connections: Connections,
         owned: bool = True,
         links: HostLinks | None = None,
+        halves: Mapping[str, Any] | None = None,
     ) -> None:
         self._store, name = Store(), world_mesh.group_name  # a name that is the same on all ranks
         self._failures = failures = Failures(self._store, name, world_mesh.rank(), world_mesh.size(), connections)
@@ -69,21 +72,30 @@ class GroupMesh(Mesh):
             others = [ranks.index(rank) for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
             return lambda: failures.raise_if_any(others)
 
-        def axis(group: Any, number: int, *args: Any) -> GroupAxis:
+        parts: list[GroupAxis] = []
+
+        def axis(name: str, group: Any, number: int, *args: Any) -> GroupAxis:
             members = dist.get_process_group_ranks(group)
             if links is not None and links.reach(members):
                 return HostAxis(links, number, members, group, ordered, *args)
+            if links is not None and halves and halves.get(name):
+                local, others = halves[name]
+                check, here = args[-1], dist.get_process_group_ranks(local)
+                inside = HostAxis(links, number, here, local, check=check)
+                across = GroupAxis(others, check=check)
+                parts.extend((inside, across))
+                return HostsAxis(inside, across, group, ordered, *args)
             return GroupAxis(group, ordered, *args)
 
         self._look, self._links = look(world_mesh), links
-        self._everyone = axis(world_mesh, 0, lambda axes: None, self._look)
+        self._everyone = axis("", world_mesh, 0, lambda axes: None, self._look)
         # No reference cycle through this mesh: its groups must be freed with it, not at a garbage collection or exit.
         names, whole = tuple(shape), self._everyone
 
         def joint(axes: tuple[str, ...]) -> GroupAxis | None:
             return whole if axes == names else None
 
-        axes = {name: axis(group, i + 1, joint, look(group)) for i, (name, group) in enumerate(groups.items())}
+        axes = {name: axis(name, group, i + 1, joint, look(group)) for i, (name, group) in enumerate(groups.items())}
         super().__init__(shape, axes, self._everyone.rank)
         self._meetings = Meetings(self._store, name, timeout_s, lambda rank: failures.raise_if_any([ranks.index(rank)]))
         self._timeout_s = timeout_s
@@ -92,7 +104,7 @@ class GroupMesh(Mesh):
         self._cuda = backends.get("cpu", "nccl") == "nccl"
         self._connections = connections
         self._down = False
-        self._all = {id(axis): axis for axis in (*axes.values(), whole)}.values()
+        self._all = {id(axis): axis for axis in (*axes.values(), whole, *parts)}.values()
         self._owned, self._process = owned, os.getpid()
         if links is not None:
             weakref.finalize(self, links.close).atexit = False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from ..transforms.axes._order import from_order, to_order
 from ._axis import Done, GroupAxis, Work
@@ -31,11 +34,11 @@ class HostAxis(GroupAxis):
 
     def __init__(self, links: HostLinks, number: int, ranks: Sequence[int], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._links, self._number, self._ranks, self._message = links, number, list(ranks), 0
+        self.links, self.number, self.ranks, self._message = links, number, list(ranks), 0
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer whose messages need no copy."""
-        return self._links.memory.zeros(numel, dtype)
+        return self.links.memory.zeros(numel, dtype)
 
     def _exchange(
         self,
@@ -46,27 +49,30 @@ class HostAxis(GroupAxis):
         pushes: bool = False,
         settles: bool = False,
         size: int | None = None,
+        message: int | None = None,
     ) -> Exchange:
         """Start a message in which the rank at index i along the axis gets a range of `source`.
 
         Args:
             take: Gets all ranks' parts for this rank, in rank order.
             size: A number that must be the same on all ranks.
+            message: The number of the message, the same on all ranks; by default the next one.
         """
         self._open()
-        self._message = (self._message + 1) % 2**32
+        if message is None:
+            self._message = message = (self._message + 1) % 2**32
         source = source.detach().reshape(-1)
-        others = {rank: ranges[i] for i, rank in enumerate(self._ranks) if i != self.rank}
+        others = {rank: ranges[i] for i, rank in enumerate(self.ranks) if i != self.rank}
         first, last = ranges[self.rank]
 
         def taken(parts: dict[int, Tensor]) -> float | None:
-            parts[self._ranks[self.rank]] = exchange.source[first:last]
-            return take([parts[rank] for rank in self._ranks])
+            parts[self.ranks[self.rank]] = exchange.source[first:last]
+            return take([parts[rank] for rank in self.ranks])
 
         call = f"{op} {source.dtype} {size}"
         exchange = Exchange(
-            self._links,
-            (self._number, self._message),
+            self.links,
+            (self.number, message),
             source,
             others,
             zlib.crc32(call.encode()),
@@ -75,7 +81,9 @@ class HostAxis(GroupAxis):
             settles,
             self.check,
         )
-        self._links.start(exchange)
+        # Profilers see it, as they see the messages of a process group.
+        with record_function(f"fjoin::{op}") if profiler._is_profiler_enabled else contextlib.nullcontext():
+            self.links.start(exchange)
         return exchange
 
     def reduce_(self, buffer: Tensor) -> Work:
@@ -157,7 +165,7 @@ class HostAxis(GroupAxis):
         take_one = (lambda parts: None) if receive is None else (lambda parts: _copy(out, [parts[receive]]))
         return _After(self._exchange(op, x, ranges, take_one, size=m), out)
 
-    def gather_(self, flat: Tensor, sizes: Sequence[int]) -> Work:
+    def gather_(self, flat: Tensor, sizes: Sequence[int], message: int | None = None) -> Work:
         """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
         if flat.device.type != "cpu":
             return super().gather_(flat, sizes)
@@ -169,7 +177,9 @@ class HostAxis(GroupAxis):
                 if i != self.rank:
                     flat[at[i] : at[i + 1]].copy_(part)
 
-        return self._exchange("gather", own, [(0, len(own))] * self.size, fill, settles=True, size=flat.numel())
+        return self._exchange(
+            "gather", own, [(0, len(own))] * self.size, fill, settles=True, size=flat.numel(), message=message
+        )
 
 
 class Summed:

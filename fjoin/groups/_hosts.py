@@ -9,7 +9,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import CollectiveTimeout
@@ -100,3 +100,18 @@ def host_name() -> str:
             parts.append(file.read().strip())
         parts.append(os.readlink("/proc/self/ns/net"))
     return " ".join(parts) or socket.gethostname()
+
+
+def split_by_host(ranks: Sequence[int], hosts: Mapping[int, str]) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks of each host, and those with the same place in their hosts; nothing where that is of no use.
+
+    Args:
+        hosts: Rank -> host; empty where it does not matter.
+    """
+    by: dict[str, list[int]] = {}
+    for rank in ranks if hosts else ():
+        by.setdefault(hosts[rank], []).append(rank)
+    inside = list(by.values())
+    if len(inside) < 2 or len(inside[0]) < 2 or len({len(part) for part in inside}) > 1:
+        return [], []
+    return inside, [list(part) for part in zip(*inside, strict=True)]

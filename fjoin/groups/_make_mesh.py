@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,14 @@ from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
 from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
 from ._host_links import HostLinks
-from ._hosts import Doorway, can_share
+from ._hosts import Doorway, can_share, split_by_host
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
 from ._store import Store, Unanswered, within
 
 T = TypeVar("T")
+# The groups by axis; and for axes that are split, that of this rank's host and that of its peers on the others.
+Connected: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 TRANSPORTS = ("auto", "gloo", "shared")
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
@@ -114,36 +116,51 @@ def mesh(
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
 
-    def connect() -> dict[str, Any]:
-        groups = {}
-        for dim, name in enumerate(sizes):
-            for line in grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist():
-                group = dist.new_group(line, timeout=timeout)
-                if dist.get_rank() in line:
+    def connect(hosts: Mapping[int, str]) -> Connected:
+        groups, splits, me = {}, {}, dist.get_rank()
+        lines = {name: grid.movedim(dim, -1).reshape(-1, sizes[name]).tolist() for dim, name in enumerate(sizes)}
+        if len(sizes) > 1:
+            lines[""] = [grid.flatten().tolist()]
+        for name, all_of in lines.items():
+            for line in all_of:
+                group, parts = dist.new_group(line, timeout=timeout), split_by_host(line, hosts)
+                made = [[(part, dist.new_group(part, timeout=timeout)) for part in half] for half in parts]
+                if me in line:
                     groups[name] = group
-        return groups if len(groups) == 1 else {**groups, "": dist.new_group(timeout=timeout)}
+                    if parts[0]:
+                        splits[name] = tuple(next(g for part, g in half if me in part) for half in made)
+        return groups, splits
 
     return _meet_and_connect(sizes, grid, connect, timeout_s, ordered, transport)
 
 
 def _meet_and_connect(
-    sizes: dict[str, int], grid: Tensor, connect: Callable[[], dict[str, Any]], timeout_s: float, ordered: bool, transport: str,
-    owned: bool = True,
+    sizes: dict[str, int], grid: Tensor, connect: Callable[[Mapping[int, str]], Connected], timeout_s: float, ordered: bool,
+    transport: str, owned: bool = True,
 ) -> Mesh:  # fmt: skip
-    """The mesh over new groups by axis, which `connect` makes. The group of all ranks is under "", or is the only group."""
+    """The mesh over new groups.
+
+    Args:
+        connect: From rank -> host to the groups by axis, that of all ranks under "" or the only one, and to the groups
+            inside a host and across hosts of axes that are split.
+    """
     with Doorway() as doorway:
         ranks, me = grid.flatten().tolist(), dist.get_rank()
         doorways = _meet(sizes, grid, timeout_s, ordered, transport, doorway)
         before = event_loops()
-        groups = _limited(timeout_s, connect)
+        shares = transport != "gloo" and can_share()
+        splits = shares and not ordered and dist.get_backend() == "gloo"
+        hosts = {rank: host for rank, (host, _) in doorways.items()} if splits else {}
+        groups, halves = _limited(timeout_s, lambda: connect(hosts))
+        halves[""] = halves.get("") or halves.get(next(iter(groups)))
         world_mesh = groups.pop("", None) or next(iter(groups.values()))
         connections = Connections(event_loops() - before)
         here = [rank for rank in ranks if doorways[rank][0] == doorway.host]
         links = None
-        if transport != "gloo" and can_share() and len(here) > 1:
+        if shares and len(here) > 1:
             addresses = {rank: doorways[rank][1] for rank in here if rank != me}
             links = HostLinks(doorway.connect(me, addresses, timeout_s), timeout_s)
-        return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links)
+        return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
 
 
 def _connect(backend: str, timeout_s: float) -> None:
@@ -244,14 +261,12 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool, 
     sizes = dict(zip(names, device_mesh.mesh.shape, strict=True))
     timeout = datetime.timedelta(seconds=timeout_s)
 
-    def connect() -> dict[str, Any]:
+    def connect(hosts: Mapping[int, str]) -> Connected:
         # Groups of our own with the same members: taking them down must leave the user's groups intact.
         groups = {name: _group_of(dist.get_process_group_ranks(device_mesh.get_group(name)), timeout) for name in names}
-        return (
-            groups
-            if len(groups) == 1
-            else {**groups, "": _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)}
-        )
+        if len(groups) > 1:
+            groups[""] = _group_of(sorted(device_mesh.mesh.flatten().tolist()), timeout)
+        return groups, {}
 
     # These groups stay until the program ends. torch names such groups by their ranks and by the current number of
     # groups, so a later group could get the name of a destroyed one, and with it the addresses of that group.

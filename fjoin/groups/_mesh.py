@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._axis import Done, GroupAxis, Work
 from ._host_axis import HostAxis
+from ._hosts_axis import HostsAxis
 from ._use import Use
 
 
@@ -72,7 +73,7 @@ class Mesh:
         """A buffer whose messages over some axes need no copy; None where any memory is as good."""
         over = self.over(names) if names and (device is None or device.type == "cpu") else []
         axis = over[-1] if len(over) == 1 else None
-        return axis.zeros(numel, dtype) if isinstance(axis, HostAxis) and numel else None
+        return axis.zeros(numel, dtype) if isinstance(axis, (HostAxis, HostsAxis)) and numel else None
 
     def exchange(
         self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()

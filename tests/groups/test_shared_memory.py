@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_collectives_are_those_of_gloo_in_rank_order(pool: Any, n: int) -> None:
         assert torch.equal(flat, filled)
 
 
-def steps(transport: str, pipeline: str) -> Any:
+def steps(transport: str, pipeline: str, ordered: bool = True) -> Any:
     made = {
         "mean": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.1)),
         "zero": lambda: tx.zero(tx.mean("data"), tx.adamw(0.1), "data"),
@@ -84,7 +85,7 @@ def steps(transport: str, pipeline: str) -> Any:
         "clip": lambda: tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)), tx.sgd(0.1, momentum=0.9)),
         "skip": lambda: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.adamw(0.1))),
     }
-    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=True)
+    mesh = fjoin.mesh({"data": -1}, transport=transport, ordered=ordered)
     torch.manual_seed(0)
     params = {"a": torch.randn(300, 200), "b": torch.randn(7), "c": torch.randn(0), "d": torch.randn(1100, 1000)}
 
@@ -127,28 +128,73 @@ def test_a_grid(pool: Any) -> None:
         assert sums == [2 * local + 2, 4 * node + 1] and total == 6
 
 
-def several_hosts() -> Any:
-    """Ranks 0 and 1 on one host, rank 2 on another."""
+@contextlib.contextmanager
+def hosts_of(ranks: int) -> Iterator[None]:
+    """A context in which hosts have so many ranks."""
     import torch.distributed as dist
 
     from fjoin.groups import _hosts
 
     own, transport = _hosts.host_name, os.environ.pop("FJOIN_TRANSPORT", "auto")
-    _hosts.host_name = lambda: f"host {dist.get_rank() // 2}"  # type: ignore[assignment]
+    _hosts.host_name = lambda: f"host {dist.get_rank() // ranks}"  # type: ignore[assignment]
     try:
-        mesh = fjoin.mesh({"data": -1})
-        kind, total = type(mesh.axes["data"]).__name__, mesh.axes["data"].run("psum", torch.ones(5), None)
-        with pytest.raises(ValueError, match="all ranks on one host"):
-            fjoin.mesh({"data": -1}, transport="shared")
+        yield
     finally:
         _hosts.host_name = own
         os.environ["FJOIN_TRANSPORT"] = transport
-    return kind, total
 
 
-def test_several_hosts_use_gloo(pool: Any) -> None:
-    for kind, total in pool.run(3, several_hosts):
-        assert kind == "GroupAxis" and (total == 3).all()
+def several_hosts(ranks: int) -> Any:
+    import torch.distributed as dist
+
+    sent: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(x.numel())
+        return all_reduce(x, *args, **kwargs)
+
+    with hosts_of(ranks):
+        mesh = fjoin.mesh({"data": -1})
+        axis = mesh.axes["data"]
+        kind, sums = type(axis).__name__, []
+        dist.all_reduce = counted
+        try:
+            for n in (5, 100_003):
+                x = torch.arange(float(n)) + mesh.rank
+                sums.append((axis.run("psum", x, None) - mesh.size * torch.arange(float(n))).unique().tolist())
+            works = [axis.reduce_(torch.full((50_000,), float(i))) for i in range(3)]
+            for work in reversed(works):
+                work.wait()
+        finally:
+            dist.all_reduce = all_reduce
+        with pytest.raises(ValueError, match="all ranks on one host"):
+            fjoin.mesh({"data": -1}, transport="shared")
+    return kind, sums, sent
+
+
+def test_ranks_of_unequal_hosts_use_gloo(pool: Any) -> None:
+    for kind, sums, sent in pool.run(3, several_hosts, 2):
+        assert kind == "GroupAxis" and sums == [[3.0], [3.0]] and sent[:2] == [5, 100_003]
+
+
+def test_several_hosts_sum_inside_first(pool: Any) -> None:
+    for kind, sums, sent in pool.run(4, several_hosts, 2):
+        assert kind == "HostsAxis" and sums == [[6.0], [6.0]]
+        # Of a large sum only this rank's half leaves the host; two ranks of gloo swap it where it is small.
+        assert sent == [5]
+
+
+def trained_on_hosts(ranks: int) -> Any:
+    with hosts_of(ranks):
+        return steps("auto", "mean", False)
+
+
+def test_training_on_several_hosts(pool: Any) -> None:
+    got, want = pool.run(4, trained_on_hosts, 2), pool.run(4, steps, "gloo", "mean")
+    for own in got:
+        torch.testing.assert_close(own, want[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(own, got[0], rtol=0, atol=0)
 
 
 def mismatched() -> Any:
