@@ -23,6 +23,7 @@ MODELS = {
         "c": torch.ones(4, dtype=torch.float64),
     },
     "float64": lambda: {"a": torch.ones(10, dtype=torch.float64)},
+    "a large bucket": lambda: {f"p{i}": torch.ones(100_000 + i) for i in range(7)},
     "with an empty leaf": lambda: {"a": torch.ones(10), "none": torch.ones(0, 3)},
 }
 HOOKS: dict[str, Any] = {
@@ -38,7 +39,7 @@ HOOKS: dict[str, Any] = {
     "noop": lambda: tx.noop(),
     "by path": lambda: tx.partition({"a": tx.mean("data"), "*": tx.sum_over("data")}),
 }
-BUCKET_BYTES = 20_000
+BUCKET_BYTES = dict.fromkeys(MODELS, 20_000) | {"a large bucket": 1_200_000}
 
 
 def _pipeline(hook: str) -> tx.Pipeline:
@@ -52,7 +53,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
     def loss_fn(params: Any, batch: Any) -> Any:
         return sum((p * batch).double().sum() for p in params.values())
 
-    step = fjoin.train_step(loss_fn, _pipeline(hook), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES)
+    step = fjoin.train_step(loss_fn, _pipeline(hook), mesh=fjoin.mesh({"data": -1}), bucket_bytes=BUCKET_BYTES[model])
     state = step.init(MODELS[model]())
     with (
         watched() as seen,
@@ -83,7 +84,7 @@ CASES = [
 def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:
     """Each of 3 steps sends the announced messages, the loop two numbers before them, and a rank without input the same."""
     results = pool.run(2, counted, model, hook, [3, 1])
-    what = tx.explain(_pipeline(hook), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES)
+    what = tx.explain(_pipeline(hook), MODELS[model](), {"data": 2}, bucket_bytes=BUCKET_BYTES[model])
     announced = sorted((m.payload_bytes, str(m.dtype)) for row in what.rows for m in row.messages)
     assert announced, "something is always sent: at least the step's own counts"
     for sent, seen_by_profiler in results:

@@ -191,20 +191,21 @@ class DryRun:
         assert part.reduces is not None and part.reduces.axis is not None
         axis, total = part.reduces.axis, torch.ones((), dtype=torch.float64)
         carrier = None if self._in_module or part.sharded_over else lane_bucket(self.layout)
+        words = encode_lane({"total": total, **(self._lane or {})}, self._dtype, axis_size(axis))
         if self._in_module:
             psum(total.new_ones(1 if self._lane is None else 2), axis)
         elif carrier is None:
-            psum(encode_lane({"total": total, **(self._lane or {})}, self._dtype, axis_size(axis)), axis)
+            psum(words, axis)
         for i, bucket in enumerate(self.layout):
             if self._in_module and self.pieces is not None:
                 self._scatter_in_module(self.pieces.among(bucket.paths), bucket)
                 continue
             pieces, some = self._in_bucket(i, flat=True)
-            extra = (
-                {"lane": self._lane} if i == carrier else {"first_bucket": FirstBucket(lambda: MeanState(total, {}))}
-            )
+            if i == carrier:  # behind the gradients, in the same buffer
+                some = {"": torch.cat([some[""], words])}
             with bind_pieces(pieces):
-                part.update(some, part.init(some), some, weight=None, **extra)
+                first_bucket = FirstBucket(lambda: MeanState(total, {}))
+                part.update(some, part.init(some), some, weight=None, first_bucket=first_bucket)
 
     def _scatter_in_module(self, pieces: Pieces, bucket: Bucket) -> None:
         """The message of a module's bucket: all slices of other ranks at once."""
