@@ -106,8 +106,13 @@ class Exchange:
         return self.taken and (not self._settles or self.is_settled)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def wait(self) -> None:
-        self._links.wait(self._done, self._needed, self._failing)
+    def wait(self, limit_s: float | None = None) -> None:
+        """Wait for the parts, and where `settles` until all have taken theirs.
+
+        Args:
+            limit_s: Seconds; by default the time-out of the links.
+        """
+        self._links.wait(self._done, self._needed, self._failing, limit_s)
 
     def _needed(self) -> list[int]:
         peers = self._links.peers

@@ -21,8 +21,8 @@ from .._errors import JoinError
 from ._exchange import Exchange
 from ._host_memory import HostMemory, Region
 
-# Kind, axis, message, fingerprint of the call; region, first byte, bytes: of the part for this rank; a number.
-_PACKET = struct.Struct("<BBxxIIxxxxQQQd")
+# Kind, axis, fingerprint of the call, message; region, first byte, bytes: of the part for this rank; a number.
+_PACKET = struct.Struct("<BBxxIQQQQd")
 _PART, _INLINE, _TAKEN, _DROPPED = range(4)
 # Parts of at most this size travel in the packet itself.
 INLINE_BYTES = 64 * 1024
@@ -83,6 +83,10 @@ class HostLinks:
         self._under_way: list[Exchange] = []
         self._room = bytearray(_ROOM)
         self._lock = threading.RLock()
+        self._moved = threading.Condition(self._lock)
+        self._reader = False  # whether a thread sleeps until a packet arrives
+        self._wake = os.eventfd(0)
+        self._poll.register(self._wake, select.POLLIN)
         self.closed, self.count = False, 0
         _OPEN.add(self)
 
@@ -110,7 +114,7 @@ class HostLinks:
                 if number in peer.knows:
                     peer.knows.discard(number)
                     self._send(peer, _PACKET.pack(_DROPPED, 0, 0, 0, number, 0, 0, 0.0))
-            head = exchange.key[0], exchange.key[1], exchange.fingerprint
+            head = exchange.key[0], exchange.fingerprint, exchange.key[1]
             nbytes = part.numel() * part.element_size()
             if nbytes <= INLINE_BYTES and not exchange.pushes:
                 data = part.view(torch.uint8).numpy() if nbytes else b""
@@ -173,7 +177,7 @@ class HostLinks:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(peer.connection.fileno())
             return False
-        kind, axis, message, fingerprint, number, first, nbytes, value = _PACKET.unpack_from(self._room)
+        kind, axis, fingerprint, message, number, first, nbytes, value = _PACKET.unpack_from(self._room)
         if kind == _TAKEN:
             peer.taken[axis, message] = value
         elif kind == _DROPPED:
@@ -195,11 +199,17 @@ class HostLinks:
 
     def _advance(self) -> None:
         """Take the parts of all messages that are complete."""
+        before = len(self._under_way)
+        moved = False
         for exchange in self._under_way:
             if not exchange.taken and exchange.try_take():
+                moved = True
+                axis, message = exchange.key
                 for rank in exchange.from_memory:
-                    self._send(self.peers[rank], _PACKET.pack(_TAKEN, *exchange.key, 0, 0, 0, 0, exchange.total))
+                    self._send(self.peers[rank], _PACKET.pack(_TAKEN, axis, 0, message, 0, 0, 0, exchange.total))
         self._under_way = [exchange for exchange in self._under_way if not exchange.settle()]
+        if self._reader and (moved or len(self._under_way) < before):
+            os.eventfd_write(self._wake, 1)
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -209,24 +219,30 @@ class HostLinks:
             self._receive()
             self._advance()
 
-    def wait(self, done: Callable[[], bool], needed: Callable[[], Iterable[int]], check: Callable[[], None]) -> None:
-        """Wait until `done()`.
+    def wait(
+        self,
+        done: Callable[[], bool],
+        needed: Callable[[], Iterable[int]],
+        check: Callable[[], None],
+        limit_s: float | None = None,
+    ) -> None:
+        """Wait until `done()`. Several threads may wait; one of them reads.
 
         Args:
             needed: The ranks that are awaited.
             check: Raises where a rank has failed; called at intervals.
+            limit_s: Seconds; by default the time-out of the links.
 
         Raises:
             PeerGone: a rank that is awaited has ended.
-            Late: no end within the time-out.
+            Late: no end within the limit.
         """
-        end, looks = time.monotonic() + self.timeout_s, 0.0
+        limit_s = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
+        now = time.monotonic()
+        end, looks = now + limit_s, now + _LOOK_S
         while True:
             with self._lock:
-                if self.closed:
-                    raise JoinError(
-                        "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
-                    )
+                self._open()
                 self._receive()
                 self._advance()
                 if done():
@@ -234,17 +250,46 @@ class HostLinks:
                 gone = [rank for rank in needed() if self.peers[rank].ended]
                 if gone:
                     raise PeerGone(gone[0])
-                for peer in self.peers.values():
-                    events = select.POLLIN | select.POLLOUT if peer.waiting else select.POLLIN
-                    if not peer.ended:
-                        self._poll.register(peer.connection.fileno(), events)
+                if now >= end:
+                    raise Late(f"Operation timed out: a message between ranks of this host, after {limit_s:g} s")
+                pause = min(looks, end) - now
+                reads = not self._reader
+                if reads:
+                    self._reader = True
+                    self._watch()
+                else:
+                    self._moved.wait(pause)
+            if reads:
+                self._await_packets(pause)
             now = time.monotonic()
-            if now >= end:
-                raise Late(f"a message between ranks of this host timed out after {self.timeout_s:g} s")
-            if looks and now >= looks:
+            if now >= looks:
                 check()
-            looks = looks if looks > now else now + _LOOK_S
-            self._poll.poll(max(0.0, min(looks, end) - now) * 1e3)
+                now = time.monotonic()
+                looks = now + _LOOK_S
+
+    def _open(self) -> None:
+        if self.closed:
+            raise JoinError(
+                "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
+            )
+
+    def _watch(self) -> None:
+        for peer in self.peers.values():
+            if not peer.ended:
+                events = select.POLLIN | select.POLLOUT if peer.waiting else select.POLLIN
+                self._poll.register(peer.connection.fileno(), events)
+
+    def _await_packets(self, seconds: float) -> None:
+        """Sleep until a packet arrives, or another thread has read one."""
+        try:
+            if any(fd == self._wake for fd, _ in self._poll.poll(seconds * 1e3)):
+                os.eventfd_read(self._wake)
+        finally:
+            with self._lock:
+                self._reader = False
+                self._moved.notify_all()
+                if self.closed:
+                    self._forget_wake()
 
     def close(self) -> None:
         """End the connections, for this process and all that it has forked."""
@@ -259,6 +304,12 @@ class HostLinks:
                 peer.regions.clear()
             self._under_way.clear()
             self.memory.close()
+            self._forget_wake()
+
+    def _forget_wake(self) -> None:
+        if self._wake >= 0 and not self._reader:  # otherwise the reader does it
+            os.close(self._wake)
+            self._wake = -1
 
 
 def _sendmsg(connection: socket.socket, parts: list[Any], fd: int | None) -> None:

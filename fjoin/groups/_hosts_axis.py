@@ -28,7 +28,8 @@ class HostsAxis(GroupAxis):
     def __init__(self, inside: HostAxis, across: GroupAxis, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.inside, self.across = inside, across
-        self._behind = HostAxis(inside.links, ~inside.number & 0xFF, inside.ranks, inside.group, check=inside.check)
+        links, number, ranks = inside.channel.links, inside.channel.number, inside.channel.ranks
+        self._behind = HostAxis(links, ~number & 0xFF, ranks, inside.group, check=inside.check)
         self._waiting: list[Staged] = []  # whose sum between hosts has not begun
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

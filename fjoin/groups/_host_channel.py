@@ -1,0 +1,124 @@
+"""Numbered messages among ranks of one host."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.profiler import record_function
+
+from ._exchange import Exchange
+from ._host_links import INLINE_BYTES, HostLinks
+
+# Elements that are combined at once, so that the parts stay in the cache.
+_CHUNK_BYTES = 256 * 1024
+Fold = Callable[..., Tensor]  # of two tensors, with out=
+
+
+class HostChannel:
+    """Messages among some of the ranks of a host, which all start them in the same order.
+
+    Args:
+        links: The connections of this rank to the ranks of its host.
+        number: The number of this channel among those that use the links.
+        ranks: The ranks, as the links count them.
+        rank: The index of this rank among them.
+        failing: Raises where another rank has failed; called at intervals of a wait.
+    """
+
+    def __init__(
+        self,
+        links: HostLinks,
+        number: int,
+        ranks: Sequence[int],
+        rank: int,
+        failing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.links, self.number, self.ranks, self.rank = links, number, list(ranks), rank
+        self._failing, self._message = failing, 0
+
+    def exchange(
+        self,
+        op: str,
+        source: Tensor,
+        ranges: Sequence[tuple[int, int]],
+        take: Callable[[list[Tensor]], float | None],
+        pushes: bool = False,
+        settles: bool = False,
+        size: int | None = None,
+        message: int | None = None,
+    ) -> Exchange:
+        """Start a message in which the rank at index i gets a range of `source`.
+
+        Args:
+            take: Gets all ranks' parts for this rank, in rank order.
+            pushes, settles: See `Exchange`.
+            size: A number that must be the same on all ranks.
+            message: The number of the message, the same on all ranks; by default the next one.
+        """
+        if message is None:
+            self._message = message = self._message + 1
+        source = source.detach().reshape(-1)
+        others = {rank: ranges[i] for i, rank in enumerate(self.ranks) if i != self.rank}
+        first, last = ranges[self.rank]
+
+        def taken(parts: dict[int, Tensor]) -> float | None:
+            parts[self.ranks[self.rank]] = exchange.source[first:last]
+            return take([parts[rank] for rank in self.ranks])
+
+        call = zlib.crc32(f"{op} {source.dtype} {size}".encode())
+        exchange = Exchange(
+            self.links, (self.number, message), source, others, call, taken, pushes, settles, self._failing
+        )
+        # Profilers see it, as they see the messages of a process group.
+        with record_function(f"fjoin::{op}") if profiler._is_profiler_enabled else contextlib.nullcontext():
+            self.links.start(exchange)
+        return exchange
+
+    def reduce_(self, op: str, flat: Tensor, fold: Fold = torch.add) -> Exchange:
+        """Start combining all ranks' values of a flat buffer in place, in rank order."""
+        n, ranks = len(flat), len(self.ranks)
+        if flat.nbytes <= INLINE_BYTES:
+            return self.exchange(op, flat, [(0, n)] * ranks, lambda parts: combine(parts, [flat], fold), size=n)
+        bounds = [i * n // ranks for i in range(ranks + 1)]
+        pieces = list(zip(bounds, bounds[1:], strict=False))
+        return self.exchange(op, flat, pieces, lambda parts: combine(parts, parts, fold), pushes=True, size=n)
+
+
+def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], fold: Fold = torch.add) -> float:
+    """Write the parts' sum, or another fold of them, in their order, to all of `outs`, which may be the parts.
+
+    Returns:
+        The sum of the elements of a sum of floats; otherwise 0.
+    """
+    n, seen = len(parts[0]), []
+    step, sums = max(1, _CHUNK_BYTES // parts[0].element_size()), fold is torch.add and parts[0].is_floating_point()
+    wide = torch.float64 if parts[0].dtype is torch.float64 else torch.float32
+    for at in range(0, n, step):
+        first, *rest = (part[at : at + step] for part in parts)
+        to, *others = (out[at : at + step] for out in outs)
+        if not rest:
+            to.copy_(first)
+        else:
+            total = fold(first, rest[0], out=to) if len(rest) == 1 else fold(first, rest[0])
+            for part in rest[1:]:
+                fold(total, part, out=total)
+            if total is not to:
+                to.copy_(total)
+        for out in others:
+            out.copy_(to)
+        if sums:  # while it is in the cache
+            seen.append(to.sum(dtype=wide))
+    return float(torch.stack(seen).sum()) if seen else 0.0
+
+
+def copy_all(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Fill a contiguous tensor with the parts, one after the other."""
+    flat, at = out.view(-1), 0
+    for part in parts:
+        flat[at : at + len(part)].copy_(part)
+        at += len(part)
