@@ -54,7 +54,17 @@ POWERS = ("ddp power", "ddp power batched", "ours power", "ours power 5", "ours 
 WIRES = ("ours bf16", "ours int8", "ours int8 fed back", "ours int4")
 LOCAL = (*DDP, "ours", "ddp local", "ours local", "ddp our local")
 ZERO = (*DDP, "ours", "ours zero", "ddp zero", "ddp our zero", "ddp our zero hook")
-SHARED = (*DDP, "ours", "shared", "shared zero", "ddp our hook", "donate", "shared donate")
+SHARED = (
+    *DDP,
+    "ours",
+    "shared",
+    "shared zero",
+    "shared ddp",
+    "ddp our hook",
+    "shared our hook",
+    "donate",
+    "shared donate",
+)
 GROUPS = {
     "shared tiny": Group("tiny", 80, 6, SHARED),
     "shared 1m": Group("1m", 60, 3, SHARED),

@@ -36,7 +36,6 @@ from ._errors import TornState as TornState
 from ._functional import Apply as Apply
 from ._functional import functional as functional
 from ._value_and_grad import value_and_grad as value_and_grad
-from .groups import _host_group as _host_group  # the backend "fjoin"
 from .groups._make_mesh import bind as bind
 from .groups._make_mesh import mesh as mesh
 from .groups._mesh import Mesh as Mesh
@@ -52,6 +51,7 @@ from .remat._apply import apply_activation_checkpointing as apply_activation_che
 from .remat._checkpoint_wrapper import CheckpointImpl as CheckpointImpl
 from .remat._checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from .remat._checkpoint_wrapper import offload_wrapper as offload_wrapper
+from .shared_memory import _process_group as _process_group  # the backend "fjoin"
 from .training._join_steps import NO_BATCH as NO_BATCH
 from .training._metrics import Metrics as Metrics
 from .training._state import TrainState as TrainState

@@ -19,11 +19,11 @@ from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
+from ..shared_memory._links import HostLinks, Late, PeerGone
 from ._axis import GroupAxis
 from ._connections import Connections, shut
 from ._failures import Failures
 from ._host_axis import HostAxis
-from ._host_links import HostLinks, Late, PeerGone
 from ._hosts_axis import HostsAxis
 from ._meetings import Meetings
 from ._mesh import Mesh

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared_memory._channel import HostChannel, combine, copy_all
+from ..shared_memory._exchange import Exchange
+from ..shared_memory._links import HostLinks
 from ..transforms.axes._order import from_order, to_order
 from ._axis import Done, GroupAxis, Work
-from ._exchange import Exchange
-from ._host_channel import HostChannel, combine, copy_all
-from ._host_links import HostLinks
 
 
 class HostAxis(GroupAxis):

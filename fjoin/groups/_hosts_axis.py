@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shared_memory._links import INLINE_BYTES
 from ._axis import Done, GroupAxis, Work
 from ._host_axis import HostAxis
-from ._host_links import INLINE_BYTES
 
 
 class HostsAxis(GroupAxis):

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import CollectiveTimeout, DesyncError
+from ..shared_memory._hosts import Doorway, can_share, split_by_host
+from ..shared_memory._links import HostLinks
 from ..transforms._axis_env import One, bind_axes, bound, under_vmap
 from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
 from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
 from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
-from ._host_links import HostLinks
-from ._hosts import Doorway, can_share, split_by_host
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
 from ._store import Store, Unanswered, within

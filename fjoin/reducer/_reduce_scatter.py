@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..groups._axis import Received, Work
-from ..groups._exchange import Exchange
 from ..groups._host_axis import HostAxis
+from ..shared_memory._exchange import Exchange
 from ..transforms._axis_env import Axis
 from ..transforms.layout._pieces import bind_pieces
 from ._all_reduce import AllReduceHook

@@ -133,7 +133,7 @@ def hosts_of(ranks: int) -> Iterator[None]:
     """A context in which hosts have so many ranks."""
     import torch.distributed as dist
 
-    from fjoin.groups import _hosts
+    from fjoin.shared_memory import _hosts
 
     own, transport = _hosts.host_name, os.environ.pop("FJOIN_TRANSPORT", "auto")
     _hosts.host_name = lambda: f"host {dist.get_rank() // ranks}"  # type: ignore[assignment]

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import queue
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._channel import Fold, HostChannel, combine, copy_all
 from ._exchange import Exchange
-from ._host_channel import Fold, HostChannel, combine, copy_all
-from ._host_links import HostLinks
+from ._flat import cat_flat, fill, flat_of, give_back, row_sizes
 from ._hosts import Doorway, can_share
+from ._links import HostLinks
+from ._work import SharedWork, Started, Waiter
 
 _FOLDS: dict[Any, Fold] = {
     dist.ReduceOp.SUM: torch.add,
@@ -54,7 +53,7 @@ class HostGroup(dist.ProcessGroup):
         self._links = links = _connect(store, rank, size, self._timeout_s)
         self._channels = [HostChannel(links, number, range(size), rank) for number in range(3)]
         self._passed: dict[tuple[int, int, int], int] = {}  # channel, peer and tag -> messages so far
-        self._waiter = _Waiter()
+        self._waiter = Waiter()
         self._ranks, self._me = size, rank
         weakref.finalize(self, _close, links, self._waiter).atexit = False
 
@@ -93,12 +92,12 @@ class HostGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def _reduce_one(self, x: Tensor, op: Any) -> Started:
-        flat, fold = _flat(x), _FOLDS[op]
+        flat, fold = flat_of(x), _FOLDS[op]
 
         def done() -> None:
             if op == dist.ReduceOp.AVG:
                 flat.div_(self._ranks)
-            _return(flat, x)
+            give_back(flat, x)
 
         return self._channels[0].reduce_(f"all_reduce {op}", flat, fold), done
 
@@ -108,7 +107,7 @@ class HostGroup(dist.ProcessGroup):
 
     def _reduce_to(self, x: Tensor, out: Tensor, root: int, op: Any) -> Started:
         """Combine all ranks' `x` on one rank."""
-        flat = _flat(x)
+        flat = flat_of(x)
         n, total = len(flat), torch.empty_like(flat) if self._me == root else flat
 
         def take(parts: Values) -> None:
@@ -118,24 +117,24 @@ class HostGroup(dist.ProcessGroup):
         ranges = [(0, n if rank == root else 0) for rank in range(self._ranks)]
         work = self._channels[0].exchange(f"reduce {op} {root}", flat, ranges, take, settles=True, size=n)
         average = op == dist.ReduceOp.AVG
-        return work, lambda: _fill(out, total / self._ranks if average else total) if self._me == root else None
+        return work, lambda: fill(out, total / self._ranks if average else total) if self._me == root else None
 
     def reduce_scatter(self, outputs: Values, inputs: list[Values], opts: Any = None) -> SharedWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._all([self._scatter_sum(out, _cat(parts), _op(opts)) for out, parts in pairs], outputs)
+        return self._all([self._scatter_sum(out, cat_flat(parts), _op(opts)) for out, parts in pairs], outputs)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SharedWork:
-        return self._all([self._scatter_sum(output, _flat(input), _op(opts))], [output])
+        return self._all([self._scatter_sum(output, flat_of(input), _op(opts))], [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> SharedWork:
         pairs = zip(outputs, inputs, strict=True)
-        return self._all([self._scatter_sum(out, _flat(x), _op(opts)) for out, x in pairs], outputs)
+        return self._all([self._scatter_sum(out, flat_of(x), _op(opts)) for out, x in pairs], outputs)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sum(self, out: Tensor, flat: Tensor, op: Any) -> Started:
-        row, total = len(flat) // self._ranks, _flat(out)
+        row, total = len(flat) // self._ranks, flat_of(out)
         if row * self._ranks != len(flat) or row != len(total):
             raise ValueError(
                 f"reduce_scatter among {self._ranks} ranks got {len(flat)} elements for an output of {len(total)}"
@@ -146,7 +145,7 @@ class HostGroup(dist.ProcessGroup):
             f"reduce_scatter {op}", flat, ranges, lambda parts: combine(parts, [room], _FOLDS[op]), settles=True, size=row
         )  # fmt: skip
         average = op == dist.ReduceOp.AVG
-        return work, lambda: _fill(out, room / self._ranks if average else room)
+        return work, lambda: fill(out, room / self._ranks if average else room)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -154,7 +153,7 @@ class HostGroup(dist.ProcessGroup):
         return self._all([self._broadcast_one(x, opts.rootRank) for x in tensors], tensors)
 
     def _broadcast_one(self, x: Tensor, root: int) -> Started:
-        flat = _flat(x)
+        flat = flat_of(x)
         n = len(flat)
         ranges = [(0, n if self._me == root else 0)] * self._ranks
 
@@ -163,7 +162,7 @@ class HostGroup(dist.ProcessGroup):
                 flat.copy_(parts[root])
 
         work = self._channels[0].exchange(f"broadcast {root}", flat, ranges, take, settles=True, size=n)
-        return work, lambda: _return(flat, x)
+        return work, lambda: give_back(flat, x)
 
     def allgather(self, outputs: list[Values], inputs: Values, opts: Any = None) -> SharedWork:
         started = [self._gather_one(list(outs), x) for outs, x in zip(outputs, inputs, strict=True)]
@@ -179,9 +178,9 @@ class HostGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Values, inputs: Values, opts: Any = None) -> SharedWork:
         started = []
         for out, x in zip(outputs, inputs, strict=True):
-            flat = _flat(out)
+            flat = flat_of(out)
             work, _ = self._gather_one(list(flat.chunk(self._ranks)) or [flat] * self._ranks, x)
-            started.append((work, functools.partial(_return, flat, out)))
+            started.append((work, functools.partial(give_back, flat, out)))
         return self._all(started, outputs)
 
     _allgather_base = all_gather_single
@@ -189,7 +188,7 @@ class HostGroup(dist.ProcessGroup):
 
     def _gather_one(self, outs: Values, x: Tensor, root: int | None = None) -> Started:
         """Give all ranks' `x` to all ranks, or to one."""
-        flat, receives = _flat(x), root in (None, self._me)
+        flat, receives = flat_of(x), root in (None, self._me)
         n = len(flat)
         if receives and [out.numel() for out in outs] != [n] * self._ranks:
             raise ValueError(
@@ -198,7 +197,7 @@ class HostGroup(dist.ProcessGroup):
 
         def take(parts: Values) -> None:
             for out, part in zip(outs, parts, strict=True) if receives else ():
-                _fill(out, part)
+                fill(out, part)
 
         ranges = [(0, n if root in (None, rank) else 0) for rank in range(self._ranks)]
         return self._channels[0].exchange(f"gather {root}", flat, ranges, take, settles=True, size=n), _nothing
@@ -210,21 +209,21 @@ class HostGroup(dist.ProcessGroup):
     def scatter(self, outputs: Values, inputs: list[Values], opts: Any) -> SharedWork:
         out, root = outputs[0], opts.rootRank
         n = out.numel()
-        source = _cat(inputs[0]) if self._me == root else out.new_empty(0)
+        source = cat_flat(inputs[0]) if self._me == root else out.new_empty(0)
         if self._me == root and len(source) != n * self._ranks:
             raise ValueError(f"a scatter to {self._ranks} ranks of {n} elements each got {len(source)}")
         ranges = [(i * n, (i + 1) * n) if self._me == root else (0, 0) for i in range(self._ranks)]
         work = self._channels[0].exchange(
-            f"scatter {root}", source, ranges, lambda parts: _fill(out, parts[root]), settles=True, size=n
+            f"scatter {root}", source, ranges, lambda parts: fill(out, parts[root]), settles=True, size=n
         )
         return self._all([(work, _nothing)], outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> SharedWork:
-        source, flat = _flat(input), _flat(output)
-        give, take = _rows(input, input_sizes, self._ranks), _rows(output, output_sizes, self._ranks)
-        return self._all([self._exchange_parts(source, give, flat, take, lambda: _return(flat, output))], [output])
+        source, flat = flat_of(input), flat_of(output)
+        give, take = row_sizes(input, input_sizes, self._ranks), row_sizes(output, output_sizes, self._ranks)
+        return self._all([self._exchange_parts(source, give, flat, take, lambda: give_back(flat, output))], [output])
 
     alltoall_base = all_to_all_single
 
@@ -234,9 +233,9 @@ class HostGroup(dist.ProcessGroup):
 
         def done() -> None:
             for out, part in zip(outputs, flat.split(take), strict=True):
-                _fill(out, part)
+                fill(out, part)
 
-        return self._all([self._exchange_parts(_cat(inputs), give, flat, take, done)], outputs)
+        return self._all([self._exchange_parts(cat_flat(inputs), give, flat, take, done)], outputs)
 
     def _exchange_parts(
         self, source: Tensor, give: list[int], flat: Tensor, take: list[int], done: Callable[[], object]
@@ -265,12 +264,12 @@ class HostGroup(dist.ProcessGroup):
 
     def send(self, tensors: Values, rank: int, tag: int) -> SharedWork:
         (x,) = tensors
-        flat = _flat(x)
+        flat = flat_of(x)
         return self._all([(self._pass_on(flat, self._me, rank, tag, lambda part: None), _nothing)], tensors)
 
     def recv(self, tensors: Values, rank: int, tag: int) -> SharedWork:
         (x,) = tensors
-        work = self._pass_on(x.new_empty(0), rank, self._me, tag, lambda part: _fill(x, part), x.numel())
+        work = self._pass_on(x.new_empty(0), rank, self._me, tag, lambda part: fill(x, part), x.numel())
         return self._all([(work, _nothing)], tensors)
 
     def recv_anysource(self, tensors: Values, tag: int) -> SharedWork:
@@ -315,98 +314,7 @@ class HostGroup(dist.ProcessGroup):
         return SharedWork(started, result, self._waiter)
 
 
-Started = tuple[Exchange, Callable[[], object]]
-
-
-class SharedWork(dist.Work):
-    """Messages under way.
-
-    Attributes:
-        source: The rank that has sent, for recv_anysource.
-    """
-
-    def __init__(self, started: Sequence[Started], result: Any, waiter: _Waiter) -> None:
-        super().__init__()
-        self._started, self._result, self._waiter = list(started), result, waiter
-        self._lock = threading.Lock()
-        self._future: Any = None
-        self._error: BaseException | None = None
-        self.source = -1
-
-    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
-        """Wait for all messages.
-
-        Args:
-            timeout: 0 for the time-out of the group. After a shorter one the messages are still under way.
-        """
-        limit = timeout.total_seconds()
-        end = time.monotonic() + limit if limit > 0 else None
-        while self._started:
-            exchange, done = self._started[0]
-            exchange.wait(None if end is None else max(end - time.monotonic(), 0.0))
-            with self._lock:
-                if self._started and self._started[0][0] is exchange:
-                    done()
-                    self._started.pop(0)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(exchange.arrived() for exchange, _ in self._started)
-
-    def is_success(self) -> bool:
-        return self._error is None and self.is_completed()
-
-    def result(self) -> Any:
-        self.wait()
-        return self._result
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def _source_rank(self) -> int:
-        return self.source
-
-    def get_future(self) -> Any:
-        """A future of the result. A thread of the group completes it."""
-        if self._future is None:
-            self._future = torch.futures.Future()
-            self._waiter.add(self)
-        return self._future
-
-    def complete(self) -> None:
-        """Wait, and set the future."""
-        try:
-            self.wait()
-        except BaseException as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self._result)
-
-
-class _Waiter:
-    """A thread that waits for works one after the other; it starts with the first one."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[SharedWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def add(self, work: SharedWork) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_complete, args=(self._queue,), name="fjoin group", daemon=True)
-            self._thread.start()
-        self._queue.put(work)
-
-    def stop(self) -> None:
-        self._queue.put(None)
-
-
-def _complete(works: queue.SimpleQueue[SharedWork | None]) -> None:
-    while (work := works.get()) is not None:
-        work.complete()
-        del work
-
-
-def _close(links: HostLinks, waiter: _Waiter) -> None:
+def _close(links: HostLinks, waiter: Waiter) -> None:
     links.close()
     waiter.stop()
 
@@ -427,39 +335,6 @@ def _op(opts: Any) -> Any:
         if op == known:
             return known
     raise ValueError(f"the backend 'fjoin' has no reduction {op}; it has {', '.join(str(k) for k in _FOLDS)}")
-
-
-def _flat(x: Tensor) -> Tensor:
-    """The values, 1-d: a view where the tensor is contiguous, otherwise a copy."""
-    if x.device.type != "cpu" or x.layout is not torch.strided:
-        raise RuntimeError(
-            f"the backend 'fjoin' sends dense tensors on the CPU, got {x.layout} on {x.device}; use gloo"
-        )
-    return x.detach().reshape(-1)
-
-
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_flat(part) for part in parts])
-
-
-def _fill(out: Tensor, flat: Tensor) -> None:
-    out.detach().copy_(flat.view(out.shape))
-
-
-def _return(flat: Tensor, x: Tensor) -> None:
-    """Copy values back to a tensor that `_flat` could not view."""
-    if flat.data_ptr() != x.data_ptr():
-        _fill(x, flat)
-
-
-def _rows(x: Tensor, sizes: Sequence[int], ranks: int) -> list[int]:
-    """The elements for each rank, from rows."""
-    if not sizes:
-        if (len(x) if x.dim() else 1) % ranks:
-            raise ValueError(f"all_to_all among {ranks} ranks cannot split {len(x)} rows evenly")
-        return [_flat(x[:0]).numel() if not x.numel() else _flat(x).numel() // ranks] * ranks
-    row = _flat(x).numel() // max(len(x), 1)
-    return [size * row for size in sizes]
 
 
 def _nothing() -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError
-from ._host_memory import HostMemory, Region
+from ._memory import HostMemory, Region
 
 if TYPE_CHECKING:
-    from ._host_links import HostLinks
+    from ._links import HostLinks
 
 
 class Exchange:

@@ -12,7 +12,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from ._exchange import Exchange
-from ._host_links import INLINE_BYTES, HostLinks
+from ._links import INLINE_BYTES, HostLinks
 
 # Elements that are combined at once, so that the parts stay in the cache.
 _CHUNK_BYTES = 256 * 1024

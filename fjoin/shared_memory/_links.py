@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._errors import JoinError
 from ._exchange import Exchange
-from ._host_memory import HostMemory, Region
+from ._memory import HostMemory, Region
 
 # Kind, axis, fingerprint of the call, message; region, first byte, bytes: of the part for this rank; a number.
 _PACKET = struct.Struct("<BBxxIQQQQd")

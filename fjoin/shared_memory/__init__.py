@@ -1,0 +1,1 @@
+"""Messages between the ranks of one host through shared memory."""
