@@ -95,6 +95,7 @@ def combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     first = ranks[0]
     return {
         **first,
+        "ranks": len(ranks),
         "wall": {v: [max(t) for t in zip(*(r["wall"][v] for r in ranks), strict=True)] for v in first["wall"]},
         "cpu": {v: [sum(t) for t in zip(*(r["cpu"][v] for r in ranks), strict=True)] for v in first["cpu"]},
     }

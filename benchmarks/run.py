@@ -25,13 +25,14 @@ from link import Unavailable, link
 
 
 class Group(NamedTuple):
-    """Variants that run interleaved in one pair of processes."""
+    """Variants that run interleaved in the same processes."""
 
     model: str
     rounds: int
     quick: int
     variants: tuple[str, ...]
     rate: str = ""  # of the link between the processes; "" for loopback
+    ranks: int = 2
 
 
 DDP, PIECES, OPTIMIZERS = ("ddp", "ddp again"), ("C", "M", "O"), ("ddp foreach", "ddp sgd", "ours sgd")
@@ -70,6 +71,8 @@ GROUPS = {
     "shared 1m": Group("1m", 60, 3, SHARED),
     "shared 10m": Group("10m", 30, 3, SHARED),
     "shared 50m": Group("50m", 20, 2, SHARED),
+    "four 1m": Group("1m", 40, 2, (*DDP, "ours", "shared", "shared zero"), ranks=4),
+    "four 10m": Group("10m", 20, 2, (*DDP, "ours", "shared", "shared zero"), ranks=4),
     "tiny": Group("tiny", 80, 6, (*DDP, "ours", "ours join", "ours join uneven", "ddp join", "ddp our join", *PIECES)),
     "1m": Group("1m", 80, 4, (*DDP, "ours", "ours join", "pure", *OPTIMIZERS, *PIECES)),
     "10m": Group("10m", 40, 3, (*DDP, "ours", "ddp fused hook", "ddp our hook", "pure", *OPTIMIZERS, *PIECES)),
@@ -96,7 +99,8 @@ def timed(name: str, quick: bool) -> dict[str, Any]:
     group = GROUPS[name]
     rounds = group.quick if quick else group.rounds
     if not group.rate:
-        return combine(launch("time", group.model, rounds, group.variants))
+        places: dict[str, Any] = {"prefixes": ((),) * group.ranks, "interfaces": ("lo",) * group.ranks}
+        return combine(launch("time", group.model, rounds, group.variants, **places))
     with link(group.rate) as where:
         return combine(launch("time", group.model, rounds, group.variants, **where))
 

@@ -53,6 +53,10 @@ class Axis:
         x.copy_(self.run("psum", x, None))
         return lambda: None
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor for `start_`, whose values are arbitrary."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def joint(self, axes: tuple[str, ...]) -> Axis | None:
         """One axis that covers several axes at once, this one included; None if there is none."""
         return None

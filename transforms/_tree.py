@@ -191,6 +191,8 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
         ValueError: another structure, shape or device, with the path.
         TypeError: another dtype, or a leaf that is no dense real floating-point tensor.
     """
+    if _alike(tree, like):
+        return
     have, want = named_leaves(tree), named_leaves(like)
     if have.keys() != want.keys():
         missing, extra = sorted(want.keys() - have.keys()), sorted(have.keys() - want.keys())
@@ -214,6 +216,18 @@ def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
             raise ValueError(
                 f"{name}[{path!r}] lies on {leaf.device}, but {like_name}[{path!r}] on {other.device}; move one with .to(device)"
             )
+
+
+def _alike(a: Tree, b: Tree) -> bool:
+    """Whether the trees surely pass `check_same`, found without their paths."""
+    (leaves, structure), (others, other) = optree.tree_flatten(a), optree.tree_flatten(b)
+    return structure == other and all(
+        [
+            isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype is y.dtype and x.is_floating_point()
+            and x.shape == y.shape and x.device == y.device and x.layout is torch.strided
+            for x, y in zip(leaves, others, strict=True)
+        ]
+    )  # fmt: skip
 
 
 def check_dense(name: str, leaf: Any) -> None:

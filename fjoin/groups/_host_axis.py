@@ -34,6 +34,12 @@ class HostAxis(GroupAxis):
         """A buffer whose messages need no copy."""
         return self.channel.links.memory.zeros(numel, dtype)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor for `start_`, on the CPU without a copy."""
+        if device.type != "cpu":
+            return super().empty(numel, dtype, device)
+        return self.channel.links.memory.lend(numel, dtype)
+
     def _exchange(self, *args: Any, **kwargs: Any) -> Exchange:
         """Start a message; see `HostChannel.exchange`."""
         self._open()

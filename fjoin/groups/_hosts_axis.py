@@ -36,6 +36,10 @@ class HostsAxis(GroupAxis):
         """A buffer whose messages inside the host need no copy."""
         return self.inside.zeros(numel, dtype)
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor for `start_`, on the CPU without a copy inside the host."""
+        return self.inside.empty(numel, dtype, device)
+
     def reduce_(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
         if buffer.device.type != "cpu" or buffer.nbytes <= INLINE_BYTES:

@@ -37,6 +37,7 @@ class HostMemory:
         self._numbers = itertools.count(1)
         self._made: dict[int, tuple[int, int]] = {}  # address of a region in use -> number, descriptor
         self._free: dict[int, list[Region]] = {}  # by size: regions for values on their way
+        self._closed = False
         self.dropped: list[int] = []  # the numbers of regions that other processes may unmap
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -73,14 +74,24 @@ class HostMemory:
         found = self._made.get(storage)
         return None if found is None else (*found, x.data_ptr() - storage)
 
+    def lend(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of arbitrary values, (numel,), whose region is used again once it and its views are gone."""
+        region = self.borrow(max(numel, 1) * dtype.itemsize)
+        lease = memoryview(region._map)
+        weakref.finalize(lease, self.give_back, region).atexit = False
+        return torch.frombuffer(lease, dtype=torch.uint8)[: numel * dtype.itemsize].view(dtype)
+
     def borrow(self, nbytes: int) -> Region:
-        """A region of at least `nbytes`, to be given back."""
-        size = max(_PAGE, 1 << (nbytes - 1).bit_length())
+        """A region of at least `nbytes`, and at most an eighth more, to be given back."""
+        step = max(_PAGE, 1 << (nbytes - 1).bit_length() >> 4)
+        size = math.ceil(nbytes / step) * step
         free = self._free.get(size)
         return free.pop() if free else self._make(size)
 
     def give_back(self, region: Region) -> None:
-        self._free.setdefault(max(_PAGE, region.size), []).append(region)
+        if not self._closed:
+            self._free.setdefault(region.size, []).append(region)
 
     def close(self) -> None:
+        self._closed = True
         self._free.clear()

@@ -219,22 +219,34 @@ def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
     return tree
 
 
-def sum_in_place(leaves: list[Tensor], axis: AxisName) -> None:
-    """psum of tensors that no transform wraps and no two of which share memory, in place. All messages travel at once."""
+def sum_donated(leaves: list[Tensor], axis: AxisName) -> list[Tensor]:
+    """psum of tensors that may be overwritten. All messages travel at once.
+
+    Args:
+        leaves: No transform wraps them, and no two of them share memory.
+
+    Returns:
+        The sums, in the memory of `leaves` or in that of the messages.
+    """
     if not all(_can_send(leaf, False) for leaf in leaves):
         _refuse(leaves, False)
     for one in _lookup_all(axis) if leaves else ():
-        works: list[tuple[Callable[[], object], Tensor, list[Tensor]]] = []
+        sums, waits = list(leaves), []
         for members in _messages(leaves, True):
             parts = [leaves[i] for i in members]
-            alone = len(parts) == 1 and parts[0].is_contiguous()
-            flat = parts[0].view(-1) if alone else torch.cat([x.reshape(-1) for x in parts])
-            works.append((one.start_(flat), flat, [] if alone else parts))
-        for wait, flat, parts in works:
+            if len(parts) == 1 and parts[0].is_contiguous():
+                waits.append(one.start_(parts[0].view(-1)))
+                continue
+            sizes = [x.numel() for x in parts]
+            flat = one.empty(sum(sizes), parts[0].dtype, parts[0].device)
+            torch.cat([x.reshape(-1) for x in parts], out=flat)
+            waits.append(one.start_(flat))
+            for i, own in zip(members, flat.split(sizes), strict=True):
+                sums[i] = own.view(leaves[i].shape)
+        for wait in waits:
             wait()
-            if parts:
-                sums = flat.split([x.numel() for x in parts])
-                torch._foreach_copy_(parts, [own.view(x.shape) for own, x in zip(sums, parts, strict=True)])
+        leaves = sums
+    return leaves
 
 
 def _lookup_all(axis: AxisName) -> list[Axis]:

@@ -21,7 +21,7 @@ from .._transform import Needs, Reduction, Transform, init_empty
 from .._tree import Tree, device_of, plain
 from .._weights import Over, check_over, nonzero_or_one, share_of, unless_idle
 from ..axes._collectives import axis_size, psum
-from ..axes._primitive import sum_in_place
+from ..axes._primitive import sum_donated
 from ..codecs._codec import Codec
 from ._encoded_mean import encoded_mean
 from ._residuals import ResidualMemory
@@ -61,10 +61,10 @@ def _weighted_sum(
     leaves = optree.tree_leaves(grads)
     device = device_of(leaves)
     words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)
-    sent = optree.tree_leaves(scaled)
+    sent, structure = optree.tree_flatten(scaled)
     if donated and plain([*sent, words]):
-        sum_in_place([*sent, words], axis)
-        summed = scaled
+        *sent, words = sum_donated([*sent, words], axis)
+        summed = optree.tree_unflatten(structure, sent)
     else:
         summed, words = psum((scaled, words), axis)
     sums = decode_lane(words, full, n)
