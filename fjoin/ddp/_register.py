@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._consistency import same_hook
-from ..groups._group_mesh import mesh_from_group
 from ..groups._mesh import Mesh
+from ..groups._transport import linked_mesh
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._transform import Transform
 from ..transforms._weights import Over
@@ -158,6 +158,9 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     counts 0; so with a pipeline all ranks take every step, and at the end each keeps its parameters, where torch sends
     those of the last rank to all. Divisors of the Join have no effect: the hook divides.
 
+    Where all ranks of a gloo group are on one host, these messages are in shared memory, as in a mesh of `fjoin.mesh`; with
+    FJOIN_TRANSPORT=gloo they use the group.
+
     The module can be pickled and copied, by torch.save or copy.deepcopy; the copy has no hook and can be registered
     again. The state of the hook is in `handle.state_dict()`.
 
@@ -198,7 +201,7 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         named = axes_of(hook, ())
         if len(named) > 1:
             raise ValueError(f"{hook!r} has the axes {sorted(named)}; pass mesh=fjoin.mesh(...) that has them")
-        mesh = mesh_from_group(model.process_group, next(iter(named), "data"))
+        mesh = linked_mesh(model.process_group, next(iter(named), "data"), "fjoin.ddp.register")
     if mesh.size != model.process_group.size():
         raise ValueError(f"the mesh has {mesh.size} ranks, but the module's group {model.process_group.size()}")
     if hook.pauses or (isinstance(what, Pipeline) and any(part.pauses for part in what.ends)):

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._consistency import same_hook
-from ..groups._group_mesh import mesh_from_group
+from ..groups._transport import linked_mesh
 from ..optim._optimizer_class import WholeLeaves
 from ..optim._param_groups import WithValues, own_by_group, resizing, values_of
 from ..optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -75,7 +75,7 @@ def hook_with_zero_step(
             f"{len(mine - paths.keys())} others"
         )
     pipeline = sharded(_transform(hook), _by_group(zero, paths), "data")
-    mesh = mesh_from_group(ddp.process_group)
+    mesh = linked_mesh(ddp.process_group, "data", "fjoin.ddp.hook_with_zero_step")
     same_hook(mesh, pipeline.hook)
     run = DDPRun(ddp, pipeline.hook, pipeline, mesh)
     keep_stepped(ddp, run.leaves)

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import CollectiveTimeout, DesyncError
 from ..shared_memory._hosts import Doorway, can_share, split_by_host
-from ..shared_memory._links import HostLinks
 from ..transforms._axis_env import One, bind_axes, bound, under_vmap
 from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
@@ -28,11 +27,11 @@ from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_from_
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
 from ._store import Store, Unanswered, within
+from ._transport import chosen_transport, links_to_host
 
 T = TypeVar("T")
 # The groups by axis; and for axes that are split, that of this rank's host and that of its peers on the others.
 Connected: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
-TRANSPORTS = ("auto", "gloo", "shared")
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
 
@@ -75,11 +74,7 @@ def mesh(
     if not is_number(timeout_s) or not _SHORTEST <= timeout_s <= _LONGEST:
         raise ValueError(f"timeout_s must be a number of seconds from {_SHORTEST:g} to {_LONGEST:g}, got {timeout_s!r}")
     flag("ordered", ordered)
-    if transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
-    transport = os.environ.get("FJOIN_TRANSPORT", transport) if transport == "auto" else transport
-    if transport not in TRANSPORTS:
-        raise ValueError(f"FJOIN_TRANSPORT must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
+    transport = chosen_transport(transport)
     if isinstance(shape, DeviceMesh):
         return _from_device_mesh(shape, timeout_s, ordered, transport)
     if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
@@ -145,7 +140,6 @@ def _meet_and_connect(
             inside a host and across hosts of axes that are split.
     """
     with Doorway() as doorway:
-        ranks, me = grid.flatten().tolist(), dist.get_rank()
         doorways = _meet(sizes, grid, timeout_s, ordered, transport, doorway)
         before = event_loops()
         shares = transport != "gloo" and can_share()
@@ -155,11 +149,7 @@ def _meet_and_connect(
         halves[""] = halves.get("") or halves.get(next(iter(groups)))
         world_mesh = groups.pop("", None) or next(iter(groups.values()))
         connections = Connections(event_loops() - before)
-        here = [rank for rank in ranks if doorways[rank][0] == doorway.host]
-        links = None
-        if shares and len(here) > 1:
-            addresses = {rank: doorways[rank][1] for rank in here if rank != me}
-            links = HostLinks(doorway.connect(me, addresses, timeout_s), timeout_s)
+        links = links_to_host(doorway, doorways, timeout_s) if shares else None
         return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
 
 

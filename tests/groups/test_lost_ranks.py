@@ -192,7 +192,8 @@ def test_a_registered_hook_does_not_keep_the_connections_of_a_failed_join() -> N
         assert (kind, rank) == ("PeerLost", 1) and "ValueError: bad batch" in text and seconds < 10.0
 
 
-def fail_in_a_module(rank: int, report: Report, how: str) -> None:
+def fail_in_a_module(rank: int, report: Report, how: str, transport: str) -> None:
+    os.environ["FJOIN_TRANSPORT"] = transport
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -214,9 +215,10 @@ def fail_in_a_module(rank: int, report: Report, how: str) -> None:
     ended(report, run)
 
 
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
 @pytest.mark.parametrize(("how", "expected"), [("kill", "PeerLost"), ("stop", "CollectiveTimeout")])
-def test_a_registered_hook_raises_typed_errors_out_of_backward(how: str, expected: str) -> None:
-    with Ranks(2, fail_in_a_module, how) as run:
+def test_a_registered_hook_raises_typed_errors_out_of_backward(how: str, expected: str, transport: str) -> None:
+    with Ranks(2, fail_in_a_module, how, transport) as run:
         ((_, _, (kind, text, rank)),) = run.after("now", 1)
         assert (kind, rank) == (expected, 1), text
 
