@@ -260,3 +260,20 @@ def test_a_rank_that_ends_or_stops(way: str) -> None:
         text = ranks.next(20)[2]
         os.kill(ranks.processes[1].pid, signal.SIGCONT) if way == "stopped" else None  # type: ignore[arg-type]
     assert ("timed out" if way == "stopped" else "closed its connection") in text
+
+
+def whole_program(rank: int, report: Report) -> None:
+    dist.init_process_group("fjoin")
+    ddp = DistributedDataParallel(nn.Linear(300, 300))
+    fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    ddp(torch.full((2, 300), 1.0 + rank)).sum().backward()
+    with fjoin.mesh({"data": -1}) as mesh, fjoin.bind(mesh):
+        total = tx.psum(torch.ones(()), "data").item()
+    report((dist.get_backend(), total, ddp.module.weight.sum().item()))
+    dist.destroy_process_group()
+
+
+def test_it_can_be_the_backend_of_a_program() -> None:
+    with Ranks(2, whole_program) as run:
+        (_, _, first), (_, _, second) = run.next(30), run.next(30)
+    assert first == second and first[:2] == ("fjoin", 2.0)
