@@ -34,6 +34,9 @@ class Storage:
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
         float16: Whether some parameters are float16.
         has_masters: Whether the optimizer keeps master copies of some parameters.
+
+    Args:
+        memory: Gives a bucket's zeros, or None where any memory is as good.
     """
 
     def __init__(
@@ -42,13 +45,19 @@ class Storage:
         params: Mapping[str, Tensor],
         optimizer: Optimizer,
         pieces: Pieces | None = None,
+        memory: Callable[[Bucket], Tensor | None] = lambda bucket: None,
     ) -> None:
         self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
         self.exact: list[Tensor] = []
         self.arrivals = Arrivals()
         self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes = {path: p.shape for path, p in params.items()}
-        self.flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in layout]
+        self.flats = []
+        for bucket in layout:
+            flat = memory(bucket)
+            if flat is None:
+                flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            self.flats.append(flat)
         for bucket, flat in zip(layout, self.flats, strict=True):
             for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
                 view.copy_(params[path].detach())

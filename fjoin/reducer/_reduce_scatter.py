@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,12 +49,20 @@ class ReduceScatterHook(AllReduceHook):
         super().stop()
 
     def observed(self, outgoing: list[GradBuffer]) -> None:
-        """Share the verdict and the norm of the pieces."""
+        """Share the verdict and the norm of the pieces, where the messages have not told them."""
+        told = all(out.total is not None and math.isfinite(out.total) for out in outgoing)  # the same on all ranks
+        if told and outgoing and not self._step_check.norm:
+            self._step_check.pieces_are_finite(self._mesh.axes[self._axes[0]])
+            return
         self._step_check.share(outgoing, self._mesh.axes[self._axes[0]])
 
 
 class HostScatter:
-    """The message of one bucket between ranks of one host: each sums its own piece in place."""
+    """The message of one bucket between ranks of one host: each sums its own piece in place.
+
+    Attributes:
+        total: After the wait: the sum of the elements of all pieces.
+    """
 
     def __init__(self, out: GradBuffer, axis: HostAxis) -> None:
         assert out.pieces is not None
@@ -61,6 +70,7 @@ class HostScatter:
         self._bounds = pieces.bounds[0][pieces.rank : pieces.rank + 2]
         self._out = out
         self._work: Exchange | None = axis.scatter_(out.buffer, pieces.bounds[0])
+        self.total: float | None = None
 
     def arrived(self) -> bool:
         """Whether a wait would not wait."""
@@ -70,6 +80,7 @@ class HostScatter:
         """Wait for the sum."""
         if self._work is not None:
             self._work.wait()
+            self.total = self._work.total if self._out.buffer.is_floating_point() else None
             self._work = None
             start, stop = self._bounds
             self._out.scatter(self._out.buffer[start:stop])

@@ -111,6 +111,10 @@ class StepCheck:
         elif out.grads.numel():
             out.seen = torch.linalg.vector_norm(out.grads, math.inf)
 
+    def pieces_are_finite(self, axis: Axis) -> None:
+        """Note that the pieces of the gradients are finite on all ranks of the axis."""
+        self._of_pieces, self._bad_pieces = axis, 0.0
+
     def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
         """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms."""
         self._of_pieces = axis

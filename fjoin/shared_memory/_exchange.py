@@ -32,7 +32,9 @@ class Exchange:
         failing: Raises where a rank has failed; called at intervals of a wait.
 
     Attributes:
-        total: The sum of the numbers of this rank's `take` and those of all ranks that have answered.
+        number: That of this rank's `take`.
+        total: The sum of the numbers of this rank's `take` and those of all ranks that have answered; the same on all ranks
+            once all have answered.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Exchange:
         self._links, self.key, self.source, self.given = links, key, source, given
         self.fingerprint, self._take, self.pushes, self._failing = fingerprint, take, pushes, failing
         self._settles = settles or pushes
-        self.total = 0.0
+        self.number, self._numbers = 0.0, list[float]()
         self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
         self._copy: Region | None = None
         self._result: Tensor | None = None
@@ -75,7 +77,8 @@ class Exchange:
                 raise DesyncError(
                     f"rank {rank} of this host has called another collective, or with another size or dtype"
                 )
-        self.total = self._take({rank: one.part.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
+        self.number = self._take({rank: one.part.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
+        self._numbers.append(self.number)
         self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
         self.taken = True
         return True
@@ -85,7 +88,7 @@ class Exchange:
         for rank in list(self.untaken):
             value = self._links.peers[rank].taken.pop(self.key, None)
             if value is not None:
-                self.total += value
+                self._numbers.append(value)
                 self.untaken.discard(rank)
         if self.untaken or not self.taken:
             return False
@@ -96,6 +99,10 @@ class Exchange:
             self._copy = self._result = None
         self.is_settled = True
         return True
+
+    @property
+    def total(self) -> float:
+        return sum(sorted(self._numbers))  # in one order on all ranks
 
     def arrived(self) -> bool:
         """Whether a wait would not wait."""

@@ -206,7 +206,7 @@ class HostLinks:
                 moved = True
                 axis, message = exchange.key
                 for rank in exchange.from_memory:
-                    self._send(self.peers[rank], _PACKET.pack(_TAKEN, axis, 0, message, 0, 0, 0, exchange.total))
+                    self._send(self.peers[rank], _PACKET.pack(_TAKEN, axis, 0, message, 0, 0, 0, exchange.number))
         self._under_way = [exchange for exchange in self._under_way if not exchange.settle()]
         if self._reader and (moved or len(self._under_way) < before):
             os.eventfd_write(self._wake, 1)

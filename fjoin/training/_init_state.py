@@ -10,7 +10,7 @@ from ..groups._consistency import check_program, same_values
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..transforms._axis_env import bind_axes
 from ..transforms._tree import named_leaves
-from ..transforms.layout._buckets import make_layout
+from ..transforms.layout._buckets import Bucket, make_layout
 from ..transforms.layout._pieces import labels
 from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._loss_scale import refuse_float16
@@ -44,7 +44,11 @@ def make_state_data(
     run.check_loss(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, (pipeline.hook, *pipeline.ends), tuple(mesh.shape), run.ranks, stacklevel=4)
-    storage = Storage(layout, flat, pipeline.optimizer, pieces)
+
+    def memory(bucket: Bucket) -> Tensor | None:  # pieces are gathered without a copy
+        return mesh.zeros(bucket.numel, bucket.dtype, bucket.device, (pieces.axis,)) if pieces else None
+
+    storage = Storage(layout, flat, pipeline.optimizer, pieces, memory)
     own = None if buffers is None else {path: b.detach().clone() for path, b in buffers.items()}
     if sync == "broadcast":
         for tensor in [*storage.flats, *(own or {}).values()]:
