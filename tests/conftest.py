@@ -1,3 +1,4 @@
+import os
 import zlib
 from collections.abc import Iterator
 
@@ -23,14 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --long, leave out what is marked so, and most of what is marked to be sampled."""
-    if config.getoption("--long"):
-        return
+    """Leave out what needs another transport; without --long also the long tables, and most of what is to be sampled."""
+    long, gloo = config.getoption("--long"), os.environ.get("FJOIN_TRANSPORT", "gloo") == "gloo"
 
-    def is_long(item: pytest.Item) -> bool:
+    def is_out(item: pytest.Item) -> bool:
         sample = item.get_closest_marker("sample")
         # The checksum varies all parameters of a table, where a stride might always meet the same value of one.
-        return "long" in item.keywords or bool(sample and zlib.crc32(item.name.encode()) % sample.args[0])
+        is_long = "long" in item.keywords or bool(sample and zlib.crc32(item.name.encode()) % sample.args[0])
+        return (is_long and not long) or ("gloo" in item.keywords and not gloo)
 
-    config.hook.pytest_deselected(items=[item for item in items if is_long(item)])
-    items[:] = [item for item in items if not is_long(item)]
+    config.hook.pytest_deselected(items=[item for item in items if is_out(item)])
+    items[:] = [item for item in items if not is_out(item)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,16 +75,14 @@ class GradBuffer:
             self.buffer = self._own  # the gradient of the last step is freed
         self.taken = [False] * len(leaves)
 
-    def copy_grad(self, i: int) -> None:
-        """Copy the gradient that autograd has just left at a leaf, while it is in the cache."""
-        leaf = self.leaves[i]
+    def copy_grad(self, i: int, leaf: Tensor) -> None:
+        """Copy the gradient that autograd has just left at the i-th leaf, while it is in the cache."""
+        grad: Any = leaf.grad
         if self.taken[i]:
             raise RuntimeError(
                 f"the gradient of {self.bucket.paths[i]!r} arrived twice in one backward pass, so that the first part would "
                 f"be lost; with torch.utils.checkpoint pass use_reentrant=False"
             )
-        grad = leaf.grad
-        assert grad is not None
         if grad.layout is not torch.strided:
             check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
         if self.direct:
@@ -101,7 +100,7 @@ class GradBuffer:
             if self.taken[i]:
                 continue
             if leaf.grad is not None:
-                self.copy_grad(i)
+                self.copy_grad(i, leaf)
             elif self.direct:
                 self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
             else:
@@ -186,16 +185,15 @@ class BucketQueue:
         for out in self.outgoing:
             out.work = None
 
-    def arrived(self, index: int, leaf: int) -> None:
-        """Take the gradient of a leaf of this bucket, and launch the buckets that are ready."""
+    def arrived(self, index: int, i: int, leaf: Tensor) -> None:
+        """Take the gradient of the i-th leaf of this bucket, and launch the buckets that are ready."""
         if not self._open:
             return  # a backward pass over these leaves outside the step
-        out = self.outgoing[index]
         if self._kept is not None:
-            tensor = out.leaves[leaf]
-            kept = self._kept.pop(tensor, None)
-            tensor.grad = torch.zeros_like(tensor) if kept is None else kept
-        out.copy_grad(leaf)
+            kept = self._kept.pop(leaf, None)
+            leaf.grad = torch.zeros_like(leaf) if kept is None else kept
+        out = self.outgoing[index]
+        out.copy_grad(i, leaf)
         if out.missing == 0:
             out.filled = True
             self._advance()

@@ -38,12 +38,14 @@ class GradHooks:
         me = weakref.ref(self)
 
         def hook_of(bucket: int, leaf: int) -> Callable[[Tensor], None]:
-            def arrived(tensor: Tensor) -> None:
+            def arrived(tensor: Tensor) -> None:  # it runs for every leaf in every step
                 hooks = me()
-                if hooks is not None and hooks._keeping:
+                if hooks is None:
+                    return
+                if hooks._keeping:
                     unshare_grad(tensor)  # later gradients of the window are added in place
-                elif hooks is not None and hooks.queue is not None:
-                    hooks.queue.arrived(bucket, leaf)
+                elif hooks.queue is not None:
+                    hooks.queue.arrived(bucket, leaf, tensor)
 
             return arrived
 

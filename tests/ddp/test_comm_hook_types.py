@@ -113,6 +113,7 @@ def messages(name: str) -> Any:
     return sent, [sorted((m.payload_bytes, str(m.dtype)) for m in announced(what, i)) for i, what in enumerate(said)]
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ONE_OF_EACH)

@@ -169,6 +169,7 @@ def messages(hook: str, alone: bool, options: dict[str, Any]) -> tuple[list[Any]
     return sent, announced
 
 
+@pytest.mark.gloo
 def test_one_message_besides_the_buckets(pool: Any) -> None:
     """Of one number, with the first bucket; the module's first pass has one bucket, and the others two."""
     wide = "torch.float64"
@@ -176,6 +177,7 @@ def test_one_message_besides_the_buckets(pool: Any) -> None:
         assert sent == [[(1, wide), (66, wide)], *[[(1, wide), (24, wide), (42, wide)]] * 2]
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": None}], ids=str
@@ -230,6 +232,7 @@ def passes_of(hook: str, weights: list[list[float]], bad: list[int]) -> Any:
     return seen, None
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("hook", AFTER_BACKWARD)
 def test_ranks_that_are_summed_after_backward_are_counted(pool: Any, hook: str) -> None:
     for seen, ranks in pool.run(3, passes_of, hook, [[1.0, 2.0, 0.0], [0.0] * 3], [0, 2]):

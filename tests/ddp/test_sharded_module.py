@@ -101,6 +101,7 @@ def explained(name: str) -> Any:
     return seen, what.state_bytes
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EXPLAINED)
 def test_the_messages_of_a_module_are_those_explained(pool: Any, name: str) -> None:

@@ -96,6 +96,7 @@ def a_step(hook: str) -> tuple[list[str], int]:
     return order, clock.now - start
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("hook", "messages", "time"),
     [
@@ -146,6 +147,7 @@ def a_pass(hook: str) -> tuple[list[str], int]:
     return order, clock.now - start
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(("hook", "time"), [("mean", 4 + 1), ("two messages", 4 + 2)])
 def test_they_do_so_in_a_module_too(pool: Any, hook: str, time: int) -> None:
     for order, took in pool.run(2, a_pass, hook):
@@ -178,6 +180,7 @@ def steps_of(clip: str | None, overlap_step: bool) -> list[list[str]]:
     return orders
 
 
+@pytest.mark.gloo
 def test_clipping_by_the_norm_before_waits_for_no_other_bucket(pool: Any) -> None:
     """Where buckets are stepped as they come; the first step, which has no norm yet, waits for all."""
     all_first = ["arrived"] * 4 + ["stepped"] * 4

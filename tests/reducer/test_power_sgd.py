@@ -156,6 +156,7 @@ def counted(hook: str, bucket_bytes: int) -> Any:
     return sent
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 @pytest.mark.parametrize("hook", ["fed back", "batched"])

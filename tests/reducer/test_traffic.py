@@ -79,6 +79,7 @@ CASES = [
 ]
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(12)
 @pytest.mark.parametrize(("model", "hook"), CASES)
 def test_explain_announces_what_is_sent(pool: Any, model: str, hook: str) -> None:

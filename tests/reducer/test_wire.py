@@ -129,6 +129,7 @@ def counted(codec: str, hook: str, bucket_bytes: int) -> Any:
     return sent
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(40)
 @pytest.mark.parametrize(
     ("codec", "hook", "bucket_bytes"),

@@ -110,6 +110,7 @@ def computed(params: Any, batch: Tensor) -> Tensor:
     return loss(params, batch)
 
 
+@pytest.mark.gloo
 def test_a_message_travels_during_the_steps_between(pool: Any) -> None:
     """A message takes 0.25 s and a step at least 0.1 s: with a delay of 3 steps none waits for it."""
     assert all(waited > 0.6 for waited in pool.run(2, seconds_waited, 0, 0.25))

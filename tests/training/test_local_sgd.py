@@ -110,6 +110,7 @@ def messages_of_parts(name: str) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("name", OF_PARTS)
 def test_messages_of_some_of_the_parameters_are_those_announced(pool: Any, name: str) -> None:
     """The dtypes of the other parameters do not matter."""

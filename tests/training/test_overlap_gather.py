@@ -94,6 +94,7 @@ def trained(*args: Any) -> Any:
     return restored(train)(*args)
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"donate": False}, {"accumulate": 2}], ids=str)
@@ -130,6 +131,7 @@ def ordered() -> Any:
     return restored(order)()
 
 
+@pytest.mark.gloo
 def test_a_gather_is_waited_for_at_its_use(pool: Any) -> None:
     for log in pool.run(2, ordered):
         at = log.index("last")
@@ -182,6 +184,7 @@ def torn_alone(where: str) -> None:
     restored(torn)(where)
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("where", ["read", "forward"])
 def test_a_gather_that_fails_leaves_a_torn_state(pool: Any, where: str) -> None:
     pool.run(2, torn_alone, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from helpers import max_diff, raises_text
 from plan_problem import (
@@ -55,6 +56,7 @@ def test_loops_end_over_the_axes_of_the_buffers_too() -> None:
     assert out == [(2, -2.0, 6.0)] * 2 + [(2, -6.0, 6.0)] * 2
 
 
+@pytest.mark.gloo
 def test_explain_has_the_buffers_and_the_message_of_those_that_loop_together(pool: Any) -> None:
     """Over the union of the axes: counted at torch.distributed."""
     pipeline, over = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node")), tx.average_buffers(("node", "local"))

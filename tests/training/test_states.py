@@ -34,6 +34,7 @@ def test_a_state_belongs_to_its_step() -> None:
     assert not same_bits(moved.params, start()) and same_bits(state.params, start())
 
 
+@pytest.mark.gloo
 def test_clones_and_second_states_overlap_too() -> None:
     """The leaves of every state report arriving gradients, whichever state was used before."""
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), bucket_bytes=1)

@@ -104,6 +104,7 @@ def gloo_cases(seeds: list[int]) -> list[dict[str, Any]]:
     return out
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_thirty_cases_on_gloo(pool: Any, ranks: int) -> None:

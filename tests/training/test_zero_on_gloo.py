@@ -81,5 +81,6 @@ def test_all_optimizers_and_pipelines(pool: Any, ranks: int, steps: int, part: i
         assert found == []
 
 
+@pytest.mark.gloo
 def test_a_wrong_sum_is_noticed(pool: Any) -> None:
     assert pool.run(2, sabotaged, 2, 0)[0]

@@ -186,6 +186,7 @@ def sent_bytes(name: str) -> tuple[list[int], int, dict[str, Tensor]]:
     return seen[1:], slots, state.clone().params  # in the first step the ranks compare their lanes too
 
 
+@pytest.mark.gloo
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_real_ranks_send_what_is_announced(pool: Any, ranks: int) -> None:
