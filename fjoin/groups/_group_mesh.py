@@ -280,7 +280,9 @@ def _forget(group: Any) -> None:
     """
     kinds = (DistributedDataParallel, ModelAverager)
     places = gc.get_referrers(group)  # objects, or their dicts
-    owners = [one for place in places if isinstance(place, dict) for one in gc.get_referrers(place)]
+    # Each search for referrers takes some 30 ms, so not for torch's own dicts, in which groups are keys.
+    dicts = [place for place in places if isinstance(place, dict) and any(value is group for value in place.values())]
+    owners = [one for place in dicts for one in gc.get_referrers(place)]
     for holder in [one for one in (*places, *owners) if issubclass(type(one), kinds)]:
         held = [name for name, value in vars(holder).items() if value is group]
         vars(holder).update(dict.fromkeys(held))
