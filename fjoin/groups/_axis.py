@@ -17,6 +17,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from .._errors import JoinError
 from ..transforms._axis_env import Axis
 from ..transforms.axes._order import from_order, to_order
+from ._malloc import keep_freed
 
 _REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 
@@ -202,6 +203,10 @@ class GroupAxis(Axis):
 
     def start_(self, x: Tensor) -> Callable[[], object]:
         return self.reduce_(x).wait
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        keep_freed()
+        return super().empty(numel, dtype, device)
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if torch.compiler.is_compiling():

@@ -13,6 +13,7 @@ from ..shared_memory._exchange import Exchange
 from ..shared_memory._links import HostLinks
 from ..transforms.axes._order import from_order, to_order
 from ._axis import Done, GroupAxis, Work
+from ._malloc import keep_freed
 
 
 class HostAxis(GroupAxis):
@@ -38,6 +39,7 @@ class HostAxis(GroupAxis):
         """A flat tensor for `start_`, on the CPU without a copy."""
         if device.type != "cpu":
             return super().empty(numel, dtype, device)
+        keep_freed()
         return self.channel.links.memory.lend(numel, dtype)
 
     def _exchange(self, *args: Any, **kwargs: Any) -> Exchange:

@@ -8,7 +8,6 @@ bucket's result gives up its turns until that result exists.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..groups._axis import GroupAxis
+from ..groups._malloc import keep_freed
 from ..transforms._axis_env import Axis, bind_axes, bound
 from ..transforms.layout._buckets import Bucket
 
@@ -158,17 +158,6 @@ class Interleaver:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.abandon()
-
-
-@functools.cache
-def keep_freed() -> None:
-    """Make glibc keep the memory that threads free, instead of returning it and faulting it in again in each step.
-
-    glibc sets its mmap and trim thresholds by the largest mapped block, of up to 32 MiB, that was ever freed; so this
-    allocates and frees one (benchmarks/alone.py shows the difference). The effect lasts for the whole process. Where
-    MALLOC_MMAP_THRESHOLD_ or MALLOC_TRIM_THRESHOLD_ is set, or the C library is not glibc, it has no effect.
-    """
-    torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
 # Each bucket takes one thread: with more buckets than this the hooks run one after the other.

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ..groups._axis import Received, Work
 from ..groups._host_axis import HostAxis
+from ..groups._malloc import keep_freed
 from ..shared_memory._exchange import Exchange
 from ..transforms._axis_env import Axis
 from ..transforms.layout._pieces import bind_pieces
 from ._all_reduce import AllReduceHook
 from ._buckets import GradBuffer
 from ._flat_params import Storage
-from ._interleave import keep_freed
 from ._lane import StepLane
 
 

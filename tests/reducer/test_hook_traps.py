@@ -288,7 +288,7 @@ def test_adaptive_sums_of_strided_gradients_are_equal_on_all_ranks(pool: Any) ->
 GIVES_BACK = """
 import sys, threading
 import torch
-from fjoin.reducer._interleave import keep_freed
+from fjoin.groups._malloc import keep_freed
 
 def held():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
