@@ -232,9 +232,12 @@ def claims(groups: Groups, memory: dict[str, Any]) -> list[str]:
         value, control = ratio(wall, row.what, row.base), ratio(wall, "ddp again", "ddp")[1]
         target = "" if row.target is None else f"<= {row.target:.2f}"
         rows.append([f"{TITLES[row.group]}: {row.text}", shown(value), target, judge(value[1], row.target, control)])
-    if memory:
-        value = memory["ours"]["peak"] / memory["ddp"]["peak"]
-        rows.append(["50M MLP: peak memory, fjoin / DDP", f"{value:.3f}", "<= 1.00", judge(value, 1.0, 1.0)])
+    for model, found in memory.items():
+        for variant in found:
+            value = found[variant]["peak"] / found["ddp"]["peak"]
+            if variant != "ddp":
+                text = f"{TITLES[model]}: peak memory, {variant} / DDP"
+                rows.append([text, f"{value:.3f}", "<= 1.00", judge(value, 1.0, 1.0)])
     return table(["case", "measured: median [q1, q3]", "target", "judged"], rows)
 
 
@@ -318,14 +321,19 @@ def page(
         *variants(groups),
     ]
     if memory:
-        rows = [[v, f"{m['peak'] / mb:.0f}", f"{m['steady'] / mb:.0f}"] for v, m in memory.items()]
+        rows = [
+            [TITLES[model], v, f"{m['peak'] / mb:.0f}", f"{m['steady'] / mb:.0f}", f"{m['faults']:.0f}"]
+            for model, found in memory.items()
+            for v, m in found.items()
+        ]
         lines += [
-            "## Memory per rank, 50M MLP",
+            "## Memory per rank",
             "",
-            "RSS in MB of a process that runs one variant alone, set-up included.",
+            "RSS in MB of a process that runs one variant alone, set-up included; of memory that two processes share, half. Page "
+            "faults are those of a step.",
             "",
         ]
-        lines += table(["variant", "peak", "after the last step"], rows)
+        lines += table(["model", "variant", "peak", "after the last step", "page faults"], rows)
     if simulator:
         rows = [
             [

@@ -92,6 +92,7 @@ GROUPS = {
     "power": Group("10m", 24, 2, (*DDP, "ours", *POWERS, "C", "O"), "1gbit"),
     "slow power": Group("10m", 8, 1, (*DDP, *POWERS), "100mbit"),
 }
+MEMORY_OF = ("1m", "10m", "50m")
 ENGINES, RANKS = ("lockstep", "vmap"), (2, 8, 64, 512)
 
 
@@ -106,11 +107,13 @@ def timed(name: str, quick: bool) -> dict[str, Any]:
 
 
 def memory(quick: bool) -> dict[str, Any]:
-    """The memory of the rank that uses more, with each variant in a pair of processes of its own."""
-    out = {}
-    for variant in ("ddp", "ours"):
-        ranks = launch("alone", "50m", 2 if quick else 5, [variant])
-        out[variant] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+    """By model: the memory of the rank that uses more, with each variant in a pair of processes of its own."""
+    out: dict[str, Any] = {}
+    for model in MEMORY_OF:
+        out[model] = {}
+        for variant in ("ddp", "ours", "shared", "shared zero", "donate", "shared donate"):
+            ranks = launch("alone", model, 2 if quick else 5, [variant])
+            out[model][variant] = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
     return out
 
 

@@ -86,7 +86,8 @@ def alone(name: str, steps: int, variant: str, mesh: Any) -> dict[str, Any]:
     """The memory of this process and the cost of a step.
 
     Returns:
-        "peak" and "steady": the peak RSS, and the RSS after some steps, in bytes. "faults", "user" and "system": the
+        "peak" and "steady": the peak RSS, and the RSS after some steps, in bytes, where memory that ranks share counts for
+        each in part. "faults", "user" and "system": the
         page faults and the CPU seconds outside and inside the kernel, per step.
     """
     run, _ = variants.MAKE[variant](name, models.batch(name, dist.get_rank()), mesh)
@@ -96,13 +97,27 @@ def alone(name: str, steps: int, variant: str, mesh: Any) -> dict[str, Any]:
     after = resource.getrusage(resource.RUSAGE_SELF)
     with open("/proc/self/statm") as f:
         steady = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    others = of_others()
     return {
-        "peak": after.ru_maxrss * 1024,
-        "steady": steady,
+        "peak": after.ru_maxrss * 1024 - others,
+        "steady": steady - others,
         "faults": (after.ru_minflt - before.ru_minflt) / steps,
         "user": (after.ru_utime - before.ru_utime) / steps,
         "system": (after.ru_stime - before.ru_stime) / steps,
     }
+
+
+def of_others() -> int:
+    """The bytes of shared memory in this process's RSS that count for other processes: resident less proportional."""
+    counts, inside = {"Rss:": 0, "Pss:": 0}, False
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            key, *rest = line.split()
+            if key in counts and inside:
+                counts[key] += int(rest[0]) * 1024
+            elif "-" in key:
+                inside = "memfd:fjoin" in line
+    return counts["Rss:"] - counts["Pss:"]
 
 
 def main() -> None:

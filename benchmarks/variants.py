@@ -60,7 +60,7 @@ def ddp(name: str, batch: Any, mesh: Any, join: str = "", hook: str = "", make: 
         model.register_comm_hook(state, powerSGD_hook)
         hook = ""
     elif hook == "ours":
-        fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)))
+        fjoin.ddp.register(model, tx.fuse(tx.mean("data"), tx.adamw(LR)), mesh)
     elif hook == "torch":
         with contextlib.redirect_stderr(io.StringIO()):  # it prints a deprecation notice that filters do not catch
             model._register_fused_optim(torch.optim.AdamW, lr=LR)
@@ -197,14 +197,9 @@ def shared_mesh() -> Any:
     return fjoin.mesh({"data": -1}, transport="shared")
 
 
-@functools.cache
-def shared_group() -> Any:
-    return dist.new_group(backend="fjoin")
-
-
-def shared_ddp(name: str, batch: Any, mesh: Any, **settings: Any) -> Variant:
+def shared_ddp(name: str, batch: Any, mesh: Any) -> Variant:
     """A DistributedDataParallel over the backend "fjoin"."""
-    return ddp(name, batch, mesh, process_group=shared_group(), **settings)
+    return ddp(name, batch, mesh, process_group=dist.new_group(backend="fjoin"))
 
 
 def shared(name: str, batch: Any, mesh: Any, make: Callable[..., Variant] = ours, **settings: Any) -> Variant:
@@ -387,7 +382,7 @@ MAKE: dict[str, Callable[..., Variant]] = {
     "ddp our zero hook": lambda *a: ddp_zero(*a, "hook"),
     "shared": shared,
     "shared ddp": shared_ddp,
-    "shared our hook": lambda *a: shared_ddp(*a, hook="ours"),
+    "shared our hook": lambda *a: shared(*a, make=ddp, hook="ours"),
     "shared overlap_step": lambda *a: shared(*a, overlap_step=True),
     "shared zero": lambda *a: shared(*a, hook=tx.scatter_mean("data")),
     "shared zero overlap": lambda *a: shared(*a, hook=tx.scatter_mean("data"), overlap_gather=True),

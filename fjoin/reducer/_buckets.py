@@ -70,9 +70,9 @@ class GradBuffer:
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
         self.total = None
         self.scattered = False
-        self.grads = self._own  # a hook may have replaced it by its result
-        if self.direct:
-            self.buffer = self._own  # the gradient of the last step is freed
+        # A hook may have replaced it by its result. A direct buffer keeps the last gradient until the next one comes: free
+        # memory at the end of the heap would go back to the system, and be faulted in again.
+        self.grads = self._own
         self.taken = [False] * len(leaves)
 
     def copy_grad(self, i: int, leaf: Tensor) -> None:
