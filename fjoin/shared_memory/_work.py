@@ -29,7 +29,6 @@ class SharedWork(dist.Work):
         self._started, self._result, self._waiter = list(started), result, waiter
         self._lock = threading.Lock()
         self._future: Any = None
-        self._error: BaseException | None = None
         self.source = -1
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
@@ -40,20 +39,22 @@ class SharedWork(dist.Work):
         """
         limit = timeout.total_seconds()
         end = time.monotonic() + limit if limit > 0 else None
-        while self._started:
-            exchange, done = self._started[0]
+        for exchange, _ in self._left():
             exchange.wait(None if end is None else max(end - time.monotonic(), 0.0))
-            with self._lock:
+            with self._lock:  # another thread may wait too
                 if self._started and self._started[0][0] is exchange:
-                    done()
-                    self._started.pop(0)
+                    self._started.pop(0)[1]()
         return True
 
+    def _left(self) -> list[Started]:
+        with self._lock:
+            return list(self._started)
+
     def is_completed(self) -> bool:
-        return all(exchange.arrived() for exchange, _ in self._started)
+        return all(exchange.arrived() for exchange, _ in self._left())
 
     def is_success(self) -> bool:
-        return self._error is None and self.is_completed()
+        return self.is_completed()
 
     def result(self) -> Any:
         self.wait()
