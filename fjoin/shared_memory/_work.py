@@ -39,11 +39,12 @@ class SharedWork(dist.Work):
         """
         limit = timeout.total_seconds()
         end = time.monotonic() + limit if limit > 0 else None
-        for exchange, _ in self._left():
+        for exchange, done in self._left():
             exchange.wait(None if end is None else max(end - time.monotonic(), 0.0))
             with self._lock:  # another thread may wait too
                 if self._started and self._started[0][0] is exchange:
-                    self._started.pop(0)[1]()
+                    done()
+                    self._started.pop(0)
         return True
 
     def _left(self) -> list[Started]:
