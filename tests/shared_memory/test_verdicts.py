@@ -1,0 +1,60 @@
+"""The sums of messages in shared memory tell whether gradients are finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+HOOKS = {
+    "mean": lambda: tx.mean("data"),
+    "zero": lambda: tx.scatter_mean("data"),
+    "zero, clip": lambda: tx.chain(tx.scatter_mean("data"), tx.clip_by_global_norm(1e30)),
+}
+N = 40_000  # elements; larger than what travels in a packet
+
+
+def steps(transport: str, hook: str, bad: str) -> Any:
+    """The parameters after three steps, the second of which is bad on rank 1; the error; the messages of each step."""
+    mesh = fjoin.mesh({"data": -1}, transport=transport)
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return (params["a"] * x).sum() + params["b"].sum()
+
+    step = fjoin.train_step(loss_fn, tx.fuse(HOOKS[hook](), tx.sgd(1e-30)), mesh=mesh)
+    state = step.init({"a": torch.zeros(N), "b": torch.ones(N // 2)})
+    error, sent = "", []
+    for i in range(3):
+        x = torch.linspace(0, 1, N) * (mesh.rank + 1)
+        if i == 1 and mesh.rank == 1:
+            if bad == "nan":
+                x[N // 2] = torch.nan
+            elif bad == "opposite":
+                x[5], x[-5] = torch.inf, -torch.inf
+        if i == 1 and bad == "overflow":  # of the sum of the elements, which are finite, as is the loss
+            x[: N // 2] = 1e38
+        before = mesh.sent()
+        try:
+            state, metrics = step(state, x)
+            assert bool(torch.isfinite(torch.as_tensor(metrics.weight)))
+        except fjoin.NonFinite as raised:
+            error = f"{sorted(raised.ranks)} {raised.paths}"
+        sent.append(mesh.sent() - before)
+    return {path: p.clone() for path, p in state.params.items()}, error, sent
+
+
+@pytest.mark.parametrize("bad", ["", "nan", "opposite", "overflow"])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_they_are_those_over_gloo(pool: Any, n: int, hook: str, bad: str) -> None:
+    want, got = pool.run(n, steps, "gloo", hook, bad), pool.run(n, steps, "shared", hook, bad)
+    for (params, error, sent), (others, other, _) in zip(got, want, strict=True):
+        torch.testing.assert_close(params, others, rtol=1e-6, atol=0)
+        assert error == other and (error != "") == (bad in ("nan", "opposite"))
+        if hook == "zero":  # the message of the verdict, only where the sums do not tell
+            assert sent[1] - sent[2] == (bad != "")
