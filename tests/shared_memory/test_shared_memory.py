@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.shared_memory._memory import HostMemory
 
 Report = Callable[[Any], None]
 # Elements: none, fewer than ranks, those of a packet, one more, and several chunks.
@@ -254,6 +255,21 @@ def opened() -> Any:
 def test_a_closed_mesh_leaves_nothing_open(pool: Any) -> None:
     for counts, mapped in pool.run(2, opened):
         assert counts[1:] == counts[1:2] * 3 and mapped == 0
+
+
+def test_lent_memory_is_used_again_once_nothing_views_it() -> None:
+    memory = HostMemory()
+    first = memory.lend(50_000, torch.float64)
+    view, place = first[7:9], memory.find(first)
+    assert place is not None and memory.find(view) == (*place[:2], 7 * 8)
+    del first
+    second = memory.lend(50_000, torch.float64)
+    assert memory.find(second) != place
+    del view
+    assert memory.find(memory.lend(50_000, torch.float64)) == place
+    kept = memory.lend(10, torch.float32).fill_(3.0)
+    memory.close()
+    assert (kept == 3.0).all()
 
 
 def lose(rank: int, report: Report, how: str, place: str) -> None:
