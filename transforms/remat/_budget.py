@@ -137,7 +137,12 @@ class _Planned:
         self._choices, self._store = iter(choices), store
 
     def block(self, fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
-        choice = next(self._choices, Choice.RECOMPUTE)
+        choice = next(self._choices, None)
+        if choice is None:
+            raise RuntimeError(
+                "remat: the function has called more blocks than when its budget was planned, for arguments of the same form; make "
+                "tx.remat(fn, budget_bytes=...) anew where the number of blocks has changed"
+            )
         if choice is Choice.KEEP:
             return fn(*args, **kwargs)
         return call(fn, how if choice is Choice.RECOMPUTE else _away(how, self._store), args, kwargs)

@@ -150,6 +150,7 @@ class Captured(Exception):
 # Functions of torch that write into some of their arguments without a trailing underscore: their positions, and names.
 _STATISTICS = ("running_mean", "running_var")
 _LENDS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage")
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _INPLACE = re.compile(r"(_foreach_\w*[^_]_|(?!_)\w*[^_]_|__i\w+__)$").match
 
 
@@ -176,6 +177,7 @@ class Substitute(TorchFunctionMode):
         super().__init__()
         self._of, self._state, self._written, self._own, self._refuse = of, state, written, own, refuse
         self.foreign: dict[int, Tensor] = {}
+        self.moves = False  # whether a region inside has moved arguments elsewhere
 
     def __enter__(self) -> Substitute:
         _THREADS.running.append(self)
@@ -197,12 +199,13 @@ class Substitute(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        lends = getattr(func, "__name__", "") in _LENDS
         for x in _targets(func, args, kwargs):
             memory = memory_of(x)
             if memory in self._state:
                 old = self._state.pop(memory)
                 self._of[id(old)] = self._written(old)
-            else:
+            elif not lends:  # most only read
                 self._refuse(memory)
         args = tuple(map(self._swap, args))
         if kwargs:
@@ -242,6 +245,12 @@ class _Threads(threading.local):
 _THREADS = _Threads()
 
 
+def note_moves() -> None:
+    """Note in all regions around this one that it moves arguments that are results of operations."""
+    for mode in _THREADS.running:
+        mode.moves = True
+
+
 @contextlib.contextmanager
 def within(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     """A context for a region's tensors, as the region around it has them."""
@@ -260,7 +269,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         found = written_by(func, args, kwargs) if func._schema.is_mutable else []
     elif name in ("batch_norm", "instance_norm"):
         found = [*args[1:3], *(kwargs.get(n) for n in _STATISTICS)]
-    elif name in _LENDS or name == "__set__":
+    elif name in _LENDS or func == _SET_DATA:
         found = [*args, *kwargs.values()][:1]
     elif kwargs.get("out") is not None:
         found = [kwargs["out"]]

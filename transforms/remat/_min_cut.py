@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from ._record import Record
 from ._region import Region
 
 _PLACE = "place in the run"
+_TRACES = threading.Lock()  # torch's tracing is of the whole process
 _RULES = ("used_far_apart", "long_fusible_chains", "materialized_backward", "not_in_allowlist", "reductions")
 
 
@@ -47,7 +49,8 @@ def minimum_cut(fn: Callable[..., Any], preserve_rng: bool, args: Any, kwargs: A
         starts = [torch.empty_like(x) for x in shapes if x.requires_grad]
         if not starts:
             return frozenset()
-        joint: Any = make_fx(both)([x.detach() for x in region.tensors], starts)
+        with _TRACES:
+            joint: Any = make_fx(both)([x.detach() for x in region.tensors], starts)
         counts = Counter[Any]()
         for node in joint.graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload):

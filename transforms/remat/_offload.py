@@ -180,7 +180,7 @@ HOST = Host()
 class _InFile(Handle):
     where = "file"
 
-    def __init__(self, x: Tensor, pages: mmap.mmap | None, device: torch.device) -> None:
+    def __init__(self, x: Tensor, pages: Tensor | None, device: torch.device) -> None:
         self._like, self._pages, self.size = torch.empty_like(x, device="meta"), pages, x.nbytes
         self._device = device
 
@@ -188,7 +188,7 @@ class _InFile(Handle):
         like = self._like
         if self._pages is None:
             return torch.empty_like(like, device=self._device)
-        flat = torch.frombuffer(self._pages, dtype=like.dtype, count=like.numel())
+        flat = self._pages.view(like.dtype)
         return flat.as_strided(like.shape, like.stride()).to(self._device, copy=True)
 
 
@@ -199,7 +199,8 @@ class File:
         self._folder = folder
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
-        return [Abstract(x, "file") if is_abstract(x) else self._put(x) for x in values]
+        with torch._C.DisableTorchFunction():  # a region around this one does not take it for a part of its function
+            return [Abstract(x, "file") if is_abstract(x) else self._put(x) for x in values]
 
     def _put(self, x: Tensor) -> _InFile:
         flat = torch.empty_like(x, device="cpu").copy_(x) if x.device.type != "cpu" or not _is_dense(x) else x
@@ -211,13 +212,21 @@ class File:
                 data, done = memoryview(flat_bytes), 0
                 while done < len(data):
                     done += os.write(file.fileno(), data[done:])
-                pages = mmap.mmap(file.fileno(), x.nbytes, access=mmap.ACCESS_COPY)
+                pages = _mapped(file.fileno(), x.nbytes)
         except OSError as error:
             error.add_note(
                 f"remat: offload to {str(self._folder)!r}: {x.nbytes} bytes of a kept value could not be written"
             )
             raise
         return _InFile(flat, pages, x.device)
+
+
+def _mapped(fd: int, nbytes: int) -> Tensor:
+    """The bytes of an open file, (nbytes,), in memory of its own once they are written into."""
+    path = f"/proc/self/fd/{fd}"
+    if os.path.exists(path):  # Python's mmap would keep a file open for each value
+        return torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def _is_dense(x: Tensor) -> bool:
@@ -246,7 +255,8 @@ class Coded:
         self._codec = codec
 
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
-        return [self._put(i, x) if x.is_floating_point() and x.numel() else x for i, x in enumerate(values)]
+        with torch._C.DisableTorchFunction():  # as in File
+            return [self._put(i, x) if x.is_floating_point() and x.numel() else x for i, x in enumerate(values)]
 
     def _put(self, i: int, x: Tensor) -> Handle:
         codec, n = self._codec, x.numel()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
-from ._captured import Found, Slot, Substitute
+from ._captured import Found, Slot, Substitute, note_moves
 from ._kept import memory_of, note_moved
 from ._offload import Handle, Store
 from ._record import Record
@@ -67,7 +67,12 @@ class PlainRegion:
         self._fn, self._record = fn, record
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._moves = [leaves[i].requires_grad for i in self._places]
+        tensors = [leaves[i] for i in self._places]
+        self._moves = [x.requires_grad for x in tensors]
+        # Which arguments are one tensor, and which are results of operations: functions may ask.
+        place = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
+        self._first_place = [place[id(x)] for x in tensors]
+        self._results = [not x.is_leaf for x in tensors]
         self._axes, self._weight = bound(), current_weight()
         own = {memory_of(leaves[i]) for i in self._places}
         reached = (*found.tracked.values(), *found.state.values())
@@ -81,6 +86,7 @@ class PlainRegion:
         self._handles: dict[int, Handle] = {}  # arguments that wait elsewhere
         self._kept: list[Any] = []
         self._lock = threading.RLock()
+        self._moves_inside = False
         self._store = store
         self._now: list[Tensor] | None = None  # the arguments, while the function runs for the first time
 
@@ -117,6 +123,7 @@ class PlainRegion:
             raise HooksRefused from None
         finally:
             self._now, self._values = None, {}
+        self._moves_inside = mode.moves
         for leaf in optree.tree_leaves(out):
             check_result(leaf)
         for i, (x, before) in enumerate(zip(tensors, versions, strict=True)):
@@ -133,6 +140,7 @@ class PlainRegion:
         """Keep what later runs start from."""
         moving = [i for i, x in enumerate(tensors) if _is_activation(x) and memory_of(x) not in self._outside]
         if self._store is not None and moving:
+            note_moves()
             waits = self._store.put([tensors[i].detach() for i in moving])
             self._handles = {i: one for i, one in zip(moving, waits, strict=True) if isinstance(one, Handle)}
         for i, handle in self._handles.items():
@@ -168,6 +176,16 @@ class PlainRegion:
         self._record.values = values
         return tensors
 
+    def _arguments(self) -> list[Tensor]:
+        """The arguments of a second run."""
+        with torch.no_grad():
+            leaves = [x.detach().requires_grad_(moves) for x, moves in zip(self._saved(), self._moves, strict=True)]
+        with torch.enable_grad():
+            # A region inside that moves its arguments asks whether they are views of leaves.
+            result_of = torch.clone if self._moves_inside else lambda x: x.view_as(x)
+            found = [result_of(x) if result else x for x, result in zip(leaves, self._results, strict=True)]
+        return [found[i] for i in self._first_place]
+
     def _is_outside(self, x: Tensor, own: Any) -> bool:
         memory = memory_of(x)
         return memory not in own and (memory in self._outside or x.is_leaf and x.requires_grad)
@@ -195,8 +213,7 @@ class PlainRegion:
         pack_outer, self._unpack_outer = hooks or (_same, _same)
         found: list[Tensor] = []
 
-        with torch.no_grad():
-            tensors = [x.detach().requires_grad_(moves) for x, moves in zip(self._saved(), self._moves, strict=True)]
+        tensors = self._arguments()
         own = {memory_of(x) for x in tensors}
 
         def pack(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from .._spec import Spec, Specified, spec_of_function
 from .._tree import State, Tree, fields
 from ..schedules._rates import watched
 from ._checked import Forms, checked, counted, unchecked
+from ._elementwise import acts_elementwise
 from ._lift import init, step
 
 
@@ -33,7 +34,7 @@ class Optimizer(Specified):
             that cannot be written, such as a parameter that requires grad outside `torch.no_grad`.
         step_params_: The same for lists of parameters, gradients and states, in one kernel; states that share 0-d
             fields have equal step counts. None: `step_param_` is called for each parameter.
-        elementwise: Whether it may be called on a flat buffer of many parameters.
+        elementwise: Whether it may be called on a flat buffer of many parameters, since it steps each element by itself.
         select: `path -> Optimizer`, for an optimizer that differs between parameters (see `partition`).
         check: `params -> None`, raises for parameters that it does not support.
         cost: `shape -> float`, the relative time of a step on one parameter, by which whole parameters are shared out
@@ -83,6 +84,20 @@ class Optimizer(Specified):
     def watched(self) -> tuple[tuple[str, Any], ...]:
         """Its hyperparameters that may become non-finite while training."""
         return watched(self.spec)
+
+    @functools.cached_property
+    def flattens(self) -> bool:
+        """Whether it may be called on a flat buffer.
+
+        Raises:
+            ValueError: `elementwise` says so, but the step of a parameter is not that of its parts.
+        """
+        if self.elementwise and not acts_elementwise(self.init_param, unchecked(self.step_param)):
+            raise ValueError(
+                f"{self!r} is said to be elementwise, but its step of a parameter is not that of the parameter's parts; pass "
+                f"elementwise=False, and it gets whole parameters"
+            )
+        return self.elementwise
 
     def init(self, params: Tree) -> State:
         """The states of all parameters: the tree of `params` with a state at every leaf."""

@@ -13,6 +13,7 @@ from sharded_problem import STEPS, gradients, run, start
 from sharded_table import PAIRS
 from torch import Tensor
 
+import fjoin
 from fjoin import transforms as tx
 
 
@@ -187,6 +188,40 @@ def test_other_input_that_cannot_be_used() -> None:
     raises_text(ValueError, lambda: run_with_state_of(coded, pipeline), "another pipeline's state")
 
 
+def by_norm(**settings: Any) -> tx.Optimizer:
+    """An optimizer of one's own, whose step needs the whole parameter."""
+
+    def step_param(param: Tensor, grad: Tensor, state: tx.SGDState) -> tuple[Tensor, tx.SGDState]:
+        return param - 0.1 * grad / (grad.norm() + 1e-8), state
+
+    def step_param_(param: Tensor, grad: Tensor, state: tx.SGDState, **guards: Any) -> None:
+        param.copy_(step_param(param, grad, state)[0])
+
+    return tx.Optimizer(tx.sgd(0.1).init_param, step_param, step_param_, **settings)
+
+
+def test_an_optimizer_that_is_not_elementwise_is_noticed() -> None:
+    params = {"a": torch.linspace(-1, 1, 40), "b": torch.linspace(0, 2, 30).view(5, 6)}
+
+    def pure(optimizer: tx.Optimizer, sharded: bool) -> Any:
+        hook = tx.scatter_mean("data") if sharded else tx.mean("data")
+        pipeline = tx.fuse(hook, optimizer)
+        return pipeline.step(params, params, pipeline.init(params))[0]
+
+    def in_a_step(optimizer: tx.Optimizer) -> Any:
+        return fjoin.train_step(lambda p, b: p["a"].sum(), tx.fuse(tx.mean("data"), optimizer)).init(params)
+
+    own = by_norm()
+    for call in (lambda: tx.simulate(pure, {"data": 2}, [own] * 2, [True] * 2), lambda: in_a_step(own)):
+        raises_text(ValueError, call, "is said to be elementwise", "elementwise=False")
+    whole = by_norm(elementwise=False)
+    want, got = (tx.simulate(pure, {"data": 2}, [whole] * 2, [sharded] * 2) for sharded in (False, True))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    noisy = tx.Optimizer(own.init_param, lambda p, g, s: (p - torch.rand_like(p), s), own.step_param_)
+    before = torch.get_rng_state()
+    assert noisy.flattens and torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_matrix_cut_between_ranks_is_noticed() -> None:
     """Muon on flat slices would make other matrices orthogonal on each rank, as DeepSpeed's did."""
     muon = tx.muon(0.1)
@@ -202,11 +237,14 @@ def test_a_matrix_cut_between_ranks_is_noticed() -> None:
         for to, value in ((p, new), (s.momentum, state.momentum), (s.step, state.step)):
             to.copy_(value)
 
+    def result(part: tx.Optimizer) -> Any:
+        optimizer = tx.partition({"*.weight": part, "*": tx.sgd(0.1)})
+        return run(tx.zero(tx.mean("data"), optimizer, "data"), {"data": 2}, steps=2)
+
     broken = tx.Optimizer(muon.init_param, step_param, step_param_)  # it says that it is elementwise
-    right, wrong = (
-        run(tx.zero(tx.mean("data"), tx.partition({"*.weight": part, "*": tx.sgd(0.1)}), "data"), {"data": 2}, steps=2)
-        for part in (muon, broken)
-    )
+    raises_text(ValueError, lambda: result(broken), "is said to be elementwise")
+    vars(broken)["flattens"] = True  # without that check
+    right, wrong = result(muon), result(broken)
     assert torch.equal(right[0][0]["scale"], wrong[0][0]["scale"])
     assert (right[0][0]["b.weight"] - wrong[0][0]["b.weight"]).abs().max() > 1e-3
 

@@ -1,0 +1,124 @@
+"""Arguments of functions in remat: one tensor given twice, reads that look like writes, places where they wait."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import raises_text
+from torch import Tensor, nn
+
+import fjoin
+from fjoin import transforms as tx
+
+POLICIES = [tx.nothing_saveable, tx.dots_saveable, tx.everything_saveable]
+
+
+def gradient(fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of a loss whose argument of `fn` is the result of an operation."""
+    x = torch.linspace(-1.0, 1.0, 24).view(6, 1, 4).requires_grad_()
+    fn(x * 1.5).square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_tensor_given_twice_stays_one(policy: Any) -> None:
+    def same(a: Tensor, b: Tensor) -> Tensor:
+        return a.sin() * b.cos() if a is b else a.cos() * b.sin() * 2
+
+    attend = nn.MultiheadAttention(4, 2)  # asks whether query, key and value are one tensor
+    for fn in (same, lambda q, k: attend(q, k, q)[0], lambda q, k: attend(q, q, q)[0] + k):
+        again = tx.remat(fn, policy)
+        assert torch.equal(gradient(lambda h, f=again: f(h, h)), gradient(lambda h, f=fn: f(h, h)))  # type: ignore[misc]
+    wrapped = fjoin.checkpoint_wrapper(attend, policy=policy)
+    assert torch.equal(gradient(lambda h: wrapped(h, h, h)[0]), gradient(lambda h: attend(h, h, h)[0]))
+
+
+def by_leaf(x: Tensor) -> Tensor:
+    return x.sin() if x.is_leaf else x.cos().exp()
+
+
+def by_inner(x: Tensor) -> Tensor:
+    y = x.detach()
+    y.requires_grad = True
+    return x * torch.autograd.grad(y.pow(3).sum(), y)[0]
+
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "is_leaf": by_leaf,
+    "numpy": lambda x: x * float(x.detach().numpy().max()),
+    "data_ptr": lambda x: x.sin() + 0 * (x.data_ptr() % 2),
+    "requires_grad": by_inner,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_are_no_writes(name: str) -> None:
+    fn = READS[name]
+    assert torch.equal(gradient(tx.remat(fn)), gradient(fn))
+
+
+def test_data_that_is_set_is_a_write() -> None:
+    def fn(x: Tensor) -> Tensor:
+        x.data = torch.zeros_like(x)
+        return x.sin()
+
+    raises_text(ValueError, lambda: tx.remat(fn)(torch.ones(3, requires_grad=True) * 1), "written into its argument 0")
+
+
+@pytest.mark.parametrize("offload", ["file", tx.int8(), tx.qsgd(127)], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_block_that_offloads_inside_another(policy: Any, offload: Any) -> None:
+    inner = tx.remat(lambda h: h.sin().tanh(), offload=tempfile.gettempdir() if offload == "file" else offload)
+    got = gradient(tx.remat(lambda h: inner(h).exp(), policy))
+    want = gradient(lambda h: h.sin().tanh().exp())
+    torch.testing.assert_close(got, want, rtol=0, atol=0 if offload == "file" else 0.5)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
+def test_no_file_stays_open() -> None:
+    block = tx.remat(lambda x: x.sin().tanh(), tx.everything_saveable, tempfile.gettempdir())
+    x = torch.ones(100, requires_grad=True)
+    before, y = len(os.listdir("/proc/self/fd")), x
+    for _ in range(20):
+        y = block(y)
+    assert len(os.listdir("/proc/self/fd")) == before
+    y.sum().backward()
+
+
+def test_threads_may_plan_at_once() -> None:
+    found = []
+
+    def one() -> None:
+        layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        tx.remat(layer, tx.min_cut)(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        found.append(layer[0].weight.grad is not None)
+
+    threads = [threading.Thread(target=one) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 6
+
+
+def test_more_blocks_than_planned() -> None:
+    class Model(nn.Module):
+        blocks = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.blocks):
+                x = tx.remat(torch.sin)(x)
+            return x
+
+    model = Model()
+    run = tx.remat(model, budget_bytes=10_000)
+    run(torch.ones(10, requires_grad=True) * 1)
+    model.blocks = 3
+    raises_text(RuntimeError, lambda: run(torch.ones(10, requires_grad=True) * 1), "more blocks", "anew")
