@@ -64,8 +64,9 @@ class HostAxis(GroupAxis):
             bounds: The first element of each rank's piece, and the end of the last one.
         """
         pieces, own = list(zip(bounds, bounds[1:], strict=False)), buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        # Without packets that are not answered: `total` is that of all ranks.
         return self._exchange(
-            "scatter", buffer, pieces, lambda parts: combine(parts, [own]), settles=True, size=len(buffer)
+            "scatter", buffer, pieces, lambda parts: combine(parts, [own]), settles=True, inline=False, size=len(buffer)
         )
 
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:

@@ -49,6 +49,7 @@ class HostChannel:
         take: Callable[[list[Tensor]], float | None],
         pushes: bool = False,
         settles: bool = False,
+        inline: bool = True,
         size: int | None = None,
         message: int | None = None,
     ) -> Exchange:
@@ -56,13 +57,13 @@ class HostChannel:
 
         Args:
             take: Gets all ranks' parts for this rank, in rank order.
-            pushes, settles: See `Exchange`.
+            pushes, settles, inline: See `Exchange`.
             size: A number that must be the same on all ranks.
             message: The number of the message, the same on all ranks; by default the next one.
         """
         if message is None:
             self._message = message = self._message + 1
-        source = source.detach().reshape(-1)
+        source = source.detach().resolve_conj().resolve_neg().reshape(-1)
         others = {rank: ranges[i] for i, rank in enumerate(self.ranks) if i != self.rank}
         first, last = ranges[self.rank]
 
@@ -72,7 +73,7 @@ class HostChannel:
 
         call = zlib.crc32(f"{op} {source.dtype} {size}".encode())
         exchange = Exchange(
-            self.links, (self.number, message), source, others, call, taken, pushes, settles, self._failing
+            self.links, (self.number, message), source, others, call, taken, pushes, settles, inline, self._failing
         )
         # Profilers see it, as they see the messages of a process group.
         with record_function(f"fjoin::{op}") if profiler._is_profiler_enabled else contextlib.nullcontext():

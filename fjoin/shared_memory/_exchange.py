@@ -14,6 +14,8 @@ from ._memory import HostMemory, Region
 if TYPE_CHECKING:
     from ._links import HostLinks
 
+_NOTHING = torch.empty(0)
+
 
 class Exchange:
     """A message in which every rank gives each other rank a part.
@@ -28,7 +30,9 @@ class Exchange:
             with the answer that the part has been taken.
         pushes: Whether `take` writes into the parts, for their ranks. Then `source` holds their results once all others
             have taken theirs.
-        settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into.
+        settles: Whether a wait also waits until all others have taken their parts, so that `source` may be written into. It
+            does where others read `source` itself, and not a copy.
+        inline: Whether small parts may travel in the packets, which are not answered.
         failing: Raises where a rank has failed; called at intervals of a wait.
 
     Attributes:
@@ -47,18 +51,24 @@ class Exchange:
         take: Callable[[dict[int, Tensor]], float | None],
         pushes: bool = False,
         settles: bool = False,
+        inline: bool = True,
         failing: Callable[[], None] = lambda: None,
     ) -> None:
         self._links, self.key, self.source, self.given = links, key, source, given
-        self.fingerprint, self._take, self.pushes, self._failing = fingerprint, take, pushes, failing
-        self._settles = settles or pushes
+        self.fingerprint, self.pushes, self._failing = fingerprint, pushes, failing
+        self._take: Callable[[dict[int, Tensor]], float | None] | None = take
+        self._settles, self.inline = settles or pushes, inline and not pushes
         self.number, self._numbers = 0.0, list[float]()
         self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
         self._copy: Region | None = None
         self._result: Tensor | None = None
 
-    def stage(self, memory: HostMemory) -> tuple[int, int, int]:
-        """Copy `source` to where other ranks can read it."""
+    def place(self, memory: HostMemory) -> tuple[int, int, int]:
+        """Where other ranks can read `source`, or a copy of it: a region, its descriptor, and the first byte."""
+        found = memory.find(self.source)
+        if found is not None:
+            self._settles = True
+            return found
         nbytes = self.source.numel() * self.source.element_size()
         self._copy = memory.borrow(nbytes)
         staged = self._copy.bytes[:nbytes].view(self.source.dtype)
@@ -77,7 +87,9 @@ class Exchange:
                 raise DesyncError(
                     f"rank {rank} of this host has called another collective, or with another size or dtype"
                 )
-        self.number = self._take({rank: one.part.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
+        take, self._take = self._take, None  # it may refer to this object
+        assert take is not None
+        self.number = take({rank: one.part.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
         self._numbers.append(self.number)
         self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
         self.taken = True
@@ -97,7 +109,7 @@ class Exchange:
                 self._result.copy_(self.source)
             self._links.memory.give_back(self._copy)
             self._copy = self._result = None
-        self.is_settled = True
+        self.source, self.is_settled = _NOTHING, True
         return True
 
     @property
@@ -107,9 +119,9 @@ class Exchange:
     def arrived(self) -> bool:
         """Whether a wait would not wait."""
         self._links.progress()
-        return self._done()
+        return self.is_done() or self._links.lost(self._needed())
 
-    def _done(self) -> bool:
+    def is_done(self) -> bool:
         return self.taken and (not self._settles or self.is_settled)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -119,7 +131,7 @@ class Exchange:
         Args:
             limit_s: Seconds; by default the time-out of the links.
         """
-        self._links.wait(self._done, self._needed, self._failing, limit_s)
+        self._links.wait(self.is_done, self._needed, self._failing, limit_s)
 
     def _needed(self) -> list[int]:
         peers = self._links.peers

@@ -59,6 +59,7 @@ class Peer:
         self.parts: dict[tuple[int, int], Packet] = {}  # by axis and message
         self.taken: dict[tuple[int, int], float] = {}  # messages whose part from this process it has taken
         self.waiting: deque[tuple[bytes, int | None]] = deque()  # packets that did not fit into the connection
+        self.deaf = False  # it takes no more packets, but some of its own may still be unread
         self.ended = False
 
 
@@ -116,12 +117,12 @@ class HostLinks:
                     self._send(peer, _PACKET.pack(_DROPPED, 0, 0, 0, number, 0, 0, 0.0))
             head = exchange.key[0], exchange.fingerprint, exchange.key[1]
             nbytes = part.numel() * part.element_size()
-            if nbytes <= INLINE_BYTES and not exchange.pushes:
+            if nbytes <= INLINE_BYTES and exchange.inline:
                 data = part.view(torch.uint8).numpy() if nbytes else b""
                 self._send(peer, _PACKET.pack(_INLINE, *head, 0, 0, nbytes, 0.0), data)
                 continue
             if place is None:
-                place = self.memory.find(exchange.source) or exchange.stage(self.memory)
+                place = exchange.place(self.memory)
             number, fd, first = place
             new = number not in peer.knows
             peer.knows.add(number)
@@ -130,7 +131,7 @@ class HostLinks:
             exchange.untaken.add(rank)
 
     def _send(self, peer: Peer, head: bytes, data: Any = b"", fd: int | None = None) -> None:
-        if peer.ended:
+        if peer.ended or peer.deaf:
             return
         if peer.waiting:
             peer.waiting.append((head + bytes(data), None if fd is None else os.dup(fd)))
@@ -140,17 +141,18 @@ class HostLinks:
         except BlockingIOError:
             peer.waiting.append((head + bytes(data), None if fd is None else os.dup(fd)))
         except OSError:
-            peer.ended = True
+            peer.deaf = True
 
     def _flush(self, peer: Peer) -> None:
-        while peer.waiting and not peer.ended:
+        while peer.waiting:
             head, fd = peer.waiting[0]
             try:
-                _sendmsg(peer.connection, [head], fd)
+                if not peer.deaf:
+                    _sendmsg(peer.connection, [head], fd)
             except BlockingIOError:
                 return
             except OSError:
-                peer.ended = True
+                peer.deaf = True
             peer.waiting.popleft()
             if fd is not None:
                 os.close(fd)
@@ -218,6 +220,10 @@ class HostLinks:
         with self._lock:
             self._receive()
             self._advance()
+
+    def lost(self, ranks: Iterable[int]) -> bool:
+        """Whether one of these ranks has ended, so that a wait for it would raise."""
+        return self.closed or any(self.peers[rank].ended for rank in ranks)
 
     def wait(
         self,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _PAGE = mmap.PAGESIZE
+_SPARE = 4  # steps send messages of several sizes, one after the other
 
 
 class Region:
@@ -36,7 +37,8 @@ class HostMemory:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._made: dict[int, tuple[int, int]] = {}  # address of a region in use -> number, descriptor
-        self._free: dict[int, list[Region]] = {}  # by size: regions for values on their way
+        self._free: list[Region] = []  # for values on their way; the last one was given back last
+        self._lent = self._most = 0  # bytes now, and at most
         self._closed = False
         self.dropped: list[int] = []  # the numbers of regions that other processes may unmap
 
@@ -76,21 +78,29 @@ class HostMemory:
 
     def lend(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A tensor of arbitrary values, (numel,), whose region is used again once it and its views are gone."""
-        region = self.borrow(max(numel, 1) * dtype.itemsize)
+        region = self.borrow(numel * dtype.itemsize)
         lease = memoryview(region._map)
         weakref.finalize(lease, self.give_back, region).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)[: numel * dtype.itemsize].view(dtype)
 
     def borrow(self, nbytes: int) -> Region:
         """A region of at least `nbytes`, and at most an eighth more, to be given back."""
+        nbytes = max(nbytes, 1)
         step = max(_PAGE, 1 << (nbytes - 1).bit_length() >> 4)
         size = math.ceil(nbytes / step) * step
-        free = self._free.get(size)
-        return free.pop() if free else self._make(size)
+        place = next((i for i in reversed(range(len(self._free))) if self._free[i].size == size), None)
+        region = self._make(size) if place is None else self._free.pop(place)
+        self._lent += size
+        self._most = max(self._most, self._lent)
+        return region
 
     def give_back(self, region: Region) -> None:
+        """Keep a region for later; in all a few times the bytes that were ever lent at once."""
+        self._lent -= region.size
         if not self._closed:
-            self._free.setdefault(region.size, []).append(region)
+            self._free.append(region)
+            while sum(one.size for one in self._free) > _SPARE * self._most:
+                self._free.pop(0)
 
     def close(self) -> None:
         self._closed = True

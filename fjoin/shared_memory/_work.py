@@ -39,23 +39,32 @@ class SharedWork(dist.Work):
         """
         limit = timeout.total_seconds()
         end = time.monotonic() + limit if limit > 0 else None
-        for exchange, done in self._left():
-            exchange.wait(None if end is None else max(end - time.monotonic(), 0.0))
-            with self._lock:  # another thread may wait too
-                if self._started and self._started[0][0] is exchange:
-                    done()
-                    self._started.pop(0)
+        while (first := self._first()) is not None:
+            first.wait(None if end is None else max(end - time.monotonic(), 0.0))
+            self._end(first)
         return True
 
-    def _left(self) -> list[Started]:
+    def _first(self) -> Exchange | None:
         with self._lock:
-            return list(self._started)
+            return self._started[0][0] if self._started else None
+
+    def _end(self, exchange: Exchange) -> None:
+        """Give the results of a message that has come; another thread may do so too."""
+        with self._lock:
+            if self._started and self._started[0][0] is exchange:
+                self._started[0][1]()
+                self._started.pop(0)
 
     def is_completed(self) -> bool:
-        return all(exchange.arrived() for exchange, _ in self._left())
+        """Whether the results are there, or `wait` would raise."""
+        while (first := self._first()) is not None and first.arrived():
+            if not first.is_done():
+                return True
+            self._end(first)
+        return first is None
 
     def is_success(self) -> bool:
-        return self.is_completed()
+        return self.is_completed() and self._first() is None
 
     def result(self) -> Any:
         self.wait()

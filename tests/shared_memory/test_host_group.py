@@ -6,6 +6,7 @@ import copy
 import datetime
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -277,3 +278,53 @@ def test_it_can_be_the_backend_of_a_program() -> None:
     with Ranks(2, whole_program) as run:
         (_, _, first), (_, _, second) = run.next(30), run.next(30)
     assert first == second and first[:2] == ("fjoin", 2.0)
+
+
+def polled() -> Any:
+    """The results of works that are complete, without a wait."""
+    group, rank = dist.new_group(backend="fjoin"), dist.get_rank()
+    x, total, halves = torch.ones(4, 6).t(), torch.full((3,), 1.0 + rank), torch.zeros(2)
+    own, mean = torch.arange(4.0) + 10 * rank, torch.full((70_000,), 1.0 + rank)
+    works = [
+        dist.all_reduce(x, group=group, async_op=True),
+        dist.reduce(total, 0, group=group, async_op=True),
+        REDUCE_SCATTER(halves, own, group=group, async_op=True),
+        dist.all_reduce(mean, dist.ReduceOp.AVG, group=group, async_op=True),
+    ]
+    while not all(work.is_completed() for work in works):
+        pass
+    assert all(work.is_success() for work in works)
+    return x.unique().tolist(), total.tolist()[:1] if rank == 0 else [], halves.tolist(), mean.unique().tolist()
+
+
+def test_a_complete_work_has_its_results(pool: Any) -> None:
+    assert pool.run(2, polled) == [([2.0], [3.0], [10.0, 12.0], [1.5]), ([2.0], [], [14.0, 16.0], [1.5])]
+
+
+def waits_for_others(rank: int, report: Report) -> None:
+    """Rank 1 has ended. Rank 0 has sent to it, polls a message of it, and waits for rank 2, which is stopped."""
+    dist.init_process_group("fjoin", timeout=datetime.timedelta(seconds=2))
+    dist.barrier()
+    if rank:
+        report("now")
+        os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGSTOP)
+    texts = []
+    lost = dist.irecv(torch.zeros(4), 1)
+    while not lost.is_completed():
+        pass
+    for _ in range(2):
+        dist.isend(torch.ones(4), 1)
+    busy = time.process_time()
+    for work in (lost, dist.irecv(torch.zeros(4), 2)):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            texts.append(str(error))
+    report((texts, time.process_time() - busy))
+
+
+def test_a_lost_rank_ends_polls_and_leaves_waits_asleep() -> None:
+    with Ranks(3, waits_for_others) as run:
+        found = [run.next(30) for _ in range(3)]
+    ((lost, late), busy) = next(what for who, _, what in found if who == 0)
+    assert "rank 1" in lost and "timed out" in late and busy < 1.0
