@@ -66,7 +66,7 @@ def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
 class WholeLeaves:
     """Stands for an optimizer of which only its class is known: it needs whole parameters."""
 
-    elementwise = False
+    elementwise = flattens = False
     cost = staticmethod(torch.Size.numel)
 
     def at(self, path: str) -> WholeLeaves:
