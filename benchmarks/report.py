@@ -276,7 +276,8 @@ def variants(groups: Groups) -> list[str]:
 
 
 INTRODUCTION = (
-    "Two processes, or four where it says so, gloo or shared memory where it says so, one thread each, AdamW. Variants are interleaved: each round runs every variant once, in "
+    "Two processes, or four where it says so, gloo or shared memory where it says so, one thread each, AdamW. Variants "
+    "are interleaved: each round runs every variant once, in "
     "shuffled order, after a barrier. A time is that of the slower rank, a ratio is taken within a round. DDP stands "
     "for DistributedDataParallel(gradient_as_bucket_view=True) with the fused AdamW. A second, identical DDP is the "
     f"control: a row is judged only where its median ratio is within {CONTROL_WITHIN:.0%} of 1."
@@ -305,8 +306,9 @@ def page(
     lines = [
         "# Measured speed and memory",
         "",
-        "Of ZeRO: [RESULTS_ZERO.md](RESULTS_ZERO.md). Of local SGD: [RESULTS_LOCAL_SGD_SPEED.md](RESULTS_LOCAL_SGD_SPEED.md). Of "
-        "remat: [RESULTS_REMAT.md](RESULTS_REMAT.md). Of optimizers: [RESULTS_OPTIMIZERS.md](RESULTS_OPTIMIZERS.md). Of encoded messages: [RESULTS_WIRE.md](RESULTS_WIRE.md); "
+        "Of ZeRO: [RESULTS_ZERO.md](RESULTS_ZERO.md). Of local SGD: "
+        "[RESULTS_LOCAL_SGD_SPEED.md](RESULTS_LOCAL_SGD_SPEED.md). Of remat: [RESULTS_REMAT.md](RESULTS_REMAT.md). Of "
+        "optimizers: [RESULTS_OPTIMIZERS.md](RESULTS_OPTIMIZERS.md). Of encoded messages: [RESULTS_WIRE.md](RESULTS_WIRE.md); "
         "what a model learns with them: [RESULTS_QUALITY.md](RESULTS_QUALITY.md).",
         "",
         made,
