@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._errors import CollectiveTimeout, DesyncError
-from ..shared_memory._hosts import Doorway, can_share, split_by_host
+from ..shared_memory._hosts import Doorway, split_by_host
 from ..transforms._axis_env import One, bind_axes, bound, under_vmap
 from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
@@ -142,7 +142,7 @@ def _meet_and_connect(
     with Doorway() as doorway:
         doorways = _meet(sizes, grid, timeout_s, ordered, transport, doorway)
         before = event_loops()
-        shares = transport != "gloo" and can_share()
+        shares = transport != "gloo"
         splits = shares and not ordered and dist.get_backend() == "gloo"
         hosts = {rank: host for rank, (host, _) in doorways.items()} if splits else {}
         groups, halves = _limited(timeout_s, lambda: connect(hosts))
@@ -185,7 +185,7 @@ def _meet(
             f"same order on all ranks",
             rank=odd[0],
         )
-    if transport == "shared" and (len({host for _, host, _ in all_of}) > 1 or not can_share()):
+    if transport == "shared" and len({host for _, host, _ in all_of}) > 1:
         raise ValueError(
             "transport='shared' needs all ranks on one host, with Linux; with transport='auto' those of one host share memory"
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from ..shared_memory._hosts import Doorway, can_share
+from ..shared_memory._hosts import Doorway
 from ..shared_memory._links import HostLinks
 from ._connections import Connections
 from ._group_mesh import GroupMesh, timeout_of
@@ -58,7 +58,7 @@ def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Mesh:
     links = None
     if len(ranks) > 1:
         with Doorway() as doorway:
-            shares = chosen_transport("auto") != "gloo" and can_share() and dist.get_backend(group) == "gloo"
+            shares = chosen_transport("auto") != "gloo" and dist.get_backend(group) == "gloo"
             meetings = Meetings(Store(), group.group_name, timeout_s, lambda rank: None)
             own = [doorway.host if shares else "", doorway.address]
             found = meetings.exchange(occasion, own, lambda values: values, ranks)

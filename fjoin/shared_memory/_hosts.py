@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -22,17 +23,19 @@ class Doorway:
     """A socket at which other processes of this host reach this one, by an address without a file.
 
     Attributes:
-        host: Names this host: the same in two processes that can share memory and sockets.
+        host: Names this host: the same in two processes that can share memory and sockets. A process that cannot has a name
+            of its own.
         address: The socket's name.
     """
 
     def __init__(self) -> None:
-        self.host, self.address = host_name(), secrets.token_hex(16)
+        self.address = secrets.token_hex(16)
         self._socket: Any = None
         if can_share():
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._socket.bind(f"\0fjoin-{self.address}")
             self._socket.listen(4096)
+        self.host = host_name() if self._socket is not None else self.address
 
     def __enter__(self) -> Doorway:
         return self
@@ -87,9 +90,23 @@ class Doorway:
         return found
 
 
+@functools.cache
 def can_share() -> bool:
-    """Whether processes of this host can share memory without a name: on Linux."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+    """Whether this process can share memory and sockets without a name: on Linux, unless a sandbox forbids it."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return False
+    try:
+        os.close(os.eventfd(0))
+        fd = os.memfd_create("fjoin")
+        try:
+            os.posix_fallocate(fd, 0, 1)
+        finally:
+            os.close(fd)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.bind(f"\0fjoin-{secrets.token_hex(16)}")
+    except OSError:
+        return False
+    return True
 
 
 def host_name() -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ._channel import Fold, HostChannel, combine, copy_all
 from ._exchange import Exchange
 from ._flat import cat_flat, fill, flat_of, give_back, row_sizes
-from ._hosts import Doorway, can_share
+from ._hosts import Doorway
 from ._links import HostLinks
 from ._work import SharedWork, Started, Waiter
 
@@ -321,11 +321,11 @@ def _close(links: HostLinks, waiter: Waiter) -> None:
 
 def _connect(store: Any, rank: int, size: int, timeout_s: float) -> HostLinks:
     with Doorway() as doorway:
-        store.set(f"fjoin/{rank}", f"{int(can_share())}\n{doorway.host}\n{doorway.address}")
+        store.set(f"fjoin/{rank}", f"{doorway.host}\n{doorway.address}")
         found = [store.get(f"fjoin/{other}").decode().split("\n") for other in range(size)]
-        if len({host for _, host, _ in found}) > 1 or not all(int(can) for can, _, _ in found):
+        if len({host for host, _ in found}) > 1:
             raise ValueError("the backend 'fjoin' needs all ranks of a group on one host, with Linux; use gloo")
-        addresses = {other: address for other, (_, _, address) in enumerate(found) if other != rank}
+        addresses = {other: address for other, (_, address) in enumerate(found) if other != rank}
         return HostLinks(doorway.connect(rank, addresses, timeout_s), timeout_s)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from fjoin.shared_memory import _hosts
 from fjoin.shared_memory._exchange import Exchange
 from fjoin.shared_memory._memory import HostMemory
 
@@ -135,8 +137,6 @@ def hosts_of(ranks: int) -> Iterator[None]:
     """A context in which hosts have so many ranks."""
     import torch.distributed as dist
 
-    from fjoin.shared_memory import _hosts
-
     own, transport = _hosts.host_name, os.environ.pop("FJOIN_TRANSPORT", "auto")
     _hosts.host_name = lambda: f"host {dist.get_rank() // ranks}"  # type: ignore[assignment]
     try:
@@ -185,6 +185,37 @@ def test_several_hosts_sum_inside_first(pool: Any) -> None:
         assert kind == "HostsAxis" and sums == [[6.0], [6.0]]
         # Of a large sum only this rank's half leaves the host; two ranks of gloo swap it where it is small.
         assert sent == [5]
+
+
+def forbidden() -> Any:
+    """A mesh where a sandbox forbids rank 1 to share memory."""
+    own, rank = os.memfd_create, dist.get_rank()
+
+    def memfd_create(*args: Any) -> int:
+        raise PermissionError("not in this sandbox")
+
+    if rank == 1:
+        os.memfd_create = memfd_create  # type: ignore[assignment]
+    os.environ["FJOIN_TRANSPORT"], before = "auto", os.environ["FJOIN_TRANSPORT"]
+    _hosts.can_share.cache_clear()
+    try:
+        mesh, texts = fjoin.mesh({"data": -1}), []
+        try:
+            fjoin.mesh({"data": -1}, transport="shared")
+        except ValueError as error:
+            texts.append(str(error))
+        with fjoin.bind(mesh):
+            return type(mesh.axes["data"]).__name__, tx.psum(torch.ones(30_000), "data").sum().item(), texts
+    finally:
+        os.memfd_create, os.environ["FJOIN_TRANSPORT"] = own, before
+        _hosts.can_share.cache_clear()
+
+
+def test_a_rank_that_may_not_share_memory_uses_gloo(pool: Any) -> None:
+    for kind, total, texts in pool.run(2, forbidden):
+        assert (kind, total, len(texts)) == ("GroupAxis", 60_000.0, 1)
+    kinds = [(kind, total) for kind, total, _ in pool.run(3, forbidden)]  # the two others could
+    assert kinds == [("GroupAxis", 90_000.0)] * 3
 
 
 def trained_on_hosts(ranks: int) -> Any:
