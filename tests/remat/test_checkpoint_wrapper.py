@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import tempfile
 from typing import Any
@@ -261,3 +262,13 @@ def test_bad_input() -> None:
     compiled = Block()
     compiled.compile(backend="eager")
     raises_text(ValueError, lambda: fjoin.checkpoint_wrapper(compiled), "compile")
+
+
+@pytest.mark.parametrize("name", ["checkpoint_wrapper", "apply_activation_checkpointing", "offload_wrapper"])
+def test_the_arguments_are_torchs(name: str) -> None:
+    """By their names, order and kinds; offload_wrapper has one more, for the place."""
+    ours, theirs = (inspect.signature(getattr(owner, name)).parameters.values() for owner in (fjoin, torchs))
+    of_torch = [(one.name, one.kind) for one in theirs]
+    assert [(one.name, one.kind) for one in ours][: len(of_torch)] == of_torch
+    assert len(ours) == len(theirs) + (name == "offload_wrapper")
+    assert [one.name for one in fjoin.CheckpointImpl] == [one.name for one in torchs.CheckpointImpl]
