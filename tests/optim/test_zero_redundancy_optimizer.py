@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,6 +73,11 @@ def values(of: nn.Module) -> dict[str, Tensor]:
 
 def train(name: str, ours: bool, views: bool = False, steps: int = 5) -> Any:
     """The parameters, and the whole state on rank 0."""
+    with without_torchs():
+        return _train(name, ours, views, steps)
+
+
+def _train(name: str, ours: bool, views: bool, steps: int) -> Any:
     make, arguments = CLASSES[name]
     ddp = DistributedDataParallel(model())
     if ours:
@@ -189,8 +196,9 @@ def test_uneven_inputs(pool: Any, kind: str, ranks: int) -> None:
         close(got, want)
 
 
-def hooked(steps: int, kind: str) -> Any:
-    """A module whose hook steps, and a check that neither torch's implementation nor an all_reduce of gradients runs."""
+@contextlib.contextmanager
+def without_torchs() -> Iterator[None]:
+    """A context in which torch's implementation fails."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
@@ -202,6 +210,12 @@ def hooked(steps: int, kind: str) -> Any:
             (ddp_zero_hook, "_hook_with_zero_step_setup"),
         ):
             patch.setattr(holder, name, lambda *args, **kwargs: pytest.fail("torch's implementation ran"))
+        yield
+
+
+def hooked(steps: int, kind: str) -> Any:
+    """A module whose hook steps, and a check that no all_reduce of gradients runs."""
+    with without_torchs():
         return _hooked(steps, kind)
 
 
