@@ -63,7 +63,7 @@ class HostChannel:
         """
         if message is None:
             self._message = message = self._message + 1
-        source = source.detach().resolve_conj().resolve_neg().reshape(-1)
+        source = source.detach().reshape(-1)
         others = {rank: ranges[i] for i, rank in enumerate(self.ranks) if i != self.rank}
         first, last = ranges[self.rank]
 

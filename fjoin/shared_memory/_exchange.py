@@ -65,7 +65,8 @@ class Exchange:
 
     def place(self, memory: HostMemory) -> tuple[int, int, int]:
         """Where other ranks can read `source`, or a copy of it: a region, its descriptor, and the first byte."""
-        found = memory.find(self.source)
+        lazy = self.source.is_conj() or self.source.is_neg()  # its memory does not hold its values
+        found = None if lazy else memory.find(self.source)
         if found is not None:
             self._settles = True
             return found

@@ -118,7 +118,7 @@ class HostLinks:
             head = exchange.key[0], exchange.fingerprint, exchange.key[1]
             nbytes = part.numel() * part.element_size()
             if nbytes <= INLINE_BYTES and exchange.inline:
-                data = part.view(torch.uint8).numpy() if nbytes else b""
+                data = part.resolve_conj().resolve_neg().view(torch.uint8).numpy() if nbytes else b""
                 self._send(peer, _PACKET.pack(_INLINE, *head, 0, 0, nbytes, 0.0), data)
                 continue
             if place is None:

@@ -328,3 +328,23 @@ def test_a_lost_rank_ends_polls_and_leaves_waits_asleep() -> None:
         found = [run.next(30) for _ in range(3)]
     ((lost, late), busy) = next(what for who, _, what in found if who == 0)
     assert "rank 1" in lost and "timed out" in late and busy < 1.0
+
+
+def lazily_negated() -> list[tuple[float, float, float]]:
+    """Sums of tensors whose memory does not hold their values, in place, by the backend and by a mesh."""
+    group, mesh, found = dist.new_group(backend="fjoin"), fjoin.mesh({"data": -1}, transport="shared"), []
+    for n in (10, 60_000):
+        z, minus = ((torch.full((n,), 1 + 2j) * (1 + dist.get_rank())).conj() for _ in range(2))
+        minus = minus.imag
+        assert minus.is_neg() and z.is_conj()
+        with fjoin.bind(mesh):
+            by_mesh = tx.psum(z, "data")
+            params, pipeline = {"w": torch.zeros(n)}, tx.fuse(tx.sum_over("data"), tx.sgd(1.0))
+            stepped, _ = pipeline.step(params, {"w": z.imag}, pipeline.init(params), donate=True)
+        dist.all_reduce(minus, group=group)
+        found.append((minus[-1].item(), by_mesh[-1].imag.item(), -stepped["w"][-1].item()))
+    return found
+
+
+def test_lazily_negated_and_conjugated_values(pool: Any) -> None:
+    assert pool.run(2, lazily_negated) == [[(-6.0, -6.0, -6.0)] * 2] * 2

@@ -265,8 +265,10 @@ def lose(rank: int, report: Report, how: str, place: str) -> None:
         if not child:
             time.sleep(30)  # as the workers of a DataLoader, which outlive a rank that is killed for some seconds
             os._exit(0)
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set(f"about to wait {rank}", "")
     if rank == 1:
-        time.sleep(0.3)
+        store.wait([f"about to wait {other}" for other in range(mesh.size)])
         if place == "announced":
             axis.begin("psum", x, None)
         report("now")
