@@ -73,7 +73,7 @@ KINDS = {
     "radam": Kind(
         tx.radam, torch.optim.RAdam,
         list(combinations(lr=[0.01], betas=[*BETAS, (0.5, 0.6)], eps=[1e-8, 1e-3], weight_decay=[0.0, 0.1], decoupled_weight_decay=NO_YES,
-                  maximize=NO_YES)), FOREACH,
+                  maximize=NO_YES)), {"foreach": None},
     ),
     "asgd": Kind(
         tx.asgd, torch.optim.ASGD,

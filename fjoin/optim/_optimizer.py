@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..transforms._state_dict import to_state_dict
+from ..transforms._tree import check_dense
 from ..transforms.step_param import _optimizer
 from ._foreach import ForeachStepper, Item
 from ._grad_scaler import guards_of
@@ -31,7 +32,7 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: An `Optimizer` of fjoin.transforms.
 
     Raises:
-        TypeError: `optimizer` is not an Optimizer; at a step: a sparse gradient, or one of another dtype.
+        TypeError: `optimizer` is not an Optimizer; a complex parameter; at a step: a sparse gradient, or one of another dtype.
         ValueError: a `partition` without names; parameters that the optimizer cannot serve; a group with another value of a
             hyperparameter that is the same for all; at a step, which then changes nothing: hyperparameters out of their range
             or not finite, parameters that have changed their shape or whose elements overlap in memory.
@@ -74,6 +75,9 @@ class Optimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Check that the optimizer can serve all groups, and initialise its states."""
         by_path = self._by_path()
+        for path, param in by_path.items():
+            if param.requires_grad:
+                check_dense(f"the parameter {path!r}", param)
         if self._optimizer.check:
             self._optimizer.check(by_path)
         for group in self.param_groups:
@@ -98,7 +102,7 @@ class Optimizer(torch.optim.Optimizer):
         if hasattr(self, "_ready"):  # not while the constructor adds the first groups
             try:
                 self._check()
-            except ValueError:
+            except (ValueError, TypeError):
                 self.param_groups.pop()
                 raise
 

@@ -35,3 +35,19 @@ def clip(grads: Sequence[Tensor], max_norm: float) -> list[Tensor]:
         p.grad = g.clone()
     torch.nn.utils.clip_grad_norm_(params, max_norm)
     return [p.grad for p in params if p.grad is not None]
+
+
+def run_rounded(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], start: Tensor, grads: Sequence[Tensor]
+) -> Tensor:
+    """The displacement of a 16-bit parameter whose steps are computed in float32 and rounded, with the state, once each."""
+    dtype = start.dtype
+    param = start.float().requires_grad_()
+    optimizer = make([param])
+    for grad in grads:
+        param.grad = grad.float()
+        optimizer.step()
+        for held in (param.data, *optimizer.state[param].values()):
+            if isinstance(held, Tensor) and held.dim():
+                held.copy_(held.to(dtype))
+    return param.detach().to(dtype) - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import rate_at, wide_root
+from ..step_param._formula import in_float32, rate_at, wide_root
 from ..step_param._hyper import a_number, not_negative
-from ..step_param._inplace import by_formula, from_kernel, new_step
+from ..step_param._inplace import from_kernel, new_step
 from ..step_param._optimizer import Optimizer
 
 
@@ -81,8 +82,11 @@ def adafactor(
         return AdafactorState(new_step(param), rows, columns, None)
 
     def step_param(param: Tensor, grad: Tensor, state: AdafactorState) -> tuple[Tensor, AdafactorState]:
+        least = torch.finfo(param.dtype).eps if eps1 is None else eps1
+        return in_float32(functools.partial(formula, least))(param, grad, state)
+
+    def formula(least: float, param: Tensor, grad: Tensor, state: AdafactorState) -> tuple[Tensor, AdafactorState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
-        least = torch.finfo(dtype).eps if eps1 is None else eps1
         if maximize:
             grad = -grad
         wide = step.double()
@@ -101,7 +105,7 @@ def adafactor(
         update = update / (_rms(update) / d).clamp(min=1.0)
         return param - size * update, AdafactorState(step, rows, columns, variance)
 
-    return from_kernel(init_param, step_param, by_formula(step_param), elementwise=False)
+    return from_kernel(init_param, step_param, elementwise=False)
 
 
 def _rms(x: Tensor) -> Tensor:

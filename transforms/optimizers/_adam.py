@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import lerp, penalized, rate_at, root
+from ..step_param._formula import in_float32, lerp, penalized, rate_at, root
 from ..step_param._hyper import check_betas, not_negative
 from ..step_param._inplace import (
     any_tensor,
@@ -118,6 +118,7 @@ def _adam(
             torch.zeros_like(param) if amsgrad else None,
         )
 
+    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype = param.dtype
         rate = rate_at(lr, state.step)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import lerp, rate_at, root, wide_root
+from ..step_param._formula import in_float32, lerp, rate_at, root, wide_root
 from ..step_param._hyper import check_betas, not_negative
-from ..step_param._inplace import by_formula, from_kernel, new_step
+from ..step_param._inplace import from_kernel, new_step
 from ..step_param._optimizer import Optimizer
 from ._adam import AdamState
 
@@ -56,6 +56,7 @@ def lamb(
     def init_param(param: Tensor) -> AdamState:
         return AdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param), None)
 
+    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         if maximize:
@@ -73,4 +74,4 @@ def lamb(
         )
         return param - rate.to(dtype) * ratio.to(dtype) * update, AdamState(step, exp_avg, exp_avg_sq, None)
 
-    return from_kernel(init_param, step_param, by_formula(step_param), elementwise=False)
+    return from_kernel(init_param, step_param, elementwise=False)

@@ -10,7 +10,7 @@ from torch.optim.radam import radam as torch_radam
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import lerp, penalized, rate_at, root
+from ..step_param._formula import in_float32, lerp, penalized, rate_at, root
 from ..step_param._hyper import check_betas, not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
@@ -69,6 +69,7 @@ def radam(
     def init_param(param: Tensor) -> RAdamState:
         return RAdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
 
+    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: RAdamState) -> tuple[Tensor, RAdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         grad = penalized(param, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)
@@ -91,7 +92,7 @@ def radam(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[RAdamState]) -> None:
         torch_radam(
-            params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "step"), foreach=True,
+            params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "step"), foreach=None,
             capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), beta1=beta1, beta2=beta2, eps=eps,
             weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
         )  # fmt: skip

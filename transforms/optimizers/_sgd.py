@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule, value_at
-from ..step_param._formula import penalized, used
+from ..step_param._formula import in_float32, penalized, used
 from ..step_param._hyper import a_number, not_negative
 from ..step_param._inplace import (
     any_tensor,
     by_formula,
+    in_float32_,
     in_place,
     kernel_lr,
     new_step,
@@ -79,6 +80,7 @@ def sgd(
     def init_param(param: Tensor) -> SGDState:
         return SGDState(new_step(param), torch.zeros_like(param) if used(momentum) else None)
 
+    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         rate = value_at(lr, state.step)
         rate = rate.to(param.dtype) if isinstance(rate, Tensor) else rate
@@ -105,11 +107,10 @@ def sgd(
             return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
         # The velocity starts at 0, so only dampening makes the first step different.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
-        kernel = _step_halves if params[0].device.type == "cpu" and params[0].element_size() == 2 else torch._fused_sgd_
         rate = kernel_lr(lr, step)
 
         def run(params: list[Tensor], grads: list[Tensor], velocities: list[Tensor]) -> None:
-            kernel(
+            torch._fused_sgd_(
                 params, grads, velocities, weight_decay=weight_decay,
                 momentum=momentum, lr=rate, dampening=dampening, nesterov=nesterov, maximize=maximize,
                 is_first_step=first, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
@@ -118,16 +119,11 @@ def sgd(
         through_memory(run, params, grads, slots(states, "momentum") if momentum else [])
         step.add_(1 if found_inf is None else 1 - found_inf)
 
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    wide = in_float32_(step_params_)
 
+    def on_halves(params: list[Tensor], grads: list[Tensor], states: list[SGDState], **guards: Tensor | None) -> None:
+        """On CPUs the fused kernel silently leaves most bfloat16 and float16 values unchanged."""
+        step = wide if params and params[0].device.type == "cpu" else step_params_
+        step(params, grads, states, **guards)
 
-def _step_halves(
-    params: list[Tensor], grads: list[Tensor], velocities: list[Tensor], *, grad_scale: Tensor | None,
-    found_inf: Tensor | None, **options: Any,
-) -> None:  # fmt: skip
-    """The fused kernel through float32 copies: on CPUs it silently leaves most bfloat16 and float16 values unchanged."""
-    wide = [[t.float() for t in tensors] for tensors in (params, grads, velocities)]
-    torch._fused_sgd_(*wide, grad_scale=grad_scale, found_inf=found_inf, **options)
-    for tensors, results in zip((params, velocities), (wide[0], wide[2]), strict=True):
-        if tensors:
-            torch._foreach_copy_(tensors, results)
+    return Optimizer(init_param, step_param, one_param(on_halves), on_halves)

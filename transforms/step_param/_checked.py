@@ -104,7 +104,7 @@ def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
         ValueError: another shape or device.
         TypeError: another dtype, or no dense tensor.
     """
-    fine = isinstance(grad, Tensor) and grad.layout is torch.strided
+    fine = isinstance(grad, Tensor) and grad.layout is torch.strided and grad.is_floating_point()
     if fine and grad.shape == param.shape and grad.dtype is param.dtype and grad.device == param.device:
         return
     check_dense(where(), grad)
@@ -186,11 +186,13 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
 
 
 def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula that first checks the state's count of steps; `unchecked` returns the original formula."""
+    """A formula that first checks the parameter's dtype and the state's count of steps; `unchecked` returns the original formula."""
     if hasattr(step_param, "unchecked"):  # by dataclasses.replace
         return step_param
 
     def checked_step_param(param: Tensor, grad: Tensor, state: State) -> tuple[Tensor, State]:
+        if not param.is_floating_point():
+            check_dense("param", param)
         check_count(state, lambda: "state")
         return step_param(param, grad, state)  # type: ignore[no-any-return]
 

@@ -54,6 +54,26 @@ def like(param: Tensor, state: Any, new: Tensor, fields_of: Any) -> tuple[Tensor
     return new.to(param.dtype), with_fields(fields_of, [b if a is None else b.to(a.dtype) for a, b in pairs])
 
 
+def in_float32(step_param: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """A formula that computes with 16-bit parameters in float32 and rounds parameter and state once.
+
+    In 16 bits an eps of 1e-8 and the square of a small gradient are 0, and their quotients NaN.
+    """
+
+    def wide(param: Tensor, grad: Tensor, state: Any) -> tuple[Tensor, Any]:
+        if param.dtype.itemsize >= 4:
+            return step_param(param, grad, state)
+        new, after = step_param(param.float(), grad.float(), with_fields(state, map(widened, fields(state))))
+        return like(param, state, new, after)
+
+    return wide
+
+
+def widened(field: Tensor | None) -> Tensor | None:
+    """A field of a state, in at least float32."""
+    return field.float() if field is not None and field.dtype.itemsize < 4 else field
+
+
 def copy_like(param: Tensor, value: Tensor) -> Tensor:
     """A copy of `value` with the parameter's memory layout: kernels iterate over memory, not over indices."""
     value = value.detach()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .._tree import fields, with_fields
 from ..schedules._schedules import ScalarOrSchedule, value_at
-from ._formula import copy_like
+from ._formula import copy_like, widened
 from ._optimizer import Optimizer
+
+Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Any]], None]  # (params, grads, states), in place
 
 
 def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
@@ -60,9 +63,7 @@ def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
     return grad_scale.to(torch.float32)
 
 
-def in_place(
-    kernel: Callable[[list[Tensor], list[Tensor], list[Any]], None], common: tuple[str, ...] = ("step",)
-) -> Callable[..., None]:
+def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..., None]:
     """`step_params_` from a kernel without `grad_scale` and `found_inf`.
 
     Args:
@@ -89,7 +90,7 @@ def in_place(
     return step_params_
 
 
-def by_formula(step_param: Callable[..., Any]) -> Callable[[list[Tensor], list[Tensor], list[Any]], None]:
+def by_formula(step_param: Callable[..., Any]) -> Kernel:
     """A kernel that computes the pure step and writes it back, for optimizers without a kernel in torch."""
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
@@ -101,6 +102,24 @@ def by_formula(step_param: Callable[..., Any]) -> Callable[[list[Tensor], list[T
                     old.copy_(field)
 
     return kernel
+
+
+def in_float32_(step_params_: Callable[..., None]) -> Callable[..., None]:
+    """`step_params_` through float32 copies of 16-bit parameters; see `in_float32`."""
+
+    def wide(params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None) -> None:
+        if not params or params[0].dtype.itemsize >= 4:
+            return step_params_(params, grads, states, **guards)
+        new_params = [param.float() for param in params]
+        new_states = [with_fields(state, map(widened, fields(state))) for state in states]
+        step_params_(new_params, [grad.float() for grad in grads], new_states, **guards)
+        torch._foreach_copy_(params, new_params)
+        for state, new in zip(states, new_states, strict=True):
+            for old, field in zip(fields(state), fields(new), strict=True):
+                if field is not old:
+                    old.copy_(field)
+
+    return wide
 
 
 def any_tensor(*values: Any) -> bool:
@@ -128,7 +147,7 @@ def new_step(param: Tensor) -> Tensor:
 def from_kernel(
     init_param: Callable[..., Any],
     step_param: Callable[..., Any],
-    kernel: Callable[[list[Tensor], list[Tensor], list[Any]], None],
+    kernel: Kernel | None = None,
     common: tuple[str, ...] = ("step",),
     numbers: tuple[Any, ...] = (),
     **settings: Any,
@@ -136,8 +155,12 @@ def from_kernel(
     """An optimizer of a pure formula and a kernel; see `in_place`.
 
     Args:
+        kernel: Computes 16-bit parameters in float32 copies. None: the formula runs.
         numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
         settings: Of `Optimizer`.
     """
-    step_params_ = in_place(by_formula(step_param) if any_tensor(*numbers) else kernel, common)
+    if kernel is None or any_tensor(*numbers):
+        step_params_ = in_place(by_formula(step_param), common)
+    else:
+        step_params_ = in_float32_(in_place(kernel, common))
     return Optimizer(init_param, step_param, one_param(step_params_), step_params_, **settings)
