@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ._check import is_finite
+from ._sums import scaled
 from ._tree import Tree, to_device, where
 
 _LEAST, _MOST = 1e-30, 1e30
 
+Unit: TypeAlias = float | Tensor  # a power of two that scales gradients in messages
 Over: TypeAlias = Literal["weight", "live", "world"]
 
 
@@ -77,6 +80,13 @@ class RankWeight(NamedTuple):
             return torch.where(to_device(x.device, self.factor) > 0, x, torch.zeros_like(x))
         return x if self.known else torch.zeros_like(x)
 
+    def times(self, x: Tensor, unit: Unit = 1.0) -> Tensor:
+        """`x` times the factor and a unit; zeros if the factor is 0. A 16-bit product is rounded once."""
+        x = self.masked(x)
+        if self.known is None or isinstance(unit, Tensor):
+            return scaled(x, self.factor * unit)
+        return x if self.known * unit in (0.0, 1.0) else x * (self.known * unit)
+
 
 def share_of(weight: Any, over: Over) -> RankWeight:
     """The factor of a rank: its weight for over="weight"; otherwise 1 if it has weight, and 0 if not.
@@ -97,6 +107,16 @@ def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
     The mean without weights is 0. That is right for gradients, which then change nothing, but not for parameters.
     """
     return where(total != 0, new, old) if persistent else new
+
+
+def lacks_unit(unit: float | None, leaves: Iterable[Tensor]) -> bool:
+    """Whether a sum of weight * gradient of these leaves waits for the sum of the weights, to be scaled by `unit_near`."""
+    return unit is None and any(leaf.dtype is torch.float16 for leaf in leaves)
+
+
+def unit_near(total: Tensor) -> Tensor:
+    """The power of two near 1 / total, 0-d: the sum of weight * gradient * unit fits float16 where the mean does."""
+    return torch.where(total > 0, torch.exp2(-torch.floor(torch.log2(total))), torch.ones_like(total))
 
 
 def nonzero_or_one(divisor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..reducer._reduce_scatter import sum_in_order
+from ..reducer._reduce_scatter import sum_of_pieces
 from ..transforms._axis_env import Axis
 from ._buckets import DDPBucket
 
@@ -32,4 +32,4 @@ class ModuleScatter:
 
     def wait(self) -> None:
         """Add the slices."""
-        self._out.scatter(sum_in_order(self._received(), len(self._own), self._own, self._rank))
+        self._out.scatter(sum_of_pieces(self._received(), len(self._own), self._own, self._rank))

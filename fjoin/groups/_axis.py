@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from .._errors import JoinError
 from ..transforms._axis_env import Axis
+from ..transforms._sums import sum_in_order
 from ..transforms.axes._order import from_order, to_order
 from ._malloc import keep_freed
 
@@ -230,7 +230,7 @@ class GroupAxis(Axis):
         x = x.contiguous()
         if self.ordered and op in ("psum", "psum_scatter"):
             parts = self.begin("all_gather" if op == "psum" else "all_to_all", x, None)
-            return lambda: functools.reduce(torch.add, parts().unbind(0)).clone()
+            return lambda: sum_in_order(parts().unbind(0))
         if op == "psum":
             out = x.clone()
             work = self.reduce_(out)
@@ -254,7 +254,7 @@ class GroupAxis(Axis):
         if op == "psum_scatter":
             if x.device.type == "cpu":  # gloo's reduce_scatter takes twice as long as its all_reduce
                 parts = self.begin("all_to_all", x, None)
-                return lambda: parts().sum(0, dtype=x.dtype)
+                return lambda: sum_in_order(parts().unbind(0))
             out = x.new_empty(x.shape[1:])
             scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
             return self._after(out, scatter(out, x, group=group, async_op=True))

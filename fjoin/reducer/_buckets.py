@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..groups._axis import Work
+from ..transforms._sums import widened
 from ..transforms._tree import check_dense
 from ..transforms.layout._buckets import Bucket
 from ..transforms.layout._pieces import Pieces
@@ -65,8 +66,13 @@ class GradBuffer:
         self.total: float | None = None
         self.missing, self.filled = 0, False
 
-    def start(self, leaves: list[Tensor]) -> None:
-        """Prepare for the gradients of these leaves."""
+    def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor] | None = None) -> None:
+        """Prepare for the gradients of these leaves.
+
+        Args:
+            window: The sums of earlier gradients, to be added; see `Storage`.
+        """
+        self._window = window or {}
         self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
         self.total = None
         self.scattered = False
@@ -85,6 +91,8 @@ class GradBuffer:
             )
         if grad.layout is not torch.strided:
             check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
+        if self._window and (total := self._window.pop(leaf, None)) is not None:
+            grad = total.add_(grad).to(grad.dtype)
         if self.direct:
             # Autograd's gradient itself becomes the message, without a copy, unless other gradients share its memory.
             self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
@@ -100,6 +108,9 @@ class GradBuffer:
             if self.taken[i]:
                 continue
             if leaf.grad is not None:
+                self.copy_grad(i, leaf)
+            elif leaf in self._window:
+                leaf.grad = torch.zeros_like(leaf)
                 self.copy_grad(i, leaf)
             elif self.direct:
                 self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
@@ -135,10 +146,20 @@ class GradBuffer:
         return dict(zip(self.bucket.paths, found, strict=True))
 
 
-def unshare_grad(leaf: Tensor) -> None:
-    """Give a leaf's gradient memory of its own if other leaves' gradients share it."""
-    if leaf.grad is not None and leaf.grad.layout is torch.strided and _is_shared(leaf.grad):
-        leaf.grad = leaf.grad.clone()
+def keep_grad(leaf: Tensor, storage: Storage | None) -> None:
+    """Keep a leaf's gradient for the rest of an accumulation window, to which later ones are added in place.
+
+    At the leaf it gets memory of its own, if other leaves' gradients share it. Gradients of 16 bits are added in float32.
+    """
+    grad = leaf.grad
+    if grad is None or grad.layout is not torch.strided:
+        return
+    if storage is not None and grad.dtype.itemsize < 4:
+        total = storage.window.get(leaf)
+        storage.window[leaf] = widened(grad) if total is None else total.add_(grad)
+        leaf.grad = None
+    elif _is_shared(grad):
+        leaf.grad = grad.clone()
 
 
 def _is_shared(grad: Tensor) -> bool:
@@ -165,10 +186,10 @@ class BucketQueue:
         self._open = False
         self._kept: dict[Tensor, Tensor | None] | None = None  # the gradients set aside while muted
 
-    def start(self, by_bucket: list[list[Tensor]]) -> None:
+    def start(self, storage: Storage) -> None:
         self._next, self._open = 0, True
-        for out, leaves in zip(self.outgoing, by_bucket, strict=True):
-            out.start(leaves)
+        for out, leaves in zip(self.outgoing, storage.by_bucket, strict=True):
+            out.start(leaves, storage.window)
 
     @contextlib.contextmanager
     def muted(self, storage: Storage) -> Iterator[None]:

@@ -31,6 +31,7 @@ class Storage:
         slots: The optimizer's state of each bucket and span, on the flat range.
         pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
         arrivals: The gathers of parameters under way. Until they have arrived only this rank's pieces can be read.
+        window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
         exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
         float16: Whether some parameters are float16.
         has_masters: Whether the optimizer keeps master copies of some parameters.
@@ -50,6 +51,7 @@ class Storage:
         self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
         self.exact: list[Tensor] = []
         self.arrivals = Arrivals()
+        self.window: dict[Tensor, Tensor] = {}
         self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
         self.shapes = {path: p.shape for path, p in params.items()}
         self.flats = []
@@ -163,6 +165,7 @@ class Storage:
         ]
 
     def clear_grads(self) -> None:
+        self.window.clear()
         for leaf in self.leaves.values():
             leaf.grad = None
 
@@ -170,16 +173,18 @@ class Storage:
     def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
         """Set the leaves' gradients aside within a with block; restore those still in the yielded dict at its end."""
         kept = {leaf: leaf.grad for leaf in self.leaves.values()}
+        window, self.window = self.window, {}
         self.clear_grads()
         try:
             yield kept
         finally:
+            self.window = window
             for leaf, grad in kept.items():
                 leaf.grad = grad
 
     def written(self, within: bool) -> list[Tensor]:
         """The memory that a step overwrites: the parameters and, `within` a window, the accumulated gradients."""
-        grads = (leaf.grad for leaf in self.leaves.values()) if within else ()
+        grads = (*(leaf.grad for leaf in self.leaves.values()), *self.window.values()) if within else ()
         return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
 
     def optimizer_states(self) -> dict[str, Any]:
@@ -231,7 +236,7 @@ class Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""
         self.arrivals.wait()
         new = object.__new__(Storage)
-        new.arrivals = Arrivals()
+        new.arrivals, new.window = Arrivals(), {}
         new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
         new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
         new.flats = [flat.clone() for flat in self.flats]
@@ -240,6 +245,8 @@ class Storage:
         new.set_slots(optree.tree_map(torch.clone, slots))  # type: ignore[arg-type]
         for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
             leaf.grad = None if old.grad is None else old.grad.clone()
+            if old in self.window:
+                new.window[leaf] = self.window[old].clone()
         return new
 
 

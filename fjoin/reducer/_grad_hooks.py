@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._buckets import BucketQueue, unshare_grad
+from ._buckets import BucketQueue, keep_grad
 from ._flat_params import Storage
 
 
@@ -43,7 +43,7 @@ class GradHooks:
                 if hooks is None:
                     return
                 if hooks._keeping:
-                    unshare_grad(tensor)  # later gradients of the window are added in place
+                    keep_grad(tensor, hooks._attached())
                 elif hooks.queue is not None:
                     hooks.queue.arrived(bucket, leaf, tensor)
 

@@ -13,6 +13,7 @@ from ..groups._host_axis import HostAxis
 from ..groups._malloc import keep_freed
 from ..shared_memory._exchange import Exchange
 from ..transforms._axis_env import Axis
+from ..transforms._sums import sum_in_order
 from ..transforms.layout._pieces import bind_pieces
 from ._all_reduce import AllReduceHook
 from ._buckets import GradBuffer
@@ -112,12 +113,12 @@ class Scatter:
         if self._received is None:
             return
         received, own, self._received, self._own = self._received(), self._own, None, None
-        self._out.scatter(sum_in_order(received, self._length, own, self._rank))
+        self._out.scatter(sum_of_pieces(received, self._length, own, self._rank))
         if self._out.direct:
             self._out.buffer = self._out.grads
 
 
-def sum_in_order(received: Tensor, length: int, own: Tensor | None, rank: int) -> Tensor:
+def sum_of_pieces(received: Tensor, length: int, own: Tensor | None, rank: int) -> Tensor:
     """The sum of the ranks' pieces in the order of the ranks, bit for bit that of an ordered reduction.
 
     It lies in memory of its own, or in that of the received pieces, so that the memory of `own` can be freed.
@@ -134,7 +135,4 @@ def sum_in_order(received: Tensor, length: int, own: Tensor | None, rank: int) -
         return received
     if len(rows) == 2:  # of two ranks
         return torch.add(*rows, out=rows[0] if rows[1] is own else rows[1])
-    total = rows[0].clone() if len(rows) == 1 else rows[0] + rows[1]
-    for row in rows[2:]:
-        total += row
-    return total
+    return sum_in_order(rows)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
+from ..transforms._sums import widened
 from ._exchange import Exchange
 from ._links import INLINE_BYTES, HostLinks
 
@@ -93,6 +94,8 @@ class HostChannel:
 def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], fold: Fold = torch.add) -> float:
     """Write the parts' sum, or another fold of them, in their order, to all of `outs`, which may be the parts.
 
+    16-bit terms are added in float32, and the sum is rounded once.
+
     Returns:
         The sum of the elements of a sum of floats; otherwise 0.
     """
@@ -104,12 +107,13 @@ def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], fold: Fold = torch.
         to, *others = (out[at : at + step] for out in outs)
         if not rest:
             to.copy_(first)
+        elif len(rest) == 1:
+            total = fold(first, rest[0], out=to)
         else:
-            total = fold(first, rest[0], out=to) if len(rest) == 1 else fold(first, rest[0])
+            total = fold(widened(first) if sums else first, rest[0])
             for part in rest[1:]:
                 fold(total, part, out=total)
-            if total is not to:
-                to.copy_(total)
+            to.copy_(total)
         for out in others:
             out.copy_(to)
         if sums:  # while it is in the cache

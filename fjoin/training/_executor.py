@@ -234,7 +234,7 @@ class Run:
         values, counts_of_all = counts, None
         if lane is not self._counts:
             values, counts_of_all = lane.complete(own), self._send_counts(counts, storage)
-        queue.start(storage.by_bucket)
+        queue.start(storage)
         self.hook.start(body.hook, storage, lane, values, body.step)
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest
@@ -272,7 +272,8 @@ class Run:
             return
         queue = self._grad_hooks.queue
         taken = queue is not None and any(any(out.taken) for out in queue.outgoing)
-        if storage.leaves and not taken and all(leaf.grad is None for leaf in storage.leaves.values()):
+        kept = bool(storage.window) or any(leaf.grad is not None for leaf in storage.leaves.values())
+        if storage.leaves and not taken and not kept:
             raise ValueError(
                 "the loss depends on none of params: no parameter has got a gradient. Does loss_fn call the module itself? Then write "
                 "apply, params, buffers = fjoin.functional(module) and call apply(params, buffers, ...) in loss_fn; to leave a "

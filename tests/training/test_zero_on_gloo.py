@@ -61,12 +61,12 @@ def sabotaged(steps: int, part: int) -> list[str]:
     """The same with gradients of a wrong rank's piece, which must differ."""
     from fjoin.reducer import _reduce_scatter
 
-    right = _reduce_scatter.sum_in_order
-    _reduce_scatter.sum_in_order = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
+    right = _reduce_scatter.sum_of_pieces
+    _reduce_scatter.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
     try:
         return different(steps, part)
     finally:
-        _reduce_scatter.sum_in_order = right  # type: ignore[attr-defined]
+        _reduce_scatter.sum_of_pieces = right  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._axis_env import Axis, bind_axes, bound
 from .._errors import CollectiveMismatch
+from .._sums import sum_in_order
 
 
 class _Abandon(BaseException):
@@ -88,9 +89,7 @@ def _combine(op: str, xs: list[Tensor], arg: Any) -> list[Tensor]:
     """The collective on all ranks' inputs, sums in rank order."""
     n = len(xs)
     if op in ("psum", "psum_scatter"):
-        total = xs[0].clone()
-        for x in xs[1:]:
-            total += x
+        total = sum_in_order(xs)
         return list(total.unbind(0)) if op == "psum_scatter" else _copies(total, n)
     if op in ("pmax", "pmin"):
         return _copies(functools.reduce(torch.maximum if op == "pmax" else torch.minimum, xs), n)

@@ -15,8 +15,9 @@ from .._check import whole_number
 from .._counter import Period, check_state, counts_steps
 from .._placement import PerRank
 from .._spec import factory
+from .._sums import wide_dtype, widened
 from .._transform import Inner, Needs, Reduction, Transform, check_transform, flush_kwargs
-from .._tree import State, Tree, choose_state, device_of, to_device, zeros_like
+from .._tree import State, Tree, choose_state, device_of, to_device
 from .._weights import check_weight
 
 
@@ -178,7 +179,7 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
 class AccumulateState(NamedTuple):
     step: int  # calls so far, on the host
     weight: PerRank[Tensor]  # the sum of the weights in this window so far, 0-d float64
-    grads: PerRank[Tree]  # sum of weight * gradient in this window, like the parameters
+    grads: PerRank[Tree]  # sum of weight * gradient in this window, like the parameters; of 16-bit ones in float32
     lane: PerRank[dict[str, Tensor]]  # sums of the lane in this window
     inner: State
 
@@ -218,7 +219,8 @@ def accumulate(steps: int, transform: Transform) -> Transform:
     inner = Inner(check_transform(transform, "accumulate: transform"))
 
     def fresh(params: Tree, step: int, inner: State) -> AccumulateState:
-        return AccumulateState(step, _no_weight(), zeros_like(params), {}, inner)
+        zeros = optree.tree_map(lambda p: torch.zeros_like(p, dtype=wide_dtype(p.dtype)), params)
+        return AccumulateState(step, _no_weight(), zeros, {}, inner)
 
     def init(params: Tree) -> State:
         return fresh(params, 0, transform.init(params))
@@ -228,7 +230,9 @@ def accumulate(steps: int, transform: Transform) -> Transform:
         first_bucket: Any = None, **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
         w = to_device(device_of(optree.tree_leaves(grads)), check_weight(weight))
-        gathered = optree.tree_map(lambda a, g: torch.where(w > 0, a + g * w.to(g.dtype), a), state.grads, grads)
+        gathered = optree.tree_map(
+            lambda a, g: torch.where(w > 0, a + widened(g) * w.to(a.dtype), a), state.grads, grads
+        )
         total = state.weight + w
         summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}
         count = state.step + 1
@@ -237,7 +241,7 @@ def accumulate(steps: int, transform: Transform) -> Transform:
                 summed = first_bucket.get().lane
             return None, AccumulateState(count, total, gathered, summed, state.inner)
         divisor = torch.where(total > 0, total, torch.ones_like(total))
-        mean = optree.tree_map(lambda g: g / divisor.to(g.dtype), gathered)
+        mean = optree.tree_map(lambda a, g: (a / divisor.to(a.dtype)).to(g.dtype), gathered, grads)
         out, new = inner.update(
             mean, state, params, weight=total, lane=summed or None, first_bucket=first_bucket, **extra
         )

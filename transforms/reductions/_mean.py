@@ -17,9 +17,10 @@ from .._check import some_axes
 from .._lane import Lane, check_lane, decode_lane, encode_lane
 from .._lane import lane_dtype as dtype_of_lane
 from .._spec import factory
+from .._sums import divided
 from .._transform import Needs, Reduction, Transform, init_empty
 from .._tree import Tree, device_of, plain
-from .._weights import Over, check_over, nonzero_or_one, share_of, unless_idle
+from .._weights import Over, Unit, check_over, lacks_unit, nonzero_or_one, share_of, unit_near, unless_idle
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import sum_donated
 from ..codecs._codec import Codec
@@ -41,34 +42,36 @@ def init_mean(params: Tree) -> MeanState:
 
 def _weighted_sum(
     grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, first_bucket: FirstBucket | None,
-    dtype: torch.dtype | None, unit: float, donated: bool = False,
-) -> tuple[Tree, MeanState]:  # fmt: skip
-    """The sum times `unit`, a power of two that makes it fit the gradients' dtype; written over `donated` gradients."""
-    share, n = share_of(weight, over), axis_size(axis)
-    factor, known = share
+    dtype: torch.dtype | None, unit: float | None, donated: bool = False,
+) -> tuple[Tree, MeanState, Unit]:  # fmt: skip
+    """The sum times a unit that makes it fit the gradients' dtype, and the unit; written over `donated` gradients."""
+    share, (leaves, structure) = share_of(weight, over), optree.tree_flatten(grads)
 
-    def scale(g: Tensor) -> Tensor:
-        g = share.masked(g)
-        if known == 0.0 or (known == 1.0 and unit == 1.0):
-            return g
-        return g * ((factor * unit).to(g.dtype) if known is None else known * unit)
+    def add(waiting: list[int], unit: Unit, *words: Tensor) -> list[Tensor]:
+        """Replace these leaves by their sums; returns the sum of the words."""
+        sent = [*(share.times(leaves[i], unit) for i in waiting), *words]
+        summed = sum_donated(sent, axis) if donated and plain(sent) else psum(sent, axis)
+        for i, total in zip(waiting, summed, strict=False):
+            leaves[i] = total
+        return summed[len(waiting) :]
 
-    scaled = optree.tree_map(scale, grads)
+    # These wait for the sum of the weights, which is no float16 and so travels apart from them in any case.
+    waits = [lacks_unit(unit, [leaf]) for leaf in leaves]
+    early, late = ([i for i, wait in enumerate(waits) if wait is last] for last in (False, True))
+    scale: Unit = unit or 1.0
     if first_bucket is not None:
-        return psum(scaled, axis), state_of_first(first_bucket)
-    check_lane(lane)
-    full = {"total": factor, **(lane or {})}
-    leaves = optree.tree_leaves(grads)
-    device = device_of(leaves)
-    words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device)
-    sent, structure = optree.tree_flatten(scaled)
-    if donated and plain([*sent, words]):
-        *sent, words = sum_donated([*sent, words], axis)
-        summed = optree.tree_unflatten(structure, sent)
+        add(early, scale)
+        new = state_of_first(first_bucket)
     else:
-        summed, words = psum((scaled, words), axis)
-    sums = decode_lane(words, full, n)
-    return summed, MeanState(sums.pop("total"), sums)
+        check_lane(lane)
+        n, full = axis_size(axis), {"total": share.factor, **(lane or {})}
+        words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device_of(leaves))
+        sums = decode_lane(add(early, scale, words)[0], full, n)
+        new = MeanState(sums.pop("total"), sums)
+    if late:
+        scale = unit_near(new.total)
+        add(late, scale)
+    return optree.tree_unflatten(structure, leaves), new, scale
 
 
 def _reduction(axis: AxisName, over: Over | None) -> Transform:
@@ -78,7 +81,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         first_bucket: FirstBucket | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: ResidualMemory | None = None, donated: bool = False, persistent: bool = False, unit: float = 1.0,
+        memory: ResidualMemory | None = None, donated: bool = False, persistent: bool = False, unit: float | None = None,
         **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
@@ -96,22 +99,23 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
                 persistent=persistent,
             )
             return out, mean_state(total, sums, first_bucket)
-        unit = unit if over in (None, "weight") else 1.0
-        summed, new = _weighted_sum(
-            grads, axis, weight, lane, over or "weight", first_bucket, lane_dtype, unit, donated and not persistent
-        )
+        summed, new, scale = _weighted_sum(
+            grads, axis, weight, lane, over or "weight", first_bucket, lane_dtype,
+            unit if unit is None or over in (None, "weight") else 1.0, donated and not persistent,
+        )  # fmt: skip
         counted = new.total
         if over is None:
-            summed = summed if unit == 1.0 else optree.tree_map(lambda g: g / unit, summed)
+            if isinstance(scale, Tensor) or scale != 1.0:
+                summed = optree.tree_map(lambda g: divided(g, torch.as_tensor(scale)), summed)
             return unless_idle(counted, summed, grads, persistent), new
         if over == "world" and first_bucket is None:
             new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
-        divisor = nonzero_or_one(new.total) * unit
+        divisor = nonzero_or_one(new.total)
         leaves = optree.tree_leaves(summed)
-        if leaves and plain(leaves):  # they are fresh, or donated
-            torch._foreach_div_(leaves, divisor)
+        if leaves and plain(leaves) and all(leaf.dtype.itemsize >= 4 for leaf in leaves):  # they are fresh, or donated
+            torch._foreach_div_(leaves, divisor * scale)
         else:
-            summed = optree.tree_map(lambda g: g / divisor.to(g.dtype), summed)
+            summed = optree.tree_map(lambda g: divided(g, divisor * scale), summed)
         return unless_idle(counted, summed, grads, persistent), new
 
     return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over, fusable=True))
@@ -144,10 +148,10 @@ def mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     The weight and the lane are sent in the same message as the gradients. Where all weights are 0, the result is 0.
 
-    The message holds the sum of weight * gradient, which must fit the gradient's dtype. Only the ratios of the weights
-    count, so for float16 parameters use thousands of tokens, or shares of a batch, as weights. `fjoin.train_step`
-    multiplies the sum by a power of two near 1 / the sum of the weights, and `fjoin.ddp.register` does so where its
-    hook begins with this mean; any weights work there.
+    The message holds the sum of weight * gradient in the gradient's dtype. For float16 it is multiplied by a power of
+    two near 1 / the sum of the weights, so that it fits where the mean does: the weights are summed first. Numbers of
+    16 bits are added in float32 and rounded once, but for gloo's and NCCL's own all-reduce, which adds two ranks'
+    values at a time in the dtype of the message.
 
     Args:
         axis: The axis, or a tuple of axes, to average over.

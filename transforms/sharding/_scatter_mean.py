@@ -13,9 +13,10 @@ from .._bucketwise import FirstBucket
 from .._lane import Lane, check_lane, decode_lane, encode_lane
 from .._lane import lane_dtype as dtype_of_lane
 from .._spec import factory
+from .._sums import divided, sum_in_order
 from .._transform import Needs, Reduction, Transform
 from .._tree import Tree, device_of, map_with_path, named_leaves, plain
-from .._weights import Over, check_over, nonzero_or_one, share_of
+from .._weights import Over, Unit, check_over, lacks_unit, nonzero_or_one, share_of, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._ragged import all_to_all_single
 from ..codecs._codec import Codec
@@ -78,7 +79,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
     def update(
         grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
         first_bucket: FirstBucket | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: ResidualMemory | None = None, unit: float = 1.0, **extra: Any,
+        memory: ResidualMemory | None = None, unit: float | None = None, **extra: Any,
     ) -> tuple[Tree, MeanState]:  # fmt: skip
         del state, params, extra
         grads = optree.tree_map(torch.as_tensor, grads)
@@ -86,7 +87,10 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         new = None if first_bucket else _sum_lane(of, axis, weight, lane, over, lane_dtype)
         slices: dict[str, Tensor] = {}
         sums: list[Tensor] = []
-        scale = unit if over == "weight" else 1.0
+        late = lacks_unit(unit, of.values())
+        if late:
+            new = new or state_of_first(first_bucket)  # type: ignore[arg-type]
+        scale = unit_near(new.total) if late and new else (unit or 1.0) if over == "weight" else 1.0
         for k in range(len(pieces.buckets)):
             if wire is not None and pieces.ranks > 1:
                 scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
@@ -121,25 +125,19 @@ def _sum_lane(
     return MeanState(torch.full_like(total, n) if over == "world" else total, sums)
 
 
-def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str, weight: Any, over: Over, unit: float) -> Tensor:
+def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str, weight: Any, over: Over, unit: Unit) -> Tensor:
     """The weighted sum of this rank's piece of a bucket, added in the order of the ranks."""
-    factor, known = share = share_of(weight, over)
-    flat = share.masked(flat)
-    if known is None:
-        flat = flat * (factor * unit).to(flat.dtype)
-    elif known * unit not in (0.0, 1.0):
-        flat = flat * (known * unit)
+    flat = share_of(weight, over).times(flat, unit)
     own = pieces.sizes(k)[pieces.rank]
     rows = all_to_all_single(flat, axis, input_split_sizes=pieces.sizes(k), output_split_sizes=(own,) * pieces.ranks)
-    first, *others = rows.view(pieces.ranks, own).unbind(0)
-    return functools.reduce(torch.add, others, first)
+    return sum_in_order(rows.view(pieces.ranks, own).unbind(0))
 
 
 def _divided(piece: Tensor, divisor: Tensor) -> Tensor:
-    if plain(piece) and piece._base is None:
+    if plain(piece) and piece._base is None and piece.dtype.itemsize >= 4:
         torch._foreach_div_([piece], divisor)
         return piece
-    return piece / divisor.to(piece.dtype)
+    return divided(piece, divisor)
 
 
 def _like(pieces: Pieces, k: int, given: dict[str, Tensor], piece: Tensor) -> dict[str, Tensor]:

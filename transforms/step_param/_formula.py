@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._sums import widened
 from .._tree import fields, with_fields
 from ..schedules._schedules import ScalarOrSchedule, value_at
 
@@ -63,15 +64,15 @@ def in_float32(step_param: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
     def wide(param: Tensor, grad: Tensor, state: Any) -> tuple[Tensor, Any]:
         if param.dtype.itemsize >= 4:
             return step_param(param, grad, state)
-        new, after = step_param(param.float(), grad.float(), with_fields(state, map(widened, fields(state))))
+        new, after = step_param(param.float(), grad.float(), widened_state(state))
         return like(param, state, new, after)
 
     return wide
 
 
-def widened(field: Tensor | None) -> Tensor | None:
-    """A field of a state, in at least float32."""
-    return field.float() if field is not None and field.dtype.itemsize < 4 else field
+def widened_state(state: Any) -> Any:
+    """A state with its 16-bit fields in float32."""
+    return with_fields(state, [None if field is None else widened(field) for field in fields(state)])
 
 
 def copy_like(param: Tensor, value: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._tree import fields, with_fields
+from .._tree import fields
 from ..schedules._schedules import ScalarOrSchedule, value_at
-from ._formula import copy_like, widened
+from ._formula import copy_like, widened_state
 from ._optimizer import Optimizer
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Any]], None]  # (params, grads, states), in place
@@ -111,7 +111,7 @@ def in_float32_(step_params_: Callable[..., None]) -> Callable[..., None]:
         if not params or params[0].dtype.itemsize >= 4:
             return step_params_(params, grads, states, **guards)
         new_params = [param.float() for param in params]
-        new_states = [with_fields(state, map(widened, fields(state))) for state in states]
+        new_states = [widened_state(state) for state in states]
         step_params_(new_params, [grad.float() for grad in grads], new_states, **guards)
         torch._foreach_copy_(params, new_params)
         for state, new in zip(states, new_states, strict=True):
