@@ -150,7 +150,7 @@ def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
     - total: the sum of the ranks' factors in the mean
     - weight, loss: the sums of the weights and of weight * loss
     - has_next: the number of ranks that have another batch
-    - step_id: the index in its mesh of the step that a rank has called, the same on all ranks
+    - step_id: a number of the step that a rank has called and of its hyperparameters, the same on all ranks
     - nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite
     """
     masks = (f"nonfinite{i}" for i in range(mask_words(ranks)))

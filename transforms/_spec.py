@@ -10,6 +10,7 @@ import functools
 import hashlib
 import inspect
 import json
+import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
@@ -198,7 +199,7 @@ def _encode(value: Any, functions: bool) -> Any:
 
 
 def _loosely(value: Any) -> Any:
-    """The JSON form of an argument of a partial, which may be any object."""
+    """The JSON form of an argument of a function, which may be any object."""
     try:
         return _encode(value, functions=True)
     except TypeError:
@@ -206,14 +207,31 @@ def _loosely(value: Any) -> Any:
 
 
 def _code_hash(function: Any) -> str:
+    """A hash of a function's code and default arguments."""
     function = getattr(function, "__func__", function)
+    if not hasattr(function, "__code__") and callable(function):
+        function = type(function).__call__
     code = getattr(function, "__code__", None)
     if code is None:
-        code = getattr(type(function).__call__, "__code__", None) if callable(function) else None
-    if code is None:
         return ""
-    constants = [c for c in code.co_consts if isinstance(c, (bool, int, float, str, bytes, type(None)))]
-    return hashlib.sha256(code.co_code + repr((constants, code.co_names)).encode()).hexdigest()[:16]
+    defaults = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+    text = json.dumps([_loosely(default) for default in defaults]) + _code_text(code)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _code_text(code: types.CodeType) -> str:
+    """Code and its constants as text; the functions inside it are among its constants."""
+    return repr((code.co_code, code.co_names, list(map(_constant_text, code.co_consts))))
+
+
+def _constant_text(constant: Any) -> str:
+    if isinstance(constant, types.CodeType):
+        return _code_text(constant)
+    if isinstance(constant, tuple):
+        return f"({', '.join(map(_constant_text, constant))})"
+    if isinstance(constant, frozenset):  # whose order differs between processes
+        return f"{{{', '.join(sorted(map(_constant_text, constant)))}}}"
+    return repr(constant)
 
 
 def to_json(transform: Any) -> str:
@@ -237,8 +255,8 @@ def to_json(transform: Any) -> str:
 def fingerprint(*parts: Any) -> str:
     """A short hash of transforms and plain data, equal on two ranks iff the parts are.
 
-    Functions are compared by qualified name and code, not by the variables in their closures; partials by their
-    arguments too.
+    Functions are compared by qualified name, code and default arguments, not by the variables in their closures;
+    partials by their arguments too.
 
     Args:
         parts: Transforms, optimizers, schedules, pipelines, numbers, strings, tuples and dicts of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ._check import is_finite
 from ._sums import scaled
-from ._tree import Tree, to_device, where
+from ._tree import Tree, readable_without_sync, to_device, where
 
 _LEAST, _MOST = 1e-30, 1e30
 
@@ -27,8 +28,11 @@ def check_over(over: Any) -> None:
 def check_weight(weight: Any) -> Tensor:
     """The weight as a 0-d float64 tensor; None is 1.
 
+    A tensor that Python cannot read, since it is on a device or under a transform, becomes NaN where it is out of
+    range, and so do the sums with it.
+
     Raises:
-        ValueError: a host number that is neither 0 nor from 1e-30 to 1e30, or a tensor that is not 0-d.
+        ValueError: a weight that is neither 0 nor from 1e-30 to 1e30, or a tensor that is not 0-d.
         TypeError: no number.
     """
     if weight is None:
@@ -36,8 +40,28 @@ def check_weight(weight: Any) -> Tensor:
     if isinstance(weight, Tensor):
         if weight.dim():
             raise ValueError(f"weight must be a scalar, got a tensor of shape {tuple(weight.shape)}")
-        return weight.to(torch.float64)
+        if weight.is_complex():
+            raise TypeError(f"weight must be a number, got a tensor of {weight.dtype}")
+        wide = weight.to(torch.float64)
+        if readable_without_sync(wide):
+            known_weight("weight", wide.item())
+            return wide
+        return torch.where((wide == 0) | ((wide >= _LEAST) & (wide <= _MOST)), wide, torch.full_like(wide, math.nan))
     return torch.tensor(known_weight("weight", weight), dtype=torch.float64)
+
+
+def host_weight(name: str, weight: Any) -> float:
+    """The weight as a float, from a number, or from a tensor or an array of one element.
+
+    Raises:
+        ValueError, TypeError: as `known_weight`; several elements.
+    """
+    if hasattr(weight, "item"):
+        try:
+            weight = weight.item()
+        except (RuntimeError, ValueError):
+            raise ValueError(f"{name} must be a scalar, got {weight!r}") from None
+    return known_weight(name, weight)
 
 
 def known_weight(name: str, weight: Any) -> float:
@@ -98,7 +122,8 @@ def share_of(weight: Any, over: Over) -> RankWeight:
     known = None if isinstance(weight, Tensor) else 1.0 if weight is None else float(weight)
     if over == "weight":
         return RankWeight(factor, known)
-    return RankWeight((factor > 0).to(factor.dtype), None if known is None else float(known > 0))
+    counted = torch.where(factor.isnan(), factor, (factor > 0).to(factor.dtype))
+    return RankWeight(counted, None if known is None else float(known > 0))
 
 
 def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:

@@ -96,6 +96,10 @@ class ModuleStep:
         self._own_bad: float | None = None
         self._counts: Counts | None = None  # this pass's message about the ranks that left out the step before
 
+    def rates(self) -> list[tuple[str, float]]:
+        """The hyperparameters of the next step that may differ between ranks, by name."""
+        return self.stepper.check_rates(self._watched)
+
     def _own(self) -> dict[str, Tensor]:
         """Path -> the values that this rank steps: parameters, or slices of them."""
         held = {path: p.detach() for path, p in self._leaves.items()}
@@ -218,7 +222,7 @@ class ModuleStep:
             for late, of_all in counts:
                 self._check_pass(step, of_all, late)
         try:
-            self.stepper.check_rates(self._watched)
+            self.rates()
         except (TypeError, ValueError) as error:
             raise_after_backward(error)
             return Effect(True, False), total

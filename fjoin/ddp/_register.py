@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from ..groups._consistency import same_hook
+from ..groups._consistency import same_hook, same_rates
 from ..groups._mesh import Mesh
 from ..groups._transport import linked_mesh
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._transform import Transform
-from ..transforms._weights import Over
+from ..transforms._weights import Over, host_weight
 from ..transforms.pipelines._explanation import Explanation
 from ..transforms.pipelines._fuse import fuse
 from ..transforms.pipelines._pipeline import Pipeline
@@ -45,11 +44,10 @@ class Handle:
         """Set this rank's weight in the mean for the next synchronised backward pass; 1 where it is not set.
 
         Raises:
-            ValueError: a weight that is negative or not finite.
+            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30.
+            TypeError: no number.
         """
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"a weight must be a finite number, at least 0, got {weight!r}")
-        self._run.pending = float(weight)
+        self._run.pending = host_weight("weight", weight)
 
     @property
     def step(self) -> int:
@@ -213,6 +211,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         parts = (what.hook, *what.ends) if isinstance(what, Pipeline) else (what,)
         warn_if_silent(what, parts, tuple(mesh.shape), mesh.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
+    if run.pipeline_step is not None and (rates := run.pipeline_step.rates()):
+        same_rates(mesh, rates)
 
     def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state(bucket)

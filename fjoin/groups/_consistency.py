@@ -50,6 +50,20 @@ def check_program(
         raise DesyncError(problem[1], rank=problem[0])
 
 
+def same_rates(mesh: Mesh, rates: list[tuple[str, float]]) -> None:
+    """Raise on all ranks unless they begin with the same hyperparameters.
+
+    Raises:
+        DesyncError: naming the first rank that differs from the majority.
+    """
+    if problem := mesh.exchange("fjoin.ddp.register", repr(rates), _odd):
+        rank, there, usual = problem
+        raise DesyncError(
+            f"rank {rank} has the hyperparameters {there}, but other ranks {usual}; a schedule must not depend on the rank",
+            rank=rank,
+        )
+
+
 def same_loops(mesh: Mesh, axes: tuple[str, ...], loop: str) -> None:
     """Raise on all ranks of some axes, before the first message, unless they run the same kind of loop.
 

@@ -101,15 +101,14 @@ class ForeachStepper:
         for part, state in watched.values():
             check_rates(part.watched, state.step)
 
-    def check_rates(self, items: Iterable[Item]) -> None:
-        """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form."""
+    def check_rates(self, items: Iterable[Item]) -> list[tuple[str, float]]:
+        """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form; returns them."""
         steps = {
             (id(part), id(self.states[key].step)): (part, self.states[key].step)
             for key, part, *_ in items
             if part.watched
         }
-        for part, step in steps.values():
-            check_rates(part.watched, step)
+        return [rate for part, step in steps.values() for rate in check_rates(part.watched, step)]
 
     def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
         """Step these parameters, which have been checked; the step counts of the others stay."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..transforms._tree import fields, with_fields
 from ..transforms.layout._buckets import Bucket, Span
 from ..transforms.layout._pieces import Pieces
+from ..transforms.optimizers._inject import injected
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
@@ -127,7 +128,8 @@ class Storage:
             for span, state in zip(bucket.spans, states, strict=True)
         ]
         self.has_masters = any(master_of(state) is not None for _, state in parts)
-        self._watched = list({id(part): (part.watched, state.step) for part, state in parts if part.watched}.values())
+        watched = {id(part): ((*part.watched, *injected(state)), state.step) for part, state in parts}
+        self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
         self._ranges = [
             [
                 (part := self.optimizer.at(span.paths[0]), self._range(part, own, span, k), span, slot)
@@ -148,14 +150,13 @@ class Storage:
         shape = self.shapes[path] if self.pieces is None else self.pieces.shape(path)
         return piece[: shape.numel()].view(shape)
 
-    def check_rates(self) -> None:
-        """Raise where a hyperparameter of the next step is not finite, without a wait for a device.
+    def check_rates(self) -> list[tuple[str, float]]:
+        """The hyperparameters of the next step that may differ between ranks, by name; it does not wait for a device.
 
         Raises:
             ValueError, TypeError: a schedule did not return one finite number, or a tensor does not hold one.
         """
-        for hypers, step in self._watched:
-            check_rates(hypers, step)
+        return [rate for hypers, step in self._watched for rate in check_rates(hypers, step)]
 
     def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
         """(optimizer, parameters, gradients, slots) of each span, to be stepped in place."""

@@ -28,7 +28,7 @@ class StepLane:
         buffer: The buffer that is sent: the end of a bucket's buffer, or one of its own; None where the hook
             sends the scalars in its own messages.
         dtype: The dtype of the buffer.
-        step_id: A number that identifies this step among the steps of its mesh; 0 until it has one.
+        step_id: The number of this step, see `StepIds`; 0 where none travels.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:

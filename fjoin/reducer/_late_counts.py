@@ -26,25 +26,26 @@ class LateCounts:
         self, ends: tuple[Transform, ...], sizes: Mapping[str, int], check: Callable[[int, dict[str, Any], int], None]
     ) -> None:
         self._ends, self._sizes, self._check = ends, sizes, check
-        self._late: Callable[[], dict[str, Any]] | None = None
+        self._late: tuple[int, Callable[[], dict[str, Any]]] | None = None  # the step of the counts, and they
 
     def take(self, step: int) -> list[CountsOfAll]:
-        """The counts of the step before this one, where they have not been read yet.
+        """The counts of an earlier step, mostly the one before, where they have not been read yet.
 
         They are checked here, before this rank waits for messages that other ranks may not send.
         """
         late, self._late = self._late, None
         if late is None:
             return []
-        sums = late()
-        self._check(step, sums, 2)
-        return [CountsOfAll(2, sums)]
+        of, sums = late[0], late[1]()
+        counts = CountsOfAll(step - of + 1, sums)
+        self._check(step, sums, counts.late)
+        return [counts]
 
     def clear(self) -> None:
         """Wait for counts that have not been read yet, and discard them."""
         late, self._late = self._late, None
         if late is not None:
-            late()
+            late[1]()
 
     def read(self, step: int, now: Callable[[], dict[str, Any]]) -> list[CountsOfAll]:
         """The counts to look at in this step.
@@ -55,5 +56,5 @@ class LateCounts:
         counts = self.take(step)
         if any(axes_of(part, self._sizes, step, at_end=True) for part in self._ends):
             return [*counts, CountsOfAll(1, now())]  # before the ranks change each other's values
-        self._late = now
+        self._late = step, now
         return counts

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._errors import DesyncError, NonFinite
+from .._errors import NonFinite
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Axis
 from ..transforms._lane import decode_lane, host_lane
@@ -22,6 +22,7 @@ from ..transforms.pipelines._effect import Effect
 from ._buckets import GradBuffer
 from ._lane import StepLane
 from ._nonfinite import error_of_some, error_of_step, has_nonfinite, masks, nonfinite_paths
+from ._step_ids import StepIds, step_of
 
 # From the norm of the gradients to the factor to multiply them by.
 Clip: TypeAlias = Callable[[Tensor], Tensor]
@@ -42,7 +43,7 @@ class Decision(NamedTuple):
 class CountsOfAll(NamedTuple):
     """The lane, summed over all ranks that loop together; it has a bit for each rank that left out a step."""
 
-    late: int  # that step was so many steps before: 1 for the lane of the present step
+    late: int  # that step was so many steps before: 1 for the lane of the present step, 2 for that of the step before
     sums: dict[str, Any]
 
 
@@ -55,15 +56,17 @@ class StepCheck:
         skips: Whether steps that are not finite are left out without an error.
         on_device: Decide on the device although the host could; for tests.
         mesh: Detects failed ranks while the host waits for a device. It is not kept alive.
+        ids: The numbers of the steps that travel in the lane; None where none do.
     """
 
     def __init__(
-        self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None
-    ) -> None:
+        self, ranks: int, norm: bool = False, skips: bool = False, on_device: bool = False, mesh: Mesh | None = None,
+        ids: StepIds | None = None,
+    ) -> None:  # fmt: skip
         self.ranks, self.norm, self.skips, self.on_device = ranks, norm, skips, on_device
         # 1 where this rank left out the last step, which others may have taken: all raise in the next one.
         self.left_out: Any = 0.0
-        self.step_id = 0.0  # identifies this step among those of its mesh; 0 where it does not travel
+        self.ids = ids
         self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
         self._pending: list[tuple[int, Sequence[CountsOfAll], Tensor, Any]] = []
         self.weight: float | None = None  # the sum of the weights in the newest step for which the host knows it
@@ -199,9 +202,10 @@ class StepCheck:
             fine = fine & (self._bad_pieces == 0)
         live, lanes = sums["weight"] != 0, [CountsOfAll(0, sums)] if counts is None else counts
         other = torch.zeros_like(fine)
-        if self.step_id:
-            for _, of_all in lanes:
-                other = other | (torch.remainder(of_all["step_id"], self.ranks * self.step_id) != 0)
+        if self.ids is not None:
+            for late, of_all in lanes:
+                own = self.ranks * self.ids.of(step_of(step, late))
+                other = other | (torch.remainder(of_all["step_id"], own) != 0)
         if counts is None:
             raises = other if self.skips else (~fine & live) | other
         else:
@@ -223,19 +227,9 @@ class StepCheck:
         return Decision(Effect(live, fine, raises), scale, found_inf)
 
     def check_step(self, step: int, sums: dict[str, Any], late: int) -> None:
-        """Raise DesyncError unless all ranks have called the same step of the mesh; sums on a device are not read.
-
-        Some hooks sum the lane more than once, so the sum is a multiple of ranks * step_id.
-        """
-        if not self.step_id or isinstance(sums["step_id"], Tensor):
-            return
-        if sums["step_id"] % (self.ranks * self.step_id):
-            step, effect = (step, "nothing has changed") if late < 2 else (step - 1, "each has taken its own step")
-            raise DesyncError(
-                f"step {step}: the ranks have called different train_steps of one mesh, or only some of them step.flush; {effect}. "
-                f"Call them in the same order on all ranks, from one thread, or give each step its own fjoin.mesh(...)",
-                step=step,
-            )
+        """Raise DesyncError unless all ranks have called the same step of the mesh; see `StepIds.check`."""
+        if self.ids is not None:
+            self.ids.check(step, sums, late)
 
     def _remember(self, step: int, lanes: Sequence[CountsOfAll], words: Tensor) -> None:
         """Keep a step's decision for the host to read later: whether to raise, and the sum of the weights."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import DesyncError
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._arrivals import arrived
@@ -22,6 +21,7 @@ from ..reducer._grad_hooks import GradHooks
 from ..reducer._lane import StepLane
 from ..reducer._reduce_scatter import ReduceScatterHook
 from ..reducer._step_check import StepCheck
+from ..reducer._step_ids import StepIds
 from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
@@ -62,7 +62,10 @@ class Run:
         self._count_buffers: list[Tensor] = []  # of this step and of the one before, whose message may be under way
         self._lanes = {self.axes: self._counts}  # by axes: over the ranks that the hook reduces over
         self.ranks = self._counts.ranks
-        self.step_check = StepCheck(self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh)
+        self._ids = StepIds(mesh, self.axes, self.ranks)
+        self.step_check = StepCheck(
+            self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh, ids=self._ids
+        )
         self.hook: StepHook
         self._early: AllReduceHook | None = None  # set where buckets are stepped as their messages arrive
         reduced, lane = plan.reduced(0).axes, self._lane(0)
@@ -85,10 +88,9 @@ class Run:
 
     def number(self) -> None:
         """Take the next number among the steps of this mesh. It travels in the lane, to be compared between ranks."""
-        if not self._counts.step_id:
+        if not self._ids.number:
             self.mesh.use.steps += 1
-            # In [2048, 4096), so none is a multiple of another; scattered, so few are means of others.
-            self._counts.step_id = self.step_check.step_id = 2048.0 + self.mesh.use.steps * 1103 % 2048
+            self._ids.number = self.mesh.use.steps
 
     def _lane(self, step: int) -> StepLane:
         """The lane over the axes that the hook reduces over in a step."""
@@ -133,14 +135,16 @@ class Run:
         if all(self._lane(at) is counts for at in (step, max(step - 1, 0))):
             return
         self._raise_late(step)
-        # Twice the `step_id` is no step's, and the step travels as the weight.
-        own = {**counts.complete({"bad": 0.0}), "step_id": 2 * counts.step_id, "weight": float(step)}
+        # Twice the number of a step is no step's, and the step travels as the weight.
+        number = 2 * self._ids.of(-1)
+        own = {**counts.complete({"bad": 0.0}), "step_id": number, "weight": float(step)}
         sums = self._sum_counts(own, counts.alone(body.storage.layout))
-        if sums["step_id"] != 2 * counts.step_id * counts.ranks or sums["weight"] != step * counts.ranks:
-            raise DesyncError(
+        if sums["step_id"] != number * counts.ranks or sums["weight"] != step * counts.ranks:
+            self._ids.refuse(
+                step - 1,
+                "step.flush",
                 f"only some ranks have called step.flush after step {step - 1}; others have called a step, or flush after another "
                 f"step. Take the same number of steps on all ranks, with step.join where their inputs differ",
-                step=step - 1,
             )
         self.step_check.raise_left_out(step - 1, sums)
 
@@ -189,7 +193,7 @@ class Run:
 
     def __call__(self, body: StateData, batch: Any, iteration: Iteration | None) -> Metrics:
         storage = body.storage
-        storage.check_rates()
+        rates = storage.check_rates()
         self._grad_hooks.attach(storage)
         self.stop()
         live = iteration is None or iteration.live
@@ -230,6 +234,7 @@ class Run:
         else:
             queue = self._queue
         self._counts.check(own)
+        self._counts.step_id = self._ids.begin(body.step, rates)
         counts, lane = self._counts.complete(own, iteration is not None and iteration.has_next), self._lane(body.step)
         values, counts_of_all = counts, None
         if lane is not self._counts:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..reducer._lane import host_number
 from ..transforms._check import as_float
-from ..transforms._weights import known_weight
+from ..transforms._weights import host_weight
 
 
 class Loss:
@@ -89,15 +89,7 @@ def weigh(weight: Callable[[Any], float] | None, batch: Any) -> float:
         ValueError: the weight is neither 0 nor from 1e-30 to 1e30.
         TypeError: the weight is no number.
     """
-    if weight is None:
-        return 1.0
-    value = weight(batch)
-    if hasattr(value, "item"):  # a tensor or an array
-        try:
-            value = value.item()
-        except (RuntimeError, ValueError):
-            raise ValueError(f"weight(batch) must be a scalar, got {value!r}") from None
-    return known_weight("weight(batch)", value)
+    return 1.0 if weight is None else host_weight("weight(batch)", weight(batch))
 
 
 def user_sums(aux: Any) -> dict[str, Any]:

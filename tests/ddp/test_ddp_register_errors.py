@@ -79,7 +79,9 @@ def refused() -> Any:
     handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.1)))
     raises_text(ValueError, lambda: fjoin.ddp.register(ddp, tx.mean("data")), "already")
     raises_text(ValueError, lambda: handle.weight(-1.0), "-1.0")
-    raises_text(ValueError, lambda: handle.weight(float("nan")), "nan")
+    for bad in (float("nan"), 1e-46, 1e39, torch.tensor(-1.0), torch.ones(2)):
+        raises_text(ValueError, lambda: handle.weight(bad), "weight must be")  # noqa: B023
+    raises_text(TypeError, lambda: handle.weight("1"), "'1'")  # type: ignore[arg-type]
     other = fjoin.ddp.register(DistributedDataParallel(make_model()), tx.fuse(tx.noop(), tx.sgd(0.1)))
     raises_text(ValueError, lambda: other.load_state_dict(handle.state_dict()), "the state of the hook")
     return True

@@ -5,9 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import pickle
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from helpers import raises_text
 from torch import Tensor
@@ -125,3 +130,48 @@ def test_what_is_written_by_hand_is_known_by_its_function_inside_others_too() ->
     assert repr(both) == "chain(mean('data'), custom(partial(_times, 2.0)))"
     assert repr(_by_hand(made[0])) == "custom(_Negates)"
     raises_text(TypeError, lambda: tx.to_json(both), "written by hand", "@factory")
+
+
+TWO, THREE = torch.tensor(2.0), torch.tensor(3.0)
+
+
+def _functions(k: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Two functions of each kind, by the number of one of them, which differ in what the name says."""
+    pairs: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "a constant": (lambda g: g * 2.0, lambda g: g * 3.0),
+        "a tuple of constants": (lambda g: g * (1.0, 2.0)[g.dim() % 2], lambda g: g * (1.0, 3.0)[g.dim() % 2]),
+        "a tuple in a tuple": (lambda g: g * ((1.0,), (2.0,))[1][0], lambda g: g * ((1.0,), (3.0,))[1][0]),
+        "a set of constants": (lambda g: g * (g.dim() in {1, 2}), lambda g: g * (g.dim() in {0, 3})),
+        "a function inside": (lambda g: (lambda x: x * 2)(g), lambda g: (lambda x: x * 3)(g)),
+        "a function inside a function inside": (
+            lambda g: (lambda: (lambda x: x * 2)(g))(), lambda g: (lambda: (lambda x: x * 3)(g))(),
+        ),
+        "a default argument": (lambda g, k=2.0: g * k, lambda g, k=3.0: g * k),
+        "a default argument by name": (lambda g, *, k=2.0: g * k, lambda g, *, k=3.0: g * k),
+        "a default that is a tensor": (lambda g, k=TWO: g * k, lambda g, k=THREE: g * k),
+        "a default argument of a function inside": (
+            lambda g: (lambda x, k=2.0: x * k)(g), lambda g: (lambda x, k=3.0: x * k)(g),
+        ),
+        "a list inside": (lambda g: sum([g * i for i in range(2)]), lambda g: sum([g * i for i in range(3)])),
+    }  # fmt: skip
+    return {name: pair[k] for name, pair in pairs.items()}
+
+
+@pytest.mark.parametrize("name", _functions(0))
+def test_functions_that_do_something_else_are_other_functions(name: str) -> None:
+    one, same, other = _functions(0)[name], _functions(0)[name], _functions(1)[name]
+    for make in (tx.stateless, tx.sgd, lambda f: tx.tap(f), lambda f: tx.Transform(lambda p: (), f)):
+        assert make(one) == make(same) and tx.fingerprint(make(one)) == tx.fingerprint(make(same))
+        assert make(one) != make(other) and tx.fingerprint(make(one)) != tx.fingerprint(make(other))
+
+
+def test_a_fingerprint_is_that_of_another_process() -> None:
+    """Sets of texts have another order there."""
+    program = "from fjoin import transforms as tx; print(tx.fingerprint(tx.stateless(lambda g: g * ('a' in {'b', 'c', 'd', 'e'}))))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(found) == 1

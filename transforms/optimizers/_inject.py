@@ -99,6 +99,12 @@ def with_hyperparameters(state: State, **values: float | Tensor) -> State:
     return out
 
 
+def injected(state: State) -> list[tuple[str, Tensor]]:
+    """The hyperparameters in optimizer states by name: 0-d tensors that `with_hyperparameters` changes."""
+    nodes = optree.tree_leaves(state, is_leaf=lambda node: isinstance(node, InjectState))
+    return [pair for node in nodes if isinstance(node, InjectState) for pair in node.hyperparameters.items()]
+
+
 def _as_like(old: Tensor, value: float | Tensor) -> Tensor:
     """A value in the dtype and on the device of another one."""
     if isinstance(value, Tensor):

@@ -28,7 +28,7 @@ from .._tree import (
     to_device,
 )
 from .._weights import check_weight
-from ..axes._collectives import axis_size, psum
+from ..axes._collectives import psum
 from ..codecs._codec import Codec
 from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of, with_masters
@@ -192,7 +192,7 @@ def pipeline_of(
         axes = tuple((name, axis.size) for name, axis in bound().items())
         if axes not in plans:
             plans[axes] = make_plan(hook, dict(axes))
-        effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, weight is None, bool(skips))
+        effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, bool(skips))
         held = held_of(pieces, params, old)
         new = held, old.optimizer
         if donate and pieces is None and effect.steps is not False and are_apart(held):
@@ -250,9 +250,7 @@ def pipeline_of(
     return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)
 
 
-def _judge(
-    plan: Plan, hook_state: State, grads: Tree, step: int, own: Tensor, alike: bool, skips: bool
-) -> tuple[Effect, Tensor]:
+def _judge(plan: Plan, hook_state: State, grads: Tree, step: int, own: Tensor, skips: bool) -> tuple[Effect, Tensor]:
     """The effect of a step on this rank, and the weight of all ranks that share its gradients.
 
     Args:
@@ -260,7 +258,6 @@ def _judge(
         grads: The gradients after the hook.
         step: The number of steps before this one.
         own: The weight of this rank.
-        alike: Whether all ranks have this weight.
         skips: Whether the gradients must be finite.
     """
     axes, equal = plan.reduced(step)
@@ -268,11 +265,9 @@ def _judge(
     if equal:
         assert plan.hook.sums is not None
         agreed = plan.hook.sums(hook_state).lane["weight"]
-    elif axes and not (alike and not skips):
+    elif axes:
         agreed, bad = psum(torch.stack([to_device(fine.device, own), (~fine).to(own.dtype)]), axes)
         fine = bad == 0
-    elif axes:
-        agreed = own * axis_size(axes)
     if skips and equal and (sharded := plan.hook.sharded_over):
         fine = psum((~fine).to(torch.float64), sharded) == 0
     return Effect(flag(agreed > 0), flag(fine)), agreed

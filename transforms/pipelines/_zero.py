@@ -6,6 +6,7 @@ from typing import Any
 
 from .._spec import _FACTORIES, call_factory, factory
 from .._transform import Transform, check_transform
+from .._weights import Over
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..combinators._chain import chain
@@ -67,5 +68,7 @@ def _sharded(part: Any, axis: str) -> Any:
         found = scatter_mean(axis, args["over"])
         if "codec" in args:
             found = compress(args["codec"], found, args["seed"])
-        return chain(found, mean(rest if len(rest) > 1 else rest[0], args["over"])) if rest else found
+        # Behind a mean over the ranks with input, their number is the weight.
+        over: Over = "weight" if args["over"] == "live" else args["over"]
+        return chain(found, mean(rest if len(rest) > 1 else rest[0], over)) if rest else found
     return call_factory(_FACTORIES[part.spec.name], ((name, _sharded(value, axis)) for name, value in args.items()))

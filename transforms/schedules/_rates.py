@@ -84,18 +84,19 @@ def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
     return tuple(found)
 
 
-def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> None:
-    """Raise if a hyperparameter of `watched` is not finite in this step; it does not wait for a device.
+def check_rates(hypers: tuple[tuple[str, Any], ...], step: Tensor) -> list[tuple[str, float]]:
+    """The hyperparameters of `watched` in this step, by name; without those for which it would wait for a device.
 
     Raises:
         ValueError, TypeError: as `value_at`; a tensor that holds no finite number.
     """
+    found = []
     for name, hyper in hypers:
         value = value_at(hyper, step)
-        if (
-            isinstance(value, Tensor)
-            and value is hyper
-            and readable_without_sync(value)
-            and not is_finite(float(value))
-        ):
+        if isinstance(value, Tensor) and not readable_without_sync(value):
+            continue
+        number = float(value)
+        if value is hyper and not is_finite(number):
             raise ValueError(f"{name} must be a finite number, got {hyper!r}")
+        found.append((name, number))
+    return found

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._axis_env import AxisName, current_weight
 from .._tree import to_device
+from .._weights import check_weight
 from ..axes._collectives import all_gather
 
 
@@ -70,7 +71,7 @@ def sync_batch_norm(
     form = [1, -1] + [1] * (x.dim() - 2)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training:
-        counts = to_device(wide.device, torch.as_tensor(current_weight() if weight is None else weight) != 0)
+        counts = to_device(wide.device, check_weight(current_weight() if weight is None else weight) != 0)
         here = counts.to(wide) * (x.numel() / max(x.shape[1], 1))
         own_mean = wide.mean(over) if x.numel() else wide.new_zeros(x.shape[1])
         own_square = (wide - own_mean.view(form)).square().sum(over)

@@ -1,0 +1,100 @@
+"""Numbers that tell steps apart: of each step by its mesh, its index and its hyperparameters. They travel in the lane.
+
+The sum over the ranks tells each of them whether all have called the same step with the same hyperparameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from .._errors import DesyncError
+from ..groups._mesh import Mesh
+
+Rates = Sequence[tuple[str, float]]  # hyperparameters by name
+
+# Numbers in [2^19, 2^20): none is a multiple of another, and their sums over 2^14 ranks are exact in the lane.
+_LEAST = 2**19
+_KEPT = 1000  # steps, whose lanes may be read late
+
+
+def step_of(step: int, late: int) -> int:
+    """The step in which a lane travelled, which has bits of the step `late` before the present one."""
+    return step - max(late - 1, 0)
+
+
+class StepIds:
+    """The numbers of the steps of one train_step on this rank.
+
+    Args:
+        mesh: Where the ranks compare their steps, once they know that these differ. It is not kept alive.
+        axes: The axes of the ranks that loop together.
+        ranks: Their number.
+    """
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], ranks: int) -> None:
+        self._mesh: Callable[[], Mesh | None] = weakref.ref(mesh)
+        self._axes, self._ranks = axes, ranks
+        self.number = 0  # of the train_step, among those of its mesh
+        self._rates: dict[int, Rates] = {}
+
+    def begin(self, step: int, rates: Rates) -> float:
+        """The number of a step that begins now with these hyperparameters."""
+        if rates or self._rates:
+            self._rates[step] = tuple(rates)
+            self._rates.pop(step - _KEPT, None)
+        return self.of(step)
+
+    def of(self, step: int) -> float:
+        """The number of a step that this rank has begun."""
+        text = repr((self.number, step, self._rates.get(step, ())))
+        return float(_LEAST + zlib.crc32(text.encode()) % _LEAST)
+
+    def check(self, step: int, sums: dict[str, Any], late: int) -> None:
+        """Raise DesyncError unless all ranks have called the same step; sums on a device are not read.
+
+        Some hooks sum the lane more than once, so the sum is a multiple of ranks * number.
+
+        Args:
+            step: The present step.
+            late: See `CountsOfAll`.
+        """
+        of = step_of(step, late)
+        if self.number and not isinstance(sums["step_id"], Tensor) and sums["step_id"] % (self._ranks * self.of(of)):
+            effect = "nothing has changed" if late < 2 else "each has taken its own step"
+            self.refuse(
+                of,
+                "a step",
+                f"step {of}: the ranks have called different train_steps of one mesh, or only some of them step.flush; {effect}. "
+                f"Call them in the same order on all ranks, from one thread, or give each step its own fjoin.mesh(...)",
+                effect,
+            )
+
+    def refuse(self, step: int, call: str, text: str, effect: str = "nothing has changed") -> NoReturn:
+        """Find out with the other ranks where they differ, and raise DesyncError.
+
+        Args:
+            call: This rank's call, in words.
+            text: The message where the calls differ, and not the hyperparameters.
+            effect: The effect of the ranks' calls, in words.
+        """
+        mine: dict[str, Any] = {"call": [call, self.number, step], "rates": list(map(list, self._rates.get(step, ())))}
+        mesh = self._mesh()
+        ranks = [mine] if mesh is None else mesh.exchange("a comparison of different steps", mine, list, self._axes)
+        first = ranks[0]
+        odd = next((rank for rank, there in enumerate(ranks) if there["rates"] != first["rates"]), None)
+        if odd is None or any(there["call"] != first["call"] for there in ranks):
+            raise DesyncError(text, step=step)
+        pairs = zip(ranks[odd]["rates"], first["rates"], strict=False)
+        name, there, here = next((a[0], a[1], b[1]) for a, b in pairs if a != b)
+        raise DesyncError(
+            f"step {step}: rank {odd} steps with {name}={there!r}, but rank 0 with {name}={here!r}; {effect}. All ranks need the same "
+            f"hyperparameters: a schedule must not depend on the rank or its data, and with_hyperparameters(...) takes equal "
+            f"values, such as those computed from metrics.loss, the mean of all ranks",
+            rank=odd,
+            step=step,
+        )
