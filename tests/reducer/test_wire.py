@@ -236,7 +236,7 @@ def test_weights_that_overflow_are_not_taken_for_none() -> None:
         out = tx.simulate(
             lambda w: hook.update(torch.ones(2), hook.init(torch.ones(2)), weight=w)[0],
             {"data": ranks},
-            [torch.tensor(1e308, dtype=torch.float64)] * ranks,
+            [torch.tensor(1e308, dtype=torch.float64, requires_grad=True)] * ranks,  # Python does not read it
         )
         assert all(o.isnan().all() for o in out)
 

@@ -136,13 +136,14 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
 
 
 def test_an_infinite_weight_is_not_remembered() -> None:
+    """Of a tensor that Python cannot read, as on a device: here one that requires a gradient."""
     hook = tx.error_feedback(tx.quantized_mean("data", tx.int4()))
 
     def one_rank(rank: int) -> Any:
         grad, state = torch.arange(8.0) + rank, hook.init(torch.zeros(8))
         for weight in (1.0, math.inf if rank else 1.0, 1.0):
-            out, state = hook.update(grad, state, weight=torch.tensor(weight))
-        return out, state.error[""], state.last[""]
+            out, state = hook.update(grad, state, weight=torch.tensor(weight, requires_grad=True))
+        return out.detach(), state.error[""].detach(), state.last[""].detach()
 
     for tensors in tx.simulate(one_rank, {"data": 2}, [0, 1]):
         assert all(torch.isfinite(x).all() for x in tensors)
