@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import threading
 import warnings
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ._module_copy import ModuleCopies
+
+# Parameter -> path, of the modules that `functional` has taken. Nothing gives them a gradient.
+TAKEN: Any = WeakIdKeyDictionary()
 
 
 class Apply:
@@ -17,30 +26,54 @@ class Apply:
       call that discards an update of buffers warns.
     - `apply.with_buffers(...)` returns `(out, buffers)` with the buffers that the module updated, such as running
       statistics.
-    - Entries missing in `buffers` have their values from the call of `functional`. `params` must be complete, since no
-      second copy of them is kept.
+    - Entries missing in `buffers` have the module's values. `params` must be complete.
+    - A call follows the module: its mode, its hooks and wrappers, and its plain attributes, which a forward pass may
+      assign. `apply.eval()` and `apply.train()` are functions of one mode, whatever that of the module is.
+
+    Each call has a shallow copy of the module, so threads and simulated ranks may share an `Apply`. The module's own
+    parameters and buffers are neither used nor changed. It is not kept alive: without it, a call does what it did when
+    `functional` took it. A compiled module is not copied; only one thread at a time can call it.
     """
 
-    def __init__(self, module: nn.Module, trained: frozenset[str]) -> None:
-        self._module, self._trained = module, trained
-        # Path -> the dicts that hold this tensor, several for a shared one. torch.func.functional_call also
-        # writes into these dicts, but looks them up again in each call.
-        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
-        self._own: list[tuple[dict[str, Any], str, Any]] = []
-        self._updated: dict[str, Tensor] = {}
-        self._warned = False
-        first: dict[int, str] = {}
-        for prefix, part in module.named_modules():
-            for kind in (part._parameters, part._buffers):
-                for name, tensor in kind.items():
-                    if tensor is not None:
-                        path = first.setdefault(id(tensor), f"{prefix}.{name}" if prefix else name)
-                        self._places.setdefault(path, []).append((kind, name))
-                        if path in trained:
-                            kind[name] = tensor = nn.Parameter(torch.empty_like(tensor, device="meta"))
-                        self._own.append((kind, name, tensor))
-                        if kind is part._buffers:
-                            self._updated[path] = tensor
+    def __init__(self, module: nn.Module, trained: frozenset[str], training: bool | None = None) -> None:
+        self._trained, self._training, self._warned = trained, training, False
+        self._lock = threading.Lock()
+        self._known: Any = WeakIdKeyDictionary()  # the module's tensors -> their paths
+        self._copies = ModuleCopies(module, self._known, training)
+        for path in self._copies.places:
+            self._known[self._copies.own(path)] = path
+        me = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            if (apply := me()) is not None:
+                apply._copies.forget()
+
+        self._module = weakref.ref(module, forget)
+        # In the place of a module that is gone; of what is trained it has no values.
+        self._shell = module if self._copies.whole else self._without_values()
+        self._of_shell = ModuleCopies(self._shell, {}, training)
+
+    def _without_values(self) -> nn.Module:
+        copies = self._copies
+
+        def value(path: str) -> Tensor:
+            own = copies.own(path)
+            return nn.Parameter(torch.empty_like(own, device="meta")) if path in self._trained else own
+
+        return copies.take({path: value(path) for path in copies.places}).modules[0]  # type: ignore[no-any-return]
+
+    def eval(self) -> Apply:
+        """This function with the module in eval mode, whatever mode the module itself is in.
+
+        >>> apply, params, buffers = fjoin.functional(torch.nn.Dropout())
+        >>> apply.eval()(params, buffers, torch.ones(3))
+        tensor([1., 1., 1.])
+        """
+        return Apply(self._now()[0], self._trained, training=False)
+
+    def train(self) -> Apply:
+        """This function with the module in training mode, whatever mode the module itself is in."""
+        return Apply(self._now()[0], self._trained, training=True)
 
     def __call__(self, params: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         """The forward pass.
@@ -49,7 +82,7 @@ class Apply:
             UserWarning: once, where the module updates buffers: the update is discarded.
 
         Raises:
-            ValueError: a path that the module does not have.
+            ValueError: a path that the module does not have, or params that lack one.
         """
         return self._call(params, buffers, args, kwargs, keeps=False)[0]
 
@@ -59,6 +92,18 @@ class Apply:
         """The forward pass and the buffers after it, as `(out, buffers)`."""
         return self._call(params, buffers, args, kwargs, keeps=True)
 
+    def __reduce__(self) -> Any:
+        return Apply, (self._now()[0], self._trained, self._training)
+
+    def _now(self) -> tuple[nn.Module, ModuleCopies]:
+        """The module as it is, and what makes copies of it."""
+        module = self._module()
+        if module is None:
+            return self._shell, self._of_shell
+        if not self._copies.fit():
+            self._copies = ModuleCopies(module, self._known, self._training)
+        return module, self._copies
+
     def _call(
         self,
         params: dict[str, Tensor],
@@ -67,35 +112,86 @@ class Apply:
         kwargs: dict[str, Any],
         keeps: bool,
     ) -> tuple[Any, dict[str, Tensor]]:
-        # The module writes into its buffers in place, so give it copies.
-        new = {path: buffers.get(path, b).clone() for path, b in self._updated.items()} if self._updated else {}
-        given = {**params, **buffers, **new}
         if torch.compiler.is_compiling():
-            return torch.func.functional_call(self._module, given, args, kwargs), {p: given[p] for p in buffers}
-        if not self._trained <= params.keys():
-            raise ValueError(f"params lacks {sorted(self._trained - params.keys())}; pass all that functional returned")
-        if not given.keys() <= self._places.keys():
-            unknown = sorted(given.keys() - self._places.keys())
-            raise ValueError(f"the module has no parameter or buffer {unknown}; it has {list(self._places)}")
-        try:
-            for path, tensor in given.items():
-                for holder, name in self._places[path]:
-                    holder[name] = tensor
-            out = self._module(*args, **kwargs)
-            if not keeps and not self._warned:
-                self._warn_of_updates(new)
-            return out, self._after(buffers)
-        finally:
-            for holder, name, tensor in self._own:
-                holder[name] = tensor
+            return self._traced(self._copies, {**params, **buffers}, buffers, args, kwargs)
+        module, copies = self._now()
+        given = self._given(copies, params, buffers)
+        if copies.whole:
+            with self._alone(module):
+                return self._traced(copies, given, buffers, args, kwargs)
+        # The module writes into its buffers in place, so give it copies.
+        new = {path: given[path].clone() for path in copies.buffers}
+        given.update(new)
+        made = copies.take(given)
+        out = made.modules[0](*args, **kwargs)
 
-    def _warn_of_updates(self, new: dict[str, Tensor]) -> None:
+        def after(path: str) -> Tensor:
+            i, kind, name = copies.places[copies.aliases.get(path, path)]
+            held: Tensor = made.modules[i].__dict__[kind][name]
+            return held
+
+        updated = {path: after(path) for path in (buffers if keeps else () if self._warned else new)}
+        copies.give_back(made)
+        if not keeps and not self._warned:
+            self._warn_of_updates(new, updated)
+        return out, updated
+
+    def _given(
+        self, copies: ModuleCopies, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Path -> tensor, of all that the module has."""
+        given = {**params, **buffers}
+        if given.keys() == copies.places.keys():
+            return given
+        for alias in given.keys() & copies.aliases.keys() - copies.places.keys():
+            given.setdefault(copies.aliases[alias], given.pop(alias))
+        if unknown := sorted(given.keys() - copies.places.keys()):
+            raise ValueError(f"the module has no parameter or buffer {unknown}; it has {list(copies.places)}")
+        for path in copies.places.keys() - given.keys():
+            if path in self._trained or (own := copies.own(path)).requires_grad:
+                lacking = sorted(p for p in copies.places.keys() - given.keys() if p in self._trained) or [path]
+                raise ValueError(f"params lacks {lacking}; pass all that functional returned")
+            given[path] = own
+        return given
+
+    def _traced(
+        self, copies: ModuleCopies, given: dict[str, Tensor], buffers: dict[str, Tensor], args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
+        """The call by torch.func.functional_call, which torch.compile traces."""
+        given.update({path: (given[path] if path in given else copies.own(path)).clone() for path in copies.buffers})
+        module = self._module() if self._training is None else self._shell
+        out = torch.func.functional_call(self._shell if module is None else module, given, args, kwargs)
+        return out, {path: given[path] for path in buffers}
+
+    @contextlib.contextmanager
+    def _alone(self, module: nn.Module) -> Iterator[None]:
+        """For a module that holds the given tensors during a call: one thread at a time, in the mode of this function.
+
+        Raises:
+            RuntimeError: another thread calls it now.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"two threads, or two simulated ranks, call the compiled {type(module).__name__} at the same time; give "
+                f"each its own fjoin.functional(...), or leave the module uncompiled"
+            )
+        modes = {part: part.training for part in module.modules()}
+        try:
+            if self._training is not None:
+                module.train(self._training)
+            yield
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+            self._lock.release()
+
+    def _warn_of_updates(self, new: dict[str, Tensor], after: dict[str, Tensor]) -> None:
         """Warn if the module has updated one of the buffers `new` that it was given, in place or by assignment."""
-        updated = []
-        for path, tensor in new.items():
-            holder, name = self._places[path][0]
-            if holder[name] is not tensor or (not tensor.is_inference() and tensor._version):
-                updated.append(path)
+        updated = [
+            path for path, tensor in new.items()
+            if after[path] is not tensor or (not tensor.is_inference() and tensor._version)
+        ]  # fmt: skip
         if not updated:
             return
         self._warned = True
@@ -103,24 +199,17 @@ class Apply:
             f"this forward pass has updated buffers of the module, {updated[0]!r} among them, which apply(params, buffers, ...) throws "
             f"away, so that the module in eval mode will use the old ones; keep them by out, buffers = "
             f"apply.with_buffers(params, buffers, ...), which train_step takes as step.init(params, buffers) and "
-            f"loss_fn(params, buffers, batch) -> (loss, aux, buffers); where they are not wanted put the module into eval mode",
+            f"loss_fn(params, buffers, batch) -> (loss, aux, buffers); where they are not wanted call apply.eval(), or put the "
+            f"module into eval mode",
             stacklevel=4,
         )
-
-    def _after(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The buffers after the call, with the module's updates in place or by assignment."""
-        out = {}
-        for path in buffers:
-            holder, name = self._places[path][0]
-            out[path] = holder[name]
-        return out
 
 
 def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
     """A module as `(apply, params, buffers)`.
 
     Args:
-        module: Any module; it is copied, so that training does not change it.
+        module: Any module. Training does not change its tensors, but calls follow its mode and attributes; see `Apply`.
 
     Returns:
         apply: An `Apply`, called as `apply(params, buffers, *args, **kwargs)`.
@@ -129,7 +218,8 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
         buffers: Path -> tensor, the untrained values: the module's buffers and its frozen parameters.
 
     Raises:
-        TypeError: `module` is no nn.Module.
+        TypeError: `module` is no nn.Module, or holds one of torch.jit.
+        ValueError: it keeps a view of a parameter that cannot be made of other values.
 
     Same as: torch.func.functional_call over the module's own tensors.
 
@@ -141,8 +231,17 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional takes an nn.Module, got {module!r}")
-    module = copy.deepcopy(module)
-    params = {path: p.detach() for path, p in module.named_parameters() if p.requires_grad}
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"the module holds a module of torch.jit at {path!r}, whose parameters cannot be replaced; pass the module that was "
+                f"scripted or traced"
+            )
+    trained = {path: p for path, p in module.named_parameters() if p.requires_grad}
+    for path, p in trained.items():
+        TAKEN[p] = path
     frozen = {path: p.detach() for path, p in module.named_parameters() if not p.requires_grad}
-    buffers = {path: b.detach() for path, b in module.named_buffers()}
+    # Copies, since the module's own calls update its buffers in place.
+    buffers = {path: b.detach().clone() for path, b in module.named_buffers()}
+    params = {path: p.detach() for path, p in trained.items()}
     return Apply(module, frozenset(params)), params, {**frozen, **buffers}

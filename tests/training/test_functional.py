@@ -88,7 +88,7 @@ def test_an_ensemble_through_vmap() -> None:
 
 def test_it_keeps_no_second_copy_of_what_is_trained() -> None:
     apply, params, _ = fjoin.functional(nn.Linear(3, 2))
-    assert all(p.is_meta for p in apply._module.parameters())
+    assert all(p.is_meta for p in apply._shell.parameters())
     raises_text(ValueError, lambda: apply({"weight": params["weight"]}, {}, torch.ones(3)), "params lacks ['bias']")
     raises_text(
         ValueError,

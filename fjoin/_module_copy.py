@@ -1,0 +1,214 @@
+"""Shallow copies of a module that have other tensors.
+
+A copy has the attributes that the module has at that time, its modes among them, and given tensors in the place of its
+parameters and buffers. The module itself is not written, so that threads may use it at the same time; and what a backward
+pass computes again, as in torch.utils.checkpoint, still sees the tensors of its own forward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._module_references import References
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
+_COMPILED = "_compiled_call_impl"  # the attribute of a module after its `compile()`
+
+
+class _Part(NamedTuple):
+    """One module: its tensors by path, and its submodules."""
+
+    module: weakref.ref[nn.Module]
+    params: dict[str, str]  # name -> path
+    buffers: dict[str, str]
+    children: dict[str, int | None]  # name -> index among the parts
+
+
+class _Copies:
+    """Copies of all parts of a module, to be used by one call at a time.
+
+    Attributes:
+        modules: The copies; a module without tensors stands for itself.
+        copied: The indices of those that are copies.
+        slots: For each tensor its dict in a copy, its name there, and its path.
+        originals: For each copy the attributes of its module: the present ones, and those that were copied.
+        own: For each copy its attributes: the present ones, and those before a call.
+        special: Index and name of an attribute that refers to the module's tensors or submodules -> the pair in `own`.
+        counts: The number of references to each copy while no call uses it.
+    """
+
+    def __init__(self, modules: list[Any], copied: list[int]) -> None:
+        self.modules, self.copied = modules, copied
+        self.slots: list[tuple[dict[str, Any], str, str]] = []
+        self.originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.own: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.special: dict[tuple[int, str], tuple[dict[str, Any], dict[str, Any]]] = {}
+        self.counts: list[int] = []
+
+    def count(self) -> list[int]:
+        """The number of references to each copy."""
+        return [sys.getrefcount(self.modules[i]) for i in self.copied]
+
+
+class ModuleCopies:
+    """Makes shallow copies of a module. It keeps no part of the module alive.
+
+    Args:
+        module: The module.
+        known: Tensor -> its path, for tensors that had another path before the module was changed.
+        training: The mode of the copies; None for that of the module.
+
+    Attributes:
+        places: Path -> the index of the first part that has it, its dict, and its name there.
+        aliases: Further paths of shared tensors -> path.
+        buffers: The paths of the buffers.
+        whole: Whether the module cannot be copied, since compiled code refers to it.
+    """
+
+    def __init__(self, module: nn.Module, known: Mapping[Tensor, str], training: bool | None = None) -> None:
+        named = list(module.named_modules())
+        self._training, self.whole = training, any(_is_whole(part) for _, part in named)
+        self._index = {id(part): i for i, (_, part) in enumerate(named)}
+        paths: dict[int, str] = {}  # of the module's tensors, by identity
+        self.places: dict[str, tuple[int, str, str]] = {}
+        self.aliases: dict[str, str] = {}
+        for i, (prefix, part) in enumerate(named):
+            for kind in ("_parameters", "_buffers"):
+                for name, tensor in part.__dict__[kind].items():
+                    if tensor is None:
+                        continue
+                    here = f"{prefix}.{name}" if prefix else name
+                    path = paths.setdefault(id(tensor), known.get(tensor, here))
+                    self.places.setdefault(path, (i, kind, name))
+                    if path != here:
+                        self.aliases[here] = path
+        self.buffers = tuple(path for path, (_, kind, _) in self.places.items() if kind == "_buffers")
+        self._references = References([part for _, part in named], paths, self._index)
+        self._parts = [self._part(part, paths) for _, part in named]
+        self._find_special()
+        # The attributes of each module; the dict of its submodules, with what it held; those of its tensors, with sizes.
+        self._attributes = [part.__dict__ for _, part in named]
+        self._children = [(of["_modules"], dict(of["_modules"])) for of in self._attributes if of["_modules"]]
+        self._sizes = [(of[kind], len(of[kind])) for of in self._attributes for kind in _TENSORS]
+        self._compiled = any(_COMPILED in of for of in self._attributes)
+        self._idle: list[_Copies] = []
+
+    def _part(self, part: nn.Module, paths: Mapping[int, str]) -> _Part:
+        params, buffers = (
+            {n: paths[id(t)] for n, t in part.__dict__[kind].items() if t is not None}
+            for kind in ("_parameters", "_buffers")
+        )
+        children = {n: None if m is None else self._index[id(m)] for n, m in part._modules.items()}
+        return _Part(weakref.ref(part), params, buffers, children)
+
+    def _find_special(self) -> None:
+        """Find the attributes that refer to the module's tensors and submodules, and the modules to be copied."""
+        within, parts = self._references.within, self._parts
+        self._special = [
+            (i, name)
+            for i, part in enumerate(parts)
+            for name, value in part.module().__dict__.items()
+            if name not in _TENSORS and within(value)
+        ]
+        copied = {i for i, part in enumerate(parts) if self._training is not None or part.params or part.buffers}
+        copied |= {i for i, _ in self._special}
+        while more := {i for i, p in enumerate(parts) if not copied.isdisjoint(p.children.values())} - copied:
+            copied |= more
+        self._copied = sorted(copied)
+
+    def forget(self) -> None:
+        """Let go of the module's attributes, once it is gone."""
+        self._attributes, self._children, self._sizes, self._idle = [], [], [], []
+
+    def fit(self) -> bool:
+        """Whether the module still has the structure that it had, and is compiled or not, as before."""
+        return (
+            all([len(held) == before for held, before in self._sizes])
+            and _same(self._children)
+            and self._compiled == any([_COMPILED in of for of in self._attributes])
+        )
+
+    def own(self, path: str) -> Tensor:
+        """The module's own tensor."""
+        at, kind, name = self.places[path]
+        held: Tensor = self._parts[at].module().__dict__[kind][name]  # type: ignore[union-attr]
+        return held
+
+    def take(self, tensors: Mapping[str, Tensor]) -> _Copies:
+        """Copies with these tensors, to be given back after the call.
+
+        Args:
+            tensors: Path -> tensor.
+        """
+        try:
+            copies = self._idle.pop()
+        except IndexError:
+            copies = self._make()
+        if not _same(copies.originals):
+            self._find_special()
+            copies = self._make()
+        for held, name, path in copies.slots:
+            held[name] = tensors[path]
+        for (i, name), (now, before) in copies.special.items():
+            value = self._parts[i].module().__dict__[name]
+            now[name] = before[name] = self._references.rebuilt(value, copies.modules, tensors)
+        return copies
+
+    def _make(self) -> _Copies:
+        modules: list[Any] = [part.module() for part in self._parts]
+        copies = _Copies([object.__new__(type(module)) for module in modules], self._copied)
+        for i in set(range(len(modules))) - set(self._copied):
+            copies.modules[i] = modules[i]
+        for i in self._copied:
+            part, original, own = self._parts[i], modules[i].__dict__, copies.modules[i].__dict__
+            own.update(original)
+            own["_modules"] = {n: None if at is None else copies.modules[at] for n, at in part.children.items()}
+            for kind, paths in (("_parameters", part.params), ("_buffers", part.buffers)):
+                own[kind] = dict(own[kind])
+                copies.slots += [(own[kind], name, path) for name, path in paths.items()]
+            if self._training is not None:
+                own["training"] = self._training
+            copies.originals.append((original, dict(original)))
+            copies.own.append((own, dict(own)))
+            copies.special.update({place: copies.own[-1] for place in self._special if place[0] == i})
+        copies.counts = copies.count()
+        return copies
+
+    def give_back(self, copies: _Copies) -> None:
+        """Write the plain attributes that the call has assigned, such as kept losses, to the module; keep free copies."""
+        if not _same(copies.own):
+            for i, (now, before), (original, copied) in zip(copies.copied, copies.own, copies.originals, strict=True):
+                for name, value in now.items():
+                    kept = name in _TENSORS or name == "training" or (i, name) in copies.special
+                    if kept or before.get(name, copies) is value:
+                        continue
+                    before[name] = value
+                    if not (isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)):
+                        original[name] = copied[name] = value
+        if copies.count() != copies.counts:  # a graph will call them again, in backward
+            return
+        for held, name, _ in copies.slots:  # they would live until the next call
+            held[name] = None
+        for (_, name), (now, before) in copies.special.items():
+            now[name] = before[name] = None
+        self._idle.append(copies)
+
+
+def _same(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
+    """Whether the dicts of each pair have the same values; values that cannot be compared, such as tensors, are others."""
+    try:
+        return all([now == before for now, before in pairs])
+    except Exception:
+        return False
+
+
+def _is_whole(part: nn.Module) -> bool:
+    """Whether a module cannot be copied, since compiled code refers to it."""
+    frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return _COMPILED in part.__dict__ or (frame is not None and isinstance(part, frame.OptimizedModule))

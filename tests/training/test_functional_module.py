@@ -1,0 +1,444 @@
+"""A pure function follows its module: modes, attributes, wrappers; checkpoints, threads and compilers inside it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff, raises_text
+from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+import fjoin
+from fjoin import transforms as tx
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def _net(*inside: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *inside, nn.Linear(8, 1))
+
+
+def test_it_follows_the_mode_of_the_module() -> None:
+    model = _net(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    apply, params, buffers = fjoin.functional(model)
+    model.eval()
+    want = model(X)
+    for _ in range(2):
+        assert torch.equal(apply(params, buffers, X), want)
+        found = fjoin.evaluate(lambda x: {"mean": apply(params, buffers, x).mean()}, [X])
+        assert abs(found.means["mean"] - want.mean().item()) < 1e-6
+    model.train()
+    with pytest.warns(UserWarning, match="throws away"):
+        assert not torch.equal(apply(params, buffers, X), want)
+    model[2].eval()
+    apply_again = [apply.with_buffers(params, buffers, X)[0] for _ in range(2)]
+    assert torch.equal(*apply_again), "one submodule's mode"
+
+
+def test_functions_of_one_mode() -> None:
+    model = _net(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    apply, params, buffers = fjoin.functional(model)
+    quiet, loud = apply.eval(), apply.train()
+    want = copy.deepcopy(model).eval()(X)
+    assert torch.equal(quiet(params, buffers, X), want) and model.training
+    model.eval()
+    assert torch.equal(quiet.train().eval()(params, buffers, X), want)
+    assert not torch.equal(loud.with_buffers(params, buffers, X)[0], want) and not model.training
+    doubled = {path: 2 * p for path, p in params.items()}
+    assert not torch.equal(quiet(doubled, buffers, X), want)
+
+
+def test_it_follows_attributes_and_hands_them_back() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.calls, self.factor, self.log = nn.Parameter(torch.ones(())), 0, 1.0, []  # type: ignore[var-annotated]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.last = x.sum() * self.scale
+            self.log.append(self.calls)
+            return x * self.scale * self.factor
+
+    model = Counts()
+    apply, params, _ = fjoin.functional(model)
+    for i in range(3):
+        model.factor = float(i)
+        assert torch.equal(apply({"scale": torch.tensor(3.0)}, {}, X), X * 3 * i)
+    assert model.calls == 3 and model.log == [1, 2, 3]
+    assert torch.equal(model.last, 3 * X.sum()) and model.scale.item() == 1.0
+
+
+def test_what_is_wrapped_afterwards_is_wrapped() -> None:
+    model = _net(nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    apply, params, _ = fjoin.functional(model)
+    want = apply(params, {}, X)
+    seen: list[str] = []
+
+    class Wrapped(nn.Module):
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append("wrapper")
+            return self.inside(x)
+
+    model[2] = Wrapped(model[2])
+    model[0].register_forward_hook(lambda module, args, out: seen.append("hook"))
+    assert torch.equal(apply(params, {}, X), want) and seen == ["hook", "wrapper"]
+    fjoin.apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
+    kept: list[Any] = []
+    leaves = {path: p.clone().requires_grad_() for path, p in params.items()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        apply(leaves, {}, X).sum().backward()
+    grads = torch.func.grad(lambda p: apply(p, {}, X).sum())(params)
+    assert max_diff({path: p.grad for path, p in leaves.items()}, grads) < 1e-6
+
+
+HOW = ("closure", "method", "call")
+
+
+class Checkpointed(nn.Module):
+    """Calls torch.utils.checkpoint as libraries do: of a closure, of a bound method, of a submodule through a partial."""
+
+    def __init__(self, how: str, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.how = how
+        again = functools.partial(checkpoint, use_reentrant=reentrant)
+        self.run: Callable[..., Tensor] = again if how in HOW else lambda function, *args: function(*args)
+
+    def block(self, x: Tensor) -> Tensor:
+        return torch.relu(self.b(torch.tanh(self.a(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if "closure" in self.how:
+            x = self.run(lambda h: torch.relu(self.b(torch.tanh(self.a(h)))), x)
+        elif "method" in self.how:
+            x = self.run(self.block, x)
+        else:
+            x = self.run(self.b.__call__, self.run(self.a, x))
+        return x.square()
+
+
+THROWS_AWAY = pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("how", HOW)
+def test_checkpoints_inside_the_module(how: str, reentrant: bool) -> None:
+    """Two forward passes with other parameters before the backward pass; torch's functional_call is silently wrong there."""
+
+    def loss(apply: Any, params: Any) -> Tensor:
+        other = {path: 1.5 * p for path, p in params.items()}
+        return apply(params, {}, X).sum() + apply(other, {}, 2 * X).sum()
+
+    apply, params, _ = fjoin.functional(Checkpointed(how, reentrant))
+    plain, _, _ = fjoin.functional(Checkpointed(f"plain {how}"))
+    for _ in range(2):
+        grads = []
+        for function in (apply, plain):
+            leaves = {path: p.clone().requires_grad_() for path, p in params.items()}
+            loss(function, leaves).backward()
+            grads.append({path: p.grad for path, p in leaves.items()})
+        assert max_diff(*grads) < 1e-6
+    if not reentrant:
+        value, expected = fjoin.value_and_grad(lambda p: loss(apply, p))(params)
+        assert max_diff(grads[1], expected) < 1e-6
+    step = fjoin.train_step(lambda p, x: apply(p, {}, x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
+    state, _ = step(step.init(params), X)
+    expected = torch.func.grad(lambda p: plain(p, {}, X).sum())(params)
+    assert max_diff(state.params, {path: p - 0.1 * expected[path] for path, p in params.items()}) < 1e-6
+
+
+def test_torchs_functional_call_loses_the_tensors_of_a_checkpoint() -> None:
+    """The fault of torch that copies avoid: what is computed again sees the module's own tensors."""
+    model, plain = Checkpointed("method"), Checkpointed("plain method")
+    given = {path: (2 * p).detach().requires_grad_() for path, p in model.named_parameters()}
+    found = []
+    for module in (model, plain):
+        torch.func.functional_call(module, given, (X,)).sum().backward()
+        found.append({path: None if p.grad is None else p.grad.clone() for path, p in given.items()})
+        for p in given.values():
+            p.grad = None
+    assert found[0]["a.weight"] is None or max_diff(found[0]["a.weight"], found[1]["a.weight"]) > 1e-3
+
+
+def test_copies_are_used_again_and_hold_no_tensors() -> None:
+    apply, params, _ = fjoin.functional(model := _net(nn.Tanh()))
+    given = {path: p.clone() for path, p in params.items()}
+    alive = [weakref.ref(p) for p in given.values()]
+    apply(given, {}, X)
+    first = apply._copies._idle[0]
+    apply(given, {}, X)
+    assert apply._copies._idle == [first] and model is apply._module()
+    del given
+    assert not any(ref() is not None for ref in alive)
+
+
+class Views(nn.Module):
+    """Keeps views of its parameters, and a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 2, groups=3, bias=False)
+        self.view, self.row = self.conv.weight.view(3, 2), self.conv.weight.detach()[1, 0]
+        self.all = [self.conv.weight, {"again": self.conv.weight}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.view).sum() + self.row.sum() + self.all[0].sum() + self.all[1]["again"].sum()  # type: ignore[index]
+
+
+def test_views_and_lists_of_parameters() -> None:
+    model = Views()
+    apply, params, _ = fjoin.functional(model)
+    x = torch.ones(3, 2)
+    assert torch.allclose(apply(params, {}, x), model(x))
+    assert apply({"conv.weight": torch.zeros(3, 1, 2)}, {}, x) == 0
+    grad = torch.func.grad(lambda p: apply(p, {}, x))(params)["conv.weight"]
+    assert torch.equal(grad, torch.full_like(grad, 3.0)), "the detached row has no gradient"
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, 3).t())
+            self.view = self.w.detach()[0]
+
+    raises_text(ValueError, lambda: fjoin.functional(Transposed()), "Transposed.view is a view of 'w'")
+
+
+class Bound(nn.Module):
+    """Refers to itself and its parts by methods, partials, closures and lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.steps: list[Callable[[Tensor], Tensor]] = [self.a, self.second, functools.partial(self.third, 2.0)]
+        b = self.b
+        self.last = lambda x: b(x)
+        self.lock = threading.Lock()
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.b(x)
+
+    def third(self, factor: float, x: Tensor) -> Tensor:
+        return self.a(x) * factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            for step in self.steps:
+                x = step(x)
+            return self.last(x)
+
+
+MODULES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "bound": lambda: (Bound(), X),
+    "lstm": lambda: (nn.LSTM(4, 3, 2, bidirectional=True), X),
+    "gru": lambda: (nn.GRU(4, 3), X),
+    "transformer": lambda: (nn.TransformerEncoderLayer(4, 2, 8, 0.0), X),
+    "weight_norm": lambda: (nn.utils.weight_norm(nn.Linear(4, 3)), X),
+    "parametrized": lambda: (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), X),
+    "spectral_norm": lambda: (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), X),
+    "pruned": lambda: (prune.l1_unstructured(nn.Linear(4, 3), "weight", 0.5), X),
+    "one in two places": lambda: (nn.Sequential(*[nn.Linear(4, 4)] * 2, nn.Sequential(nn.Tanh())), X),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(weight_norm|torch.jit.script|is deprecated)")
+@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor")
+@pytest.mark.parametrize("name", MODULES)
+def test_it_is_torchs_functional_call(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = MODULES[name]()
+    apply, params, buffers = fjoin.functional(model)
+    other = {path: 0.5 * p + 0.1 for path, p in params.items()}
+
+    def first(out: Any) -> Tensor:
+        return out[0] if isinstance(out, tuple) else out
+
+    for given in (params, other):
+        want = first(torch.func.functional_call(model, {**given, **buffers}, (x,)))
+        if name == "bound":
+            model_of = copy_of(model, given)
+            want = model_of(x)
+        assert torch.allclose(first(apply(given, buffers, x)), want, atol=1e-6)
+    _, grads = fjoin.value_and_grad(lambda p: first(apply(p, buffers, x)).square().sum())(other)
+    moved = torch.func.grad(lambda p: first(apply(p, buffers, x)).square().sum())(other)
+    assert max_diff(grads, moved) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_a_scripted_module_is_refused() -> None:
+    """As by torch's functional_call."""
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 3)))
+    raises_text(TypeError, lambda: fjoin.functional(scripted), "torch.jit")
+
+
+def copy_of(model: nn.Module, given: dict[str, Tensor]) -> nn.Module:
+    made = Bound()
+    made.load_state_dict(given)
+    return made
+
+
+def test_simulated_ranks_share_it() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = tx.psum(x * self.a, "data") * self.b
+            return tx.psum(x, "data")
+
+    apply, _, _ = fjoin.functional(Net())
+    given = [
+        {"a": torch.tensor([1.0]), "b": torch.tensor([10.0])},
+        {"a": torch.tensor([2.0]), "b": torch.tensor([100.0])},
+    ]
+    found = tx.simulate(lambda p: apply(p, {}, torch.ones(1)).item(), {"data": 2}, given)
+    assert found == [330.0, 330.0]
+
+
+def test_threads_share_it() -> None:
+    apply, params, _ = fjoin.functional(_net(nn.Tanh(), nn.Linear(8, 8)))
+    wrong: list[int] = []
+
+    def run(i: int) -> None:
+        given = {path: p * i for path, p in params.items()}
+        want = apply(given, {}, X)
+        wrong.extend(i for _ in range(50) if not torch.equal(apply(given, {}, X), want))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.drop, self.head = nn.Embedding(5, 4), nn.Dropout(0.5), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)  # type: ignore[operator]
+        return self.head(self.drop(self.embed(x)))
+
+
+TOKENS = torch.tensor([0, 1, 2, 4])
+
+
+def test_compiled_losses_with_tied_weights() -> None:
+    model = Tied().eval()
+    apply, params, buffers = fjoin.functional(model)
+    compiled: Any = torch.compile(lambda p: apply.with_buffers(p, buffers, TOKENS), backend="aot_eager", fullgraph=True)
+    for factor in (1.0, 2.0):
+        given = {path: factor * p for path, p in params.items()}
+        (out, after), (want, expected) = compiled(given), apply.with_buffers(given, buffers, TOKENS)
+        assert torch.allclose(out, want) and after["calls"] == expected["calls"] == 1
+    assert buffers["calls"] == 0 and model.calls == 0
+    model.train()
+    assert not torch.equal(compiled(params)[0], apply.eval().with_buffers(params, buffers, TOKENS)[0])
+    quiet = apply.eval()
+    in_eval: Any = torch.compile(
+        lambda p: quiet.with_buffers(p, buffers, TOKENS)[0], backend="aot_eager", fullgraph=True
+    )
+    assert torch.allclose(in_eval(params), quiet.with_buffers(params, buffers, TOKENS)[0])
+    torch._dynamo.reset()
+
+
+def test_a_compiled_module_stays_compiled() -> None:
+    frames: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        frames.append(graph)
+        return graph
+
+    for compile_ in (lambda m: m.compile(backend=backend) or m, lambda m: torch.compile(m, backend=backend)):
+        torch._dynamo.reset()
+        model = compile_(Checkpointed("plain method"))
+        apply, params, _ = fjoin.functional(model)
+        frames.clear()
+        for factor in (1.0, 2.0):
+            given = {path: factor * p for path, p in params.items()}
+            want = torch.func.functional_call(model, given, (X,))
+            assert torch.allclose(apply(given, {}, X), want)
+        assert frames
+    torch._dynamo.reset()
+
+
+def test_a_compiled_module_serves_one_rank_at_a_time() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch._dynamo.disable(lambda x: tx.psum(x, "data"))(x * self.a)  # type: ignore[no-any-return]
+
+    model = Net()
+    apply, params, _ = fjoin.functional(model)
+    model.compile(backend="eager")
+    raises_text(
+        RuntimeError, lambda: tx.simulate(lambda: apply(params, {}, torch.ones(1)), {"data": 2}), "at the same time",
+        "fjoin.functional",
+    )  # fmt: skip
+    torch._dynamo.reset()
+
+
+@THROWS_AWAY
+def test_it_outlives_its_module() -> None:
+    model = Tied()
+    apply, params, buffers = fjoin.functional(model)
+    gone = weakref.ref(model)
+    want = apply.eval()(params, buffers, TOKENS)
+    del model
+    gc.collect()
+    assert gone() is None and all(p.is_meta for p in apply._shell.parameters())
+    assert torch.equal(apply.eval()(params, buffers, TOKENS), want)
+    for again in (pickle.loads(pickle.dumps(apply)), copy.deepcopy(apply)):
+        assert torch.equal(again.eval()(params, buffers, TOKENS), want)
+
+
+@THROWS_AWAY
+def test_paths_of_shared_tensors_and_of_others() -> None:
+    model = Tied()
+    apply, params, buffers = fjoin.functional(model)
+    want = apply.eval()(params, buffers, TOKENS)
+    assert torch.equal(apply.eval()(model.state_dict(), {}, TOKENS), want)
+    assert torch.equal(apply.eval()({"head.weight": params["embed.weight"]}, buffers, TOKENS), want)
+    raises_text(ValueError, lambda: apply({}, buffers, TOKENS), "params lacks ['embed.weight']")
+    raises_text(ValueError, lambda: apply({**params, "x": params["embed.weight"]}, buffers, TOKENS), "['x']")
+    model.extra = nn.Linear(2, 2)
+    raises_text(ValueError, lambda: apply(params, buffers, TOKENS), "params lacks ['extra.")
+
+
+def test_what_updates_no_buffer_leaves_the_module_alone() -> None:
+    model = _net(nn.BatchNorm1d(8))
+    before = copy.deepcopy(model.state_dict())
+    apply, params, buffers = fjoin.functional(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apply(params, {}, X)
+    apply.with_buffers(params, buffers, X)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
