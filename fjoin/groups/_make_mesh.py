@@ -24,6 +24,7 @@ from ..transforms._errors import NotVmappable
 from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
 from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
+from ._launch import Launch, read_launch
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
 from ._store import Store, Unanswered, within
@@ -44,7 +45,7 @@ def mesh(
 ) -> Mesh:
     """Arrange the ranks of this run in named axes.
 
-    Under torchrun (or an initialised torch.distributed) the ranks are processes, NCCL on GPUs and
+    Under torchrun, srun or mpirun (or an initialised torch.distributed) the ranks are processes, NCCL on GPUs and
     gloo on CPUs; inside `simulate` they are the simulated ranks; otherwise there is one rank, so that
     every script also runs with plain `python`. All ranks must make the same meshes in the same order.
 
@@ -63,7 +64,7 @@ def mesh(
 
     Raises:
         ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8; an unknown `transport`,
-            or "shared" where ranks are on several hosts.
+            or "shared" where ranks are on several hosts; the variables of a launcher that are incomplete.
         TypeError: `shape` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
         CollectiveTimeout: not all ranks arrive within `timeout_s`.
@@ -92,21 +93,22 @@ def mesh(
             )
         return SimulatedMesh(sizes, dict(simulated), next(iter(simulated.values())).world_rank)
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        launch = read_launch(os.environ)
+        if launch is None:
             sizes = _sizes(shape, 1)
             return Mesh(sizes, {name: One() for name in sizes}, 0)
         # With fewer GPUs than ranks on this host all ranks use the CPU; with enough GPUs, both devices work.
-        count, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count, here = torch.cuda.device_count(), launch.local_size
         gpus = torch.cuda.is_available() and count >= here
         if gpus:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(launch.local_rank)
         elif count:
             warnings.warn(
                 f"this host has {here} ranks, and they see fewer GPUs, {count}: they use the CPU, with gloo. Start as many ranks as GPUs; "
                 f"or, where each rank sees GPUs of its own, call torch.distributed.init_process_group('nccl') before fjoin.mesh",
                 stacklevel=2,
             )
-        _connect("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s)
+        _connect("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout_s, launch)
     sizes = _sizes(shape, dist.get_world_size())
     grid = torch.arange(dist.get_world_size()).reshape(tuple(sizes.values()))
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -153,10 +155,13 @@ def _meet_and_connect(
         return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
 
 
-def _connect(backend: str, timeout_s: float) -> None:
+def _connect(backend: str, timeout_s: float, launch: Launch) -> None:
     """Initialise torch.distributed."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    _limited(timeout_s, lambda: dist.init_process_group(backend, timeout=timeout))
+    _limited(
+        timeout_s,
+        lambda: dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size),
+    )
     # Threads of groups that still exist when the interpreter ends can abort the process.
     atexit.register(_close, os.getpid())
 
@@ -215,7 +220,7 @@ def _limited(timeout_s: float, call: Callable[[], T]) -> T:
             raise
         cause = error
     raise CollectiveTimeout(
-        f"rank {os.environ.get('RANK', '?')}: the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
+        f"the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
         f"ended, or cannot be reached; look at the other ranks' output. {cause}"
     ) from cause
 

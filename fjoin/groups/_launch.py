@@ -1,0 +1,90 @@
+"""The place of this process among those that a launcher has started: torchrun, Slurm's srun, or mpirun."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Launch(NamedTuple):
+    """What a launcher says of this process."""
+
+    rank: int
+    size: int
+    local_rank: int  # among the processes on this host
+    local_size: int
+
+
+class _Variables(NamedTuple):
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+# In the order in which they are looked for: an mpirun inside a Slurm job sets both.
+_LAUNCHERS = (
+    _Variables("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+               "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Variables("MVAPICH's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+               "MV2_COMM_WORLD_LOCAL_SIZE"),
+    _Variables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Variables("Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    # Without the variables of a step it is a batch script itself, which is task 0 of its allocation.
+    _Variables("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)  # fmt: skip
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch | None:
+    """The place of this process, from the variables of its launcher; None for a process that runs alone.
+
+    torchrun's variables come first, and a program may set them itself.
+
+    Raises:
+        ValueError: some of torchrun's variables are missing; a launcher has started several processes, and nothing says
+            where they meet; a variable is no number, or out of range.
+    """
+    own = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if len(own) == 2:
+        return _checked(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if own and not (own == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1"):
+        missing = "RANK" if own == ["WORLD_SIZE"] else "WORLD_SIZE"
+        raise ValueError(
+            f"{own[0]}={environ[own[0]]} is set, but {missing} is not, so this process would train alone; start it by torchrun, or "
+            f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        )
+    for of in _LAUNCHERS:
+        if of.rank not in environ or int(environ.get(of.size, "1") or "1") <= 1:
+            continue
+        if of.launcher == "Slurm" and environ[of.rank] == "0":
+            warnings.warn(
+                f"this process runs alone, though its Slurm job has {environ[of.size]} tasks; start it by srun or torchrun to train on "
+                f"all of them, or set RANK=0 and WORLD_SIZE=1 to say that it is meant to",
+                stacklevel=3,
+            )
+            return None
+        lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if lacks:
+            raise ValueError(
+                f"{of.launcher} has started this process as {environ[of.rank]} of {environ[of.size]}, but {' and '.join(lacks)} are not "
+                f"set, so that the processes do not know where to meet; set MASTER_ADDR to the host of process 0 and MASTER_PORT to a free "
+                f"port there, the same for all, or start the program by torchrun"
+            )
+        return _checked(environ, *of[1:])
+    return None
+
+
+def _checked(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> Launch:
+    numbers = {}
+    for name, default in ((rank, "0"), (size, "1"), (local_rank, "0"), (local_size, "1")):
+        text = environ.get(name, default)
+        try:
+            numbers[name] = int(text.split("(")[0].split(",")[0])  # Slurm writes 4(x2) for four on each of two hosts
+        except ValueError:
+            raise ValueError(f"the environment variable {name} must be a whole number, got {text!r}") from None
+    launch = Launch(*numbers.values())
+    if not 0 <= launch.rank < launch.size:
+        raise ValueError(f"{rank}={launch.rank} and {size}={launch.size}: the rank must be from 0 to {launch.size - 1}")
+    return launch

@@ -1,0 +1,88 @@
+"""Processes that several launchers start: each knows its place, or says why it does not."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from helpers import raises_text
+
+from fjoin.groups._launch import Launch, read_launch
+
+MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}  # fmt: skip
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+KNOWN: dict[str, tuple[dict[str, str], Launch | None]] = {
+    "python": ({}, None),
+    "torchrun": (TORCHRUN, Launch(3, 4, 1, 2)),
+    "torchrun inside Slurm": ({**TORCHRUN, **SRUN}, Launch(3, 4, 1, 2)),
+    "torchrun of one": ({"RANK": "0", "WORLD_SIZE": "1", **SRUN}, Launch(0, 1, 0, 1)),
+    "a world of one without a rank": ({"WORLD_SIZE": "1"}, None),
+    "srun": ({**SRUN, **MEET, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, Launch(1, 2, 1, 2)),
+    "srun of one": ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}, None),
+    "an allocation without a task": ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, None),
+    "mpirun": ({**MPIRUN, **MEET}, Launch(1, 2, 1, 2)),
+    "mpirun inside Slurm": ({**MPIRUN, **MEET, **SRUN, "SLURM_PROCID": "0"}, Launch(1, 2, 1, 2)),
+    "mpirun of one": ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+    "mpiexec": ({"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3", **MEET}, Launch(1, 3, 1, 3)),
+}  # fmt: skip
+REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "a size without a rank": ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK is not", "torchrun")),
+    "a rank without a size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE is not")),
+    "srun without a place to meet": (SRUN, ("srun", "1 of 2", "MASTER_ADDR and MASTER_PORT")),
+    "mpirun without a port": ({**MPIRUN, "MASTER_ADDR": "a"}, ("mpirun", "1 of 2", "MASTER_PORT are not")),
+    "a task of Slurm": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ("Slurm", "1 of 2")),
+    "no number": ({"RANK": "a", "WORLD_SIZE": "2"}, ("RANK must be a whole number", "'a'")),
+    "a rank beyond the size": ({"RANK": "2", "WORLD_SIZE": "2"}, ("RANK=2", "WORLD_SIZE=2")),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_process_knows_its_place(name: str) -> None:
+    environ, want = KNOWN[name]
+    assert read_launch(environ) == want
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_process_that_would_train_alone_raises(name: str) -> None:
+    environ, parts = REFUSED[name]
+    raises_text(ValueError, lambda: read_launch(environ), *parts)
+
+
+def test_a_batch_script_of_a_larger_job_warns() -> None:
+    with pytest.warns(UserWarning, match="2 tasks; start it by srun"):
+        assert read_launch({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}) is None
+
+
+PROGRAM = """
+import torch, fjoin
+mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+x = torch.ones(2) * (mesh.rank + 1)
+mesh.reduce_(x, ("data",)).wait()
+print(mesh.rank, mesh.size, x.tolist())
+"""
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_ranks_of_other_launchers_train_together(launcher: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    base: dict[str, Any] = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    started = []
+    for rank in ("0", "1"):
+        of = {**SRUN, "SLURM_PROCID": rank} if launcher == "srun" else {**MPIRUN, "OMPI_COMM_WORLD_RANK": rank}
+        started.append(
+            subprocess.Popen([sys.executable, "-c", PROGRAM], env={**base, **of}, stdout=subprocess.PIPE, text=True)
+        )
+    found = [process.communicate(timeout=90)[0].strip().splitlines()[-1] for process in started]
+    assert found == ["0 2 [3.0, 3.0]", "1 2 [3.0, 3.0]"]
