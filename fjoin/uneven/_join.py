@@ -10,8 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
 from ..groups._axis import Work
@@ -20,6 +19,7 @@ from ..groups._group_mesh import mesh_from_group
 from ..groups._mesh import Mesh
 from ._roll_call import PresenceMessage
 from ._torch_joinables import DDPHook, check_notifies, check_steps_alone, is_stepper
+from ._turns import Turns, turns_of
 
 WARN_AFTER = 1000
 
@@ -56,7 +56,8 @@ class Join:
     of the others, and parameters and optimizer state stay equal on all ranks. A ZeroRedundancyOptimizer is both
     optimizer and joinable. Pass learning-rate schedulers that step in every iteration as well. The loop must then
     step once in each iteration that synchronises gradients, and run one forward pass for each backward pass; to
-    accumulate, use `ddp.no_sync()`. A torch.amp.GradScaler is not supported: its scale would be part of the gradients.
+    accumulate, use `ddp.no_sync()`. Modules, and optimizers whose steps send messages, must be used in the order of the
+    list: `Join([d, zero_d, g, zero_g])`. A torch.amp.GradScaler is not supported: its scale would be part of the gradients.
 
     Args:
         joinables: Objects of `Joinable`, torch's or ours, DistributedDataParallel and
@@ -78,9 +79,10 @@ class Join:
         ValueError: no joinable, or joinables of different process groups.
         TypeError: an object that is no joinable, optimizer or scheduler; one whose step needs arguments; a
             DistributedDataParallel that notifies no Join.
-        JoinError: at the start of the block: a joinable is already in another Join. Inside: a rank
-            accumulates under no_sync where others synchronise. At its end: this rank has communicated and
-            never notified the Join.
+        JoinError: at the start of the block: a joinable is already in another Join. Inside: a rank accumulates under
+            no_sync where others synchronise; another order than that of the list; a module's second forward pass before
+            its backward pass; an optimizer that does not step once in an iteration. At its end: this rank has
+            communicated and never notified the Join.
         DesyncError: at the start of the block, on all ranks: other joinables on some rank.
         EarlyTermination: on all ranks, see above; a RuntimeError, as torch's.
         PeerLost: another rank left the block by an exception. Its process group is destroyed.
@@ -117,11 +119,15 @@ class Join:
         self._notifier = ([j for j in self._joinables if not is_stepper(j)] or self._joinables)[0]
         self._before_step = kwargs.get("before_step")
         self._ddps: list[DDPHook] = []
-        self._hooks = [self._hook_of(joinable, kwargs) for joinable in self._all if not is_stepper(joinable)]
-        # A step follows the backward pass, and a schedule the step, whatever their order in the list.
-        self._steppers = sorted(filter(is_stepper, self._all), key=lambda one: isinstance(one, LRScheduler))
+        hooks = {id(one): self._hook_of(one, kwargs) for one in self._all if not is_stepper(one)}
+        self._hooks = list(hooks.values())
+        self._steppers = list(filter(is_stepper, self._all))
         for stepper in self._steppers:
             check_steps_alone(stepper)
+        modules = {hook.ddp: hook.params for hook in self._ddps}
+        turns = turns_of(self._all, modules, self._steppers)
+        self._shadow_turns = [hooks.get(id(one), one) for one in turns]
+        self._turns = Turns(turns, list(modules), self._steppers)
         self._enable, self._throw = enable, throw_on_early_termination
         self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_from_group(groups[0])
         self._device = self._mesh.device
@@ -130,7 +136,7 @@ class Join:
         self._roll: PresenceMessage | None = None  # of the last iteration
         self._shadowing = False
         self._kept: list[Any] = []
-        self._watch: Any = None
+        self._watches: list[Any] = []
         self._warned = False
         self._sent_before = 0
         self.last_joiner: int | None = None
@@ -162,7 +168,10 @@ class Join:
             hook.ddp._join_config = _Config(hook.before_forward)
             hook.enter()
         if self._ddps:
-            self._watch = register_optimizer_step_post_hook(self._saw_step)
+            self._watches = [
+                register_optimizer_step_pre_hook(self._sees_step),
+                register_optimizer_step_post_hook(self._saw_step),
+            ]
         return self
 
     def __exit__(
@@ -180,8 +189,8 @@ class Join:
                 joinable._join_config = config
             for hook in self._ddps:
                 hook.leave()
-            if self._watch is not None:
-                self._watch.remove()
+            for watch in self._watches:
+                watch.remove()
         return False
 
     @staticmethod
@@ -201,6 +210,7 @@ class Join:
 
     def notify(self, syncs: bool) -> None:
         """Begin an iteration of this rank."""
+        self._turns.begin(syncs)
         self._roll = PresenceMessage(self._mesh, self._device, live=True, syncs=syncs)
         self.iterations += 1
         if self._throw:
@@ -228,10 +238,19 @@ class Join:
         self.notify(syncs=all(hook.ddp.require_backward_grad_sync for hook in self._ddps[:1]))
         return self._roll
 
+    def use(self, one: Any) -> None:
+        """A module of this rank begins a pass that synchronises gradients, or an optimizer steps."""
+        if not self._shadowing:
+            self._turns.use(one)
+
+    def _sees_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.use(optimizer)
+
     def _saw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Inspect a step of this rank's own; warn of an optimizer that steps only on ranks with input."""
         if self._shadowing:
             return
+        self._turns.stepped(optimizer)
         for hook in self._ddps:
             hook.saw_step(optimizer)
         inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an inner optimizer
@@ -263,16 +282,14 @@ class Join:
             )
         last, is_last_joiner, shadowed = self.live(), True, 0
         try:
+            self._turns.end()
             while live := (roll := PresenceMessage(self._mesh, self._device)).wait():
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
                     )
                 self._roll = roll
-                for hook in self._hooks:
-                    hook.main_hook()
-                if roll.syncing():
-                    self._step()
+                self._take_turns(bool(roll.syncing()))
                 for hook in self._ddps:
                     hook.after_main()
                 last, is_last_joiner = live, False
@@ -294,12 +311,18 @@ class Join:
         finally:
             self._shadowing = False
 
-    def _step(self) -> None:
-        """Step the optimizers and schedulers, as the loop's own code does on ranks with input."""
-        if self._steppers and self._before_step is not None:
-            self._before_step()
-        for stepper in self._steppers:
-            stepper.step()
+    def _take_turns(self, syncs: bool) -> None:
+        """Do the work of an iteration in the order of a rank with input: modules, and where they synchronise also steps."""
+        follows = False  # whether the last turn was a step
+        for turn in self._shadow_turns:
+            steps = is_stepper(turn)
+            if not steps:
+                turn.main_hook()
+            elif syncs:
+                if self._before_step is not None and not follows:
+                    self._before_step()
+                turn.step()
+            follows = steps
 
     def _fail(self, error: BaseException) -> NoReturn:
         """Reports the failure to the other ranks and raises its root cause."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import JoinError
@@ -28,6 +29,8 @@ class Iteration(Protocol):
     last_joiner: int | None
 
     def notify(self, syncs: bool) -> None: ...
+
+    def use(self, one: Any) -> None: ...
 
     def live(self) -> tuple[int, ...]: ...
 
@@ -55,13 +58,15 @@ class DDPHook(JoinHook):
         self.params = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         self._handles: list[Any] = []
         self._in_window = False  # whether the parameters hold gradients of no_sync passes
+        self._scaled = True  # whether the gradients of earlier passes have been scaled, in this pass
+        self._waits = False  # whether a forward pass has had no backward pass yet
         self._kept_flag: bool | None = None
         # The Join's setting under torch's name, where other code reads it.
         self._settings, self._settings_before = {"_divide_by_initial_world_size": by_world}, dict[str, Any]()
         self._kept: list[Tensor | None] = []
 
     def enter(self) -> None:
-        ddp = self.ddp
+        ddp, self._waits = self.ddp, False
         if ddp.logger is not None:  # sets join_uneven_inputs in DDP's log
             ddp.logger._set_uneven_input_join()
         self._settings_before = {name: vars(ddp)[name] for name in self._settings if name in vars(ddp)}
@@ -87,9 +92,16 @@ class DDPHook(JoinHook):
         if not torch.is_grad_enabled():  # other ranks need not take part in an evaluation
             self._kept_flag, ddp.require_forward_param_sync = ddp.require_forward_param_sync, False
             return
-        syncs = ddp.require_backward_grad_sync
+        syncs, self._scaled = ddp.require_backward_grad_sync, False
+        if self._waits and syncs:
+            raise JoinError(
+                f"this {type(ddp.module).__name__} begins a second forward pass before the backward pass of the first one, but ranks "
+                f"without input take part in one backward pass for each; evaluate under torch.no_grad(), and where several passes have "
+                f"one backward pass, loop over fjoin.join(loader) with the loss times loop.scale"
+            )
         if self._notifies:
             self._join.notify(syncs)
+        self._join.use(ddp)
         if not syncs:
             others = self._join.syncing()
             if others:
@@ -103,8 +115,16 @@ class DDPHook(JoinHook):
     def _after_forward(self, module: Any, args: Any, out: Any) -> None:
         if self._kept_flag is not None:
             module.require_forward_param_sync, self._kept_flag = self._kept_flag, None
-        elif torch.is_grad_enabled() and module.require_backward_grad_sync and self._by_world:
-            self._in_window = False
+        elif torch.is_grad_enabled() and module.require_backward_grad_sync:
+            if self._by_world:
+                self._in_window = False
+            for x in _find_tensors(out):
+                if x.requires_grad:
+                    self._waits = True
+                    x.register_hook(self._begins_backward)
+
+    def _begins_backward(self, grad: Tensor) -> None:
+        self._waits = False
 
     def saw_step(self, optimizer: Any) -> None:
         """Record the parameters without a gradient in a static graph's first step; called on a rank with input."""
@@ -126,11 +146,11 @@ class DDPHook(JoinHook):
         if not self.ddp.require_backward_grad_sync:
             return None
         factor = self.ddp.process_group.size() / len(self._join.live())
-        if self._in_window:  # the gradients of the no_sync passes are sent along
+        if not self._scaled:  # the gradients of earlier passes are sent along
             for p in self.params:
-                if p.grad is not None:
+                if p.grad is not None and factor != 1.0:
                     p.grad.mul_(factor)
-            self._in_window = False
+            self._in_window, self._scaled = False, True
         return grad * factor
 
     # -- on a rank without input -----------------------------------------------------------------
