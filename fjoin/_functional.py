@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._module_copy import ModuleCopies
-
-# Parameter -> path, of the modules that `functional` has taken. Nothing gives them a gradient.
-TAKEN: Any = WeakIdKeyDictionary()
+from ._taken import TAKEN
 
 
 class Apply:

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ._taken import warn_of_module_params
 from .transforms._check import flag
 from .transforms._tree import path_string
 
@@ -43,6 +44,8 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
         raise TypeError(f"value_and_grad: loss_fn must be a function, got {loss_fn!r}")
     flag("has_aux", has_aux)
 
+    known = False  # whether a loss has been searched for parameters of a module
+
     def of(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, structure = optree.tree_flatten(params)
         for i, leaf in enumerate(leaves):
@@ -66,6 +69,10 @@ def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callab
             )
         if leaves and not loss.requires_grad:
             raise ValueError("value_and_grad: the loss depends on no leaf of params")
+        nonlocal known
+        if not known:
+            warn_of_module_params(loss, stacklevel=3)
+            known = True
         grads = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True) if leaves else ()
         value: Any = loss.detach()
         if has_aux:

@@ -19,6 +19,7 @@ from ..reducer._flat_params import copy_if_aliased
 from ..reducer._interleave import Interleaver, travel
 from ..reducer._side_stream import SideStream
 from ..reducer._tree_stages import last_sums, run_stages
+from ..training._left_open import LeftOpen
 from ..transforms._axis_env import bind_axes, bound
 from ..transforms._bucketwise import merge, restrict
 from ..transforms._transform import Transform, donate_kwargs
@@ -77,6 +78,7 @@ class DDPRun:
         # Whether the optimizer directly follows a plain sum; its kernels may then divide.
         self._bare = pipeline is not None and plan.reduce is not None and len(self._stages) == 1
         self.step, self.total = 0, math.nan
+        self.left = LeftOpen(self, pipeline.ends if pipeline else (), "handle.flush()")
         self.loaded = False  # whether a state has been loaded since the last pass
         self.pending: float | None = None  # the weight for the next synchronised pass
         self._weight = 1.0
@@ -141,6 +143,7 @@ class DDPRun:
                     self._finish()
         except BaseException as error:
             self._forget()
+            self.left.failed = True
             failure = self._mesh.root_cause(error, self.step)
             try:
                 if isinstance(failure, (PeerLost, CollectiveTimeout)):
@@ -257,6 +260,7 @@ class DDPRun:
             new = effect.keep(new, self.hook_state)
         self.hook_state = new
         self.step += 1
+        self.left.steps = self.step
         self._buckets = tuple(out.bucket for out in self._outs)
         for future, out in zip(self._futures, self._outs, strict=True):
             future.set_result(out.buffer if out.scattered else out.grads)

@@ -25,6 +25,7 @@ from ..transforms.step_param._optimizer import Optimizer
 from ._comm_hooks import comm_hook
 from ._hook import DDPRun
 from ._join_hook import keep_stepped
+from ._steps_in_backward import guard
 
 
 class Handle:
@@ -86,6 +87,7 @@ class Handle:
         if self._run.pipeline_step is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
         self._run.pipeline_step.flush(self._run.step)
+        self._run.left.steps = 0
 
     def explain(self) -> Explanation:
         """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
@@ -211,8 +213,10 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
         parts = (what.hook, *what.ends) if isinstance(what, Pipeline) else (what,)
         warn_if_silent(what, parts, tuple(mesh.shape), mesh.size, stacklevel=2)
     run = DDPRun(model, hook, what if isinstance(what, Pipeline) else None, mesh)
-    if run.pipeline_step is not None and (rates := run.pipeline_step.rates()):
-        same_rates(mesh, rates)
+    if run.pipeline_step is not None:
+        if rates := run.pipeline_step.rates():
+            same_rates(mesh, rates)
+        guard(model, run)
 
     def fjoin_hook(state: DDPRun, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         return state(bucket)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._taken import warn_of_module_params
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._arrivals import arrived
@@ -285,6 +286,7 @@ class Run:
                 "batch out, give it weight 0"
             )
         self._reached = True
+        warn_of_module_params(loss, stacklevel=6)
 
     def _forward(
         self, body: StateData, batch: Any, weight: float, axes: dict[str, Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -13,10 +12,10 @@ from torch import Tensor
 from .._errors import DesyncError, FjoinError, JoinError, NonFinite
 from ..groups._consistency import same_loops
 from ..transforms.combinators._chain import identity
-from ..transforms.plan._phases import unfinished
 from . import _join_steps as _join
 from ._executor import Run
 from ._init_state import make_state_data
+from ._left_open import LeftOpen
 from ._loss import refuse_inference
 from ._metrics import Metrics
 from ._params import check_buffers
@@ -44,7 +43,7 @@ class TrainStep:
         self._device: torch.device | None = None
         self._iteration: _join.Iteration | None = None
         self._last_step: int | None = None
-        self._flushed = False  # whether `flush` has run since the last step
+        self._left = LeftOpen(self, (*run.pipeline.ends, run.on_buffers), "state = step.flush(state)")
         self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
         self._compared = False  # whether the ranks have compared their loops
         self._together = False  # whether all ranks raised the last error at the same place
@@ -91,6 +90,7 @@ class TrainStep:
             body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes, self._accumulate)
             self._device = body.storage.layout[0].device if body.storage.layout else None
             self._run.forget()
+            self._left.steps, self._left.gathers = 0, False
             return TrainState(body)
         except BaseException as error:
             self._raise(error)
@@ -101,17 +101,12 @@ class TrainStep:
         A step can be called again after `close` on all ranks; then a dropped message is sent again at its use.
 
         Warns:
-            UserWarning: the last steps have not been averaged; see `flush`.
+            UserWarning: the last steps have not been averaged, see `flush`; or an accumulation window is unfinished. A
+                program that ends without a call of `close` warns then.
         """
-        steps = 0 if self._last_step is None or self._flushed else self._last_step + 1
-        left = [part for part in (*self.pipeline.ends, self._run.on_buffers) if unfinished(part, steps)]
         self._run.close()
-        if left and self._broken is None:
-            warnings.warn(
-                f"after step {self._last_step} a window of {left[0]!r} is unfinished, so the ranks' values may differ; call "
-                f"state = step.flush(state) at the end of training",
-                stacklevel=2,
-            )
+        self._left.warn(stacklevel=2)
+        self._left.failed = self._broken is not None
 
     def flush(self, state: TrainState) -> TrainState:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.
@@ -149,7 +144,7 @@ class TrainStep:
                 raise
             except BaseException as error:
                 self._raise(error)
-        self._flushed = True
+        self._left.steps = 0
         body.version += 1
         return TrainState(body)
 
@@ -197,10 +192,11 @@ class TrainStep:
             if not self._donate:
                 body = body.clone()
             self._run.step_check.raise_pending()
-            self._last_step, self._flushed = body.step, False
+            self._last_step = body.step
             if iteration is None:
                 self._compare_loops("a loop without step.join")
             metrics = self._run(body, batch, iteration)
+            self._left.steps, self._left.gathers = body.step, bool(body.window)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
             self._together = True
             if given is not None and body is not None and given is not body:
@@ -330,6 +326,7 @@ class TrainStep:
 
     def _break(self, error: BaseException) -> None:
         """Make the step unusable. The error itself is not kept: its frames would keep all their objects alive."""
+        self._left.failed = True
         self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error) or repr(error)
 
     def _raise(self, error: BaseException) -> NoReturn:
