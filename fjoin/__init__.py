@@ -33,6 +33,7 @@ from ._errors import NoBatch as NoBatch
 from ._errors import NonFinite as NonFinite
 from ._errors import PeerLost as PeerLost
 from ._errors import TornState as TornState
+from ._errors import TransportError as TransportError
 from ._functional import Apply as Apply
 from ._functional import functional as functional
 from ._value_and_grad import value_and_grad as value_and_grad

@@ -30,6 +30,10 @@ class DesyncError(FjoinError):
     """The ranks do not run the same program: another pipeline, shape, dtype, order or parameter value."""
 
 
+class TransportError(FjoinError):
+    """The system refuses shared memory, or a message between the ranks of a host: a limit is met, or a sandbox forbids it."""
+
+
 class EarlyTermination(FjoinError):
     """A rank ran out of input while others had more, under throw_on_early_termination."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,72 +17,15 @@ from ..transforms._axis_env import Axis
 from ..transforms._sums import sum_in_order
 from ..transforms.axes._order import from_order, to_order
 from ._malloc import keep_freed
+from ._messages import Copied, Message, plain
+from ._messages import Done as Done
+from ._messages import Received as Received
+from ._messages import Work as Work
 
 _REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 
 
-class Work(Protocol):
-    def wait(self) -> Any: ...
-
-
-class Done:
-    """The work of a collective that has run already."""
-
-    def wait(self) -> None:
-        return None
-
-
-class _Message:
-    """A message over an axis. Its wait polls for failures, so it ends where another rank has failed.
-
-    Args:
-        work: The handle of torch. The wait drops it: in a traceback it would keep a broken connection open.
-        cpu: Whether the message is in host memory; otherwise a stream waits, and not the host.
-        after: Called when the message has arrived.
-    """
-
-    def __init__(
-        self, axis: GroupAxis, work: Any, cpu: bool = True, after: Callable[[], object] = lambda: None
-    ) -> None:
-        self._axis, self._work, self._cpu, self._after = axis, work, cpu, after
-
-    def arrived(self) -> bool:
-        """Whether a message in host memory has arrived, so that `wait` would not wait."""
-        return self._cpu and self._work is not None and bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        work, self._work = self._work, None
-        try:
-            while work is not None and not self._arrives(work):
-                self._axis.check()
-        except BaseException:
-            self._axis.broken = True
-            raise
-        finally:
-            del work
-        after, self._after = self._after, lambda: None
-        after()
-
-    def _arrives(self, work: Any) -> bool:
-        if not self._cpu:
-            work.wait()
-            return True
-        try:
-            work.wait(_LOOK_AFTER)
-        except RuntimeError as error:
-            if "Operation timed out" not in str(error):  # the limit of this call; the group's own reads otherwise
-                raise
-            return False
-        return True
-
-
-def _named(new: str, old: str) -> Any:
-    """A function of torch.distributed under its name from torch 2.13 on, or under its earlier name."""
-    return getattr(dist, new if hasattr(dist, new) else old)
-
-
-# The time between two checks for failures while a message is awaited.
-_LOOK_AFTER = datetime.timedelta(seconds=1)
+T = TypeVar("T")
 # Up to this size two gloo ranks swap buffers and add: one hop instead of all_reduce's several, the same
 # bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on there is
 # no gain.
@@ -92,16 +34,9 @@ _SWAP_BYTES = 512 * 1024
 _PIECE_BYTES = 512 * 1024
 
 
-class Received:
-    """A collective under way; a call waits for it and returns its result."""
-
-    def __init__(self, message: _Message, out: Tensor) -> None:
-        self._message, self._out = message, out
-        self.arrived = message.arrived
-
-    def __call__(self) -> Tensor:
-        self._message.wait()
-        return self._out
+def _named(new: str, old: str) -> Any:
+    """A function of torch.distributed under its name from torch 2.13 on, or under its earlier name."""
+    return getattr(dist, new if hasattr(dist, new) else old)
 
 
 class GroupAxis(Axis):
@@ -113,6 +48,7 @@ class GroupAxis(Axis):
             gathers every rank's value.
         joint: Maps axis names to the one axis that covers them all, if there is one.
         check: Raises where another rank has failed; called at intervals while a message is under way.
+        cause: The typed error for an error of the backend.
     """
 
     def __init__(
@@ -121,10 +57,11 @@ class GroupAxis(Axis):
         ordered: bool = False,
         joint: Callable[[tuple[str, ...]], GroupAxis | None] = lambda axes: None,
         check: Callable[[], None] = lambda: None,
+        cause: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
         self.group: Any = group
         self.size, self.rank = group.size(), group.rank()
-        self.ordered, self._joint, self.check = ordered, joint, check
+        self.ordered, self._joint, self.check, self._cause = ordered, joint, check, cause
         self.broken = False  # a collective has failed
         self._swaps = self.size == 2 and "gloo" in dist.get_backend_config(group)
 
@@ -147,11 +84,13 @@ class GroupAxis(Axis):
         if self.ordered:
             buffer.copy_(self.run("psum", buffer, None))
             return Done()
+        if buffer.is_conj() or buffer.is_neg():
+            return Copied(self.reduce_(values := plain(buffer)), values, buffer)
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(buffer)
             # a + b = b + a, to the bit: both ranks have the same sum.
-            return _Message(self, self._swap(buffer, received), after=lambda: buffer.add_(received))
-        return _Message(self, dist.all_reduce(buffer, group=group, async_op=True), buffer.device.type == "cpu")
+            return Message(self, self._swap(buffer, received), after=lambda: buffer.add_(received))
+        return Message(self, dist.all_reduce(buffer, group=group, async_op=True), buffer.device.type == "cpu")
 
     def _swap(self, given: Tensor, taken: Tensor) -> Any:
         """Start sending the other of two ranks a flat buffer, and receiving its buffer."""
@@ -181,7 +120,7 @@ class GroupAxis(Axis):
         own = flat[start:stop]
         if not cpu and len(set(sizes)) == 1:
             gather = _named("all_gather_single", "all_gather_into_tensor")
-            return _Message(self, gather(flat, own, group=self.group, async_op=True), cpu)
+            return Message(self, gather(flat, own, group=self.group, async_op=True), cpu)
         # Not isend and irecv, although no rank would need a copy: a wait for these that times out breaks the connection.
         give, take = [own.numel()] * self.size, list(sizes)
         give[self.rank] = take[self.rank] = 0
@@ -194,15 +133,30 @@ class GroupAxis(Axis):
             flat[:start].copy_(out[:start])
             flat[stop:].copy_(out[start:])
 
-        return _Message(self, work, cpu, (lambda: None) if outer else spread)
+        return Message(self, work, cpu, (lambda: None) if outer else spread)
 
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
-        self.reduce_(x).wait()
+        self.start_(x)()
         return x
 
     def start_(self, x: Tensor) -> Callable[[], object]:
-        return self.reduce_(x).wait
+        work = self.typed(lambda: self.reduce_(x))
+        return lambda: self.typed(work.wait)
+
+    def typed(self, call: Callable[[], T]) -> T:
+        """The result of a call of the backend, whose errors become typed ones."""
+        try:
+            return call()
+        except RuntimeError as error:
+            cause = self._cause(error)
+            self.broken |= cause is not error
+            try:
+                if cause is error:
+                    raise
+                raise cause from error
+            finally:  # a frame that refers to its exception lives until a garbage collection, with connections in it
+                del cause
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         keep_freed()
@@ -210,12 +164,12 @@ class GroupAxis(Axis):
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._traced(op, x.contiguous(), arg)
-        return self.begin(op, x, arg)()
+            return self._traced(op, plain(x), arg)
+        return self.typed(lambda: self.begin(op, x, arg)())
 
     def _after(self, out: Tensor, *works: Any) -> Callable[[], Tensor]:
         """A function that waits for messages and returns the tensor that they fill."""
-        messages = [_Message(self, work, out.device.type == "cpu") for work in works]
+        messages = [Message(self, work, out.device.type == "cpu") for work in works]
 
         def wait() -> Tensor:
             for message in messages:
@@ -227,7 +181,7 @@ class GroupAxis(Axis):
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
         """Start a collective; the returned function waits for it and returns the result."""
         n, group = self.size, self._open()
-        x = x.contiguous()
+        x = plain(x)
         if self.ordered and op in ("psum", "psum_scatter"):
             parts = self.begin("all_gather" if op == "psum" else "all_to_all", x, None)
             return lambda: sum_in_order(parts().unbind(0))
@@ -265,7 +219,7 @@ class GroupAxis(Axis):
             give, take = arg
             out = x.new_empty((sum(take), *x.shape[1:]))
             work = dist.all_to_all_single(out, x, list(take), list(give), group=group, async_op=True)
-            return Received(_Message(self, work, out.device.type == "cpu"), out)
+            return Received(Message(self, work, out.device.type == "cpu"), out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         flat = x.reshape(-1)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection
+import re
+import traceback
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
+import torch.distributed as dist
+
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, PeerLost
+from ..shared_memory._packets import Late, PeerGone
 from ._connections import Connections
 from ._store import Store
 
 # The time limit for the store's answers after a failure.
 _ANSWER_S = 0.5
+# The texts of gloo's errors, which have no class of their own; NCCL's and the store's errors have one.
+BACKEND_ERROR = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
+_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 _KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, DesyncError)}
 
 
@@ -23,12 +31,12 @@ class Failures:
         store: The ranks' store.
         name: The name of the mesh, the same on all its ranks.
         rank: This rank in the mesh.
-        size: The number of ranks in the mesh.
+        ranks: The mesh's ranks, as the default process group numbers them.
         connections: The connections of its groups, where these are known.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, connections: Connections) -> None:
-        self._store, self._name, self._rank, self._size = store, name, rank, size
+    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], connections: Connections) -> None:
+        self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
         # After one broken connection gloo closes the whole group; only a rank without any connection has surely ended.
         self._all, self._own = Connections(), connections
         self._gone_before: set[int] = set()  # the ranks that were gone at the last check
@@ -74,9 +82,30 @@ class Failures:
                 connections.know(rank, json.loads(text))
         return texts is not None
 
+    def root_cause(self, error: BaseException, step: int | None) -> BaseException:
+        """The typed error for an error of the backend: a failure that another rank has reported, or a lost or late rank.
+
+        Other errors are returned as they are.
+        """
+        if not is_backend_error(error):
+            return error
+        # A message's handle left in a frame of the failed call would keep connections open.
+        traceback.clear_frames(error.__traceback__)
+        failure: FjoinError
+        if isinstance(error, PeerGone):
+            failure = self.lost(step, str(error), self._ranks.index(error.rank))
+        else:
+            failure = (self.late if _LATE.search(str(error)) else self.lost)(step, str(error))
+        # A rank that fails reports before its connections end, so read the report after the connections.
+        return self.reported() or failure
+
     def lost(self, step: int | None, reason: str, known: int | None = None) -> PeerLost:
-        """The error of a connection that has ended without a report; `known` is the rank at its other end."""
-        gone = [known] if known is not None else sorted(self.gone()) if self._size > 2 else [1 - self._rank]
+        """The error of a connection that has ended without a report; `known` is the rank at its other end.
+
+        That rank may have closed it since it has lost another one, so ranks without any connection are named first.
+        """
+        gone = sorted(self.gone()) if self._size > 2 else [1 - self._rank]
+        gone = gone or ([] if known is None else [known])
         rank = gone[0] if len(gone) == 1 else None
         where = "" if step is None else f"step {step}: "
         to = f"to rank {rank}" if rank is not None else f"to one of the ranks {gone}" if gone else "to a peer"
@@ -109,6 +138,15 @@ class Failures:
             raise failure
         if awaited and set(awaited) <= before & self._gone_before:
             _raise(self.lost(None, ""))
+
+
+def is_backend_error(error: BaseException) -> bool:
+    """Whether the backend raised this error, as it does when a peer is gone."""
+    if isinstance(error, (PeerGone, Late)):
+        return True
+    if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or bool(BACKEND_ERROR.search(str(error)))
 
 
 def _raise(error: FjoinError) -> NoReturn:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from .._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
-from ..shared_memory._links import HostLinks, Late, PeerGone
+from .._errors import CollectiveTimeout, JoinError, PeerLost
+from ..shared_memory._links import HostLinks
 from ._axis import GroupAxis
 from ._connections import Connections, shut
-from ._failures import Failures
+from ._failures import Failures, is_backend_error
 from ._host_axis import HostAxis
 from ._hosts_axis import HostsAxis
 from ._meetings import Meetings
@@ -32,9 +30,6 @@ from ._store import Store
 TIMEOUT_S = 600.0
 # How long closing a mesh waits for the device.
 _LAST_S = 10.0
-# The texts of gloo's errors, which have no class of their own; NCCL's and the store's errors have one.
-BACKEND_ERROR = re.compile(r"gloo/\S*:\d+|^Application timeout caused pair closure")
-_LATE = re.compile(r"timed out|timeout", re.IGNORECASE)
 # Stores of meshes that have failed: the rank that hosts one must keep it, since other ranks still look up the failure.
 _KEPT: list[Any] = []
 # All meshes. They release a group together: a group that one mesh still held would keep its connections open.
@@ -64,8 +59,8 @@ class GroupMesh(Mesh):
         halves: Mapping[str, Any] | None = None,
     ) -> None:
         self._store, name = Store(), world_mesh.group_name  # a name that is the same on all ranks
-        self._failures = failures = Failures(self._store, name, world_mesh.rank(), world_mesh.size(), connections)
         self._ranks = ranks = dist.get_process_group_ranks(world_mesh)
+        self._failures = failures = Failures(self._store, name, world_mesh.rank(), ranks, connections)
 
         def look(group: Any) -> Callable[[], None]:
             """A check for failures, for ranks that wait for a message over a group."""
@@ -74,18 +69,23 @@ class GroupMesh(Mesh):
 
         parts: list[GroupAxis] = []
 
-        def axis(name: str, group: Any, number: int, *args: Any) -> GroupAxis:
+        def cause(error: BaseException) -> BaseException:
+            return failures.root_cause(error, None)
+
+        def axis(
+            name: str, group: Any, number: int, joint: Callable[[Any], Any], check: Callable[[], None]
+        ) -> GroupAxis:
             members = dist.get_process_group_ranks(group)
             if links is not None and links.reach(members):
-                return HostAxis(links, number, members, group, ordered, *args)
+                return HostAxis(links, number, members, group, ordered, joint, check, cause)
             if links is not None and halves and halves.get(name):
                 local, others = halves[name]
-                check, here = args[-1], dist.get_process_group_ranks(local)
-                inside = HostAxis(links, number, here, local, check=check)
-                across = GroupAxis(others, check=check)
+                here = dist.get_process_group_ranks(local)
+                inside = HostAxis(links, number, here, local, check=check, cause=cause)
+                across = GroupAxis(others, check=check, cause=cause)
                 parts.extend((inside, across))
-                return HostsAxis(inside, across, group, ordered, *args)
-            return GroupAxis(group, ordered, *args)
+                return HostsAxis(inside, across, group, ordered, joint, check, cause)
+            return GroupAxis(group, ordered, joint, check, cause)
 
         self._look, self._links = look(world_mesh), links
         self._everyone = axis("", world_mesh, 0, lambda axes: None, self._look)
@@ -107,6 +107,7 @@ class GroupMesh(Mesh):
         self._all = {id(axis): axis for axis in (*axes.values(), whole, *parts)}.values()
         self._owned, self._process = owned, os.getpid()
         if links is not None:
+            links.report = lambda error: failures.report(error, None)
             weakref.finalize(self, links.close).atexit = False
         if owned:
             weakref.finalize(self, _destroy, list(self._all), False, self._process).atexit = False
@@ -181,25 +182,13 @@ class GroupMesh(Mesh):
         _destroy(list(self._all), failed, self._process)
 
     def is_backend_error(self, error: BaseException) -> bool:
-        if isinstance(error, FjoinError) or not isinstance(error, RuntimeError):
-            return False
-        return isinstance(error, (dist.DistError, PeerGone, Late)) or bool(BACKEND_ERROR.search(str(error)))
+        return is_backend_error(error)
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
-        if isinstance(error, (PeerLost, CollectiveTimeout)) and error.step is None:
-            error.step = step
-        if not self.is_backend_error(error):
-            return error
-        # A message's handle left in a frame of the failed call would keep connections open.
-        traceback.clear_frames(error.__traceback__)
-        failure: FjoinError
-        if isinstance(error, PeerGone):
-            failure = self._failures.lost(step, str(error), self._ranks.index(error.rank))
-        else:
-            make = self._failures.late if _LATE.search(str(error)) else self._failures.lost
-            failure = make(step, str(error))
-        # A rank that fails reports before its connections end, so read the report after the connections.
-        return self._failures.reported() or failure
+        cause = self._failures.root_cause(error, step)
+        if isinstance(cause, (PeerLost, CollectiveTimeout)) and cause.step is None:
+            cause.step = step
+        return cause
 
     def lost(self) -> BaseException | None:
         lost = any(axis.broken for axis in self._all) or self._failures.gone()

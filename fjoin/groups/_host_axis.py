@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._errors import DesyncError
 from ..shared_memory._channel import HostChannel, combine, copy_all
 from ..shared_memory._exchange import Exchange
 from ..shared_memory._links import HostLinks
 from ..transforms.axes._order import from_order, to_order
-from ._axis import Done, GroupAxis, Work
+from ._axis import GroupAxis
 from ._malloc import keep_freed
+from ._messages import Done, Work, plain
 
 
 class HostAxis(GroupAxis):
@@ -33,14 +36,14 @@ class HostAxis(GroupAxis):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer whose messages need no copy."""
-        return self.channel.links.memory.zeros(numel, dtype)
+        return self.channel.links.zeros(numel, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor for `start_`, on the CPU without a copy."""
         if device.type != "cpu":
             return super().empty(numel, dtype, device)
         keep_freed()
-        return self.channel.links.memory.lend(numel, dtype)
+        return self.channel.links.lend(numel, dtype)
 
     def _exchange(self, *args: Any, **kwargs: Any) -> Exchange:
         """Start a message; see `HostChannel.exchange`."""
@@ -65,8 +68,9 @@ class HostAxis(GroupAxis):
         """
         pieces, own = list(zip(bounds, bounds[1:], strict=False)), buffer[bounds[self.rank] : bounds[self.rank + 1]]
         # Without packets that are not answered: `total` is that of all ranks.
+        same = len(buffer), tuple(bounds)
         return self._exchange(
-            "scatter", buffer, pieces, lambda parts: combine(parts, [own]), settles=True, inline=False, size=len(buffer)
+            "scatter", buffer, pieces, lambda parts: combine(parts, [own]), settles=True, inline=False, same=same
         )
 
     def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
@@ -74,48 +78,54 @@ class HostAxis(GroupAxis):
         if x.device.type != "cpu":
             return super().begin(op, x, arg)
         self._open()
-        n, x = self.size, x.contiguous()
-        rest = x.shape[1:]
-        m = x.numel()
+        n, x = self.size, plain(x)
+        rest, m, shape = x.shape[1:], x.numel(), tuple(x.shape)
         if op == "psum":
             out = x.clone()
-            return _After(self.reduce_(out), out)
+            return _After(self.channel.reduce_(op, out.view(-1), same=shape) if m else Done(), out)
         if op in ("pmax", "pmin"):
             order = to_order(x, op == "pmax")
-            out = order.clone() if order is x else order
-            out = out.contiguous()
-            work = self.channel.reduce_(op, out.view(-1), torch.maximum if op == "pmax" else torch.minimum)
-            return _After(work, out, lambda: from_order(out, x.dtype))
+            out = order.clone() if order is x else order.contiguous()
+            fold = torch.maximum if op == "pmax" else torch.minimum
+            return _After(self.channel.reduce_(op, out.view(-1), fold, shape), out, lambda: from_order(out, x.dtype))
         if op == "pbroadcast":
             out = x.clone()
             mine = [(0, m if self.rank == arg else 0)] * n
-            return _After(self._exchange(op, x, mine, lambda parts: copy_all(out, [parts[arg]]), size=m), out)
+            take = lambda parts: copy_all(out, [parts[arg]])  # noqa: E731
+            return _After(self._exchange(op, x, mine, take, same=(arg, shape)), out)
         if op == "all_gather":
-            out = x.new_empty((n, *x.shape))
-            return _After(self._exchange(op, x, [(0, m)] * n, lambda parts: copy_all(out, parts), size=m), out)
+            out = x.new_empty((n, *shape))
+            return _After(self._exchange(op, x, [(0, m)] * n, lambda parts: copy_all(out, parts), same=shape), out)
         if op in ("psum_scatter", "all_to_all"):
             row = m // n
             ranges = [(i * row, (i + 1) * row) for i in range(n)]
             if op == "all_to_all":
                 out = torch.empty_like(x)
-                return _After(self._exchange(op, x, ranges, lambda parts: copy_all(out, parts), size=m), out)
+                return _After(self._exchange(op, x, ranges, lambda parts: copy_all(out, parts), same=shape), out)
             out = x.new_empty(rest)
-            return _After(self._exchange(op, x, ranges, lambda parts: combine(parts, [out.view(-1)]), size=m), out)
+            work = self._exchange(op, x, ranges, lambda parts: combine(parts, [out.view(-1)]), same=shape)
+            return _After(work, out)
         if op == "all_to_all_single":
-            give, take = arg
-            row, at = rest.numel(), 0
-            ranges = []
-            for rows in give:
-                ranges.append((at * row, (at + rows) * row))
-                at += rows
-            out = x.new_empty((sum(take), *rest))
-            return _After(self._exchange(op, x, ranges, lambda parts: copy_all(out, parts)), out)
+            give, take_rows = arg
+            row = rest.numel()
+            ends = [row * end for end in itertools.accumulate(give, initial=0)]
+            out = x.new_empty((sum(take_rows), *rest))
+
+            def taken(parts: list[Tensor]) -> None:
+                if (got := [len(part) for part in parts]) != [rows * row for rows in take_rows]:
+                    raise DesyncError(
+                        f"all_to_all_single: the ranks give this rank {got} elements, but it takes {list(take_rows)} rows of "
+                        f"{row}; input_split_sizes and output_split_sizes of two ranks must agree"
+                    )
+                copy_all(out, parts)
+
+            return _After(self._exchange(op, x, list(itertools.pairwise(ends)), taken, same=tuple(rest)), out)
         send = dict(arg).get(self.rank)
         receive = {target: source for source, target in arg}.get(self.rank)
         out = torch.zeros_like(x)
         ranges = [(0, m if i == send else 0) for i in range(n)]
         take_one = (lambda parts: None) if receive is None else (lambda parts: copy_all(out, [parts[receive]]))
-        return _After(self._exchange(op, x, ranges, take_one, size=m), out)
+        return _After(self._exchange(op, x, ranges, take_one, same=(sorted(arg), shape)), out)
 
     def gather_(self, flat: Tensor, sizes: Sequence[int], message: int | None = None) -> Work:
         """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
@@ -129,8 +139,9 @@ class HostAxis(GroupAxis):
                 if i != self.rank:
                     flat[at[i] : at[i + 1]].copy_(part)
 
+        same = flat.numel(), tuple(sizes)
         return self._exchange(
-            "gather", own, [(0, len(own))] * self.size, fill, settles=True, size=flat.numel(), message=message
+            "gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same, message=message
         )
 
 

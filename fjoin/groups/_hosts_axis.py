@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shared_memory._links import INLINE_BYTES
-from ._axis import Done, GroupAxis, Work
+from ..shared_memory._packets import INLINE_BYTES
+from ._axis import GroupAxis
 from ._host_axis import HostAxis
+from ._messages import Done, Work
 
 
 class HostsAxis(GroupAxis):

@@ -16,14 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import CollectiveTimeout, DesyncError
-from ..shared_memory._hosts import Doorway, split_by_host
+from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
+from ..shared_memory._doorway import Doorway
+from ..shared_memory._hosts import split_by_host
 from ..transforms._axis_env import One, bind_axes, bound, under_vmap
 from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
 from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
-from ._group_mesh import BACKEND_ERROR, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
+from ._failures import BACKEND_ERROR
+from ._group_mesh import MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
 from ._launch import Launch, read_launch
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
@@ -65,6 +67,7 @@ def mesh(
     Raises:
         ValueError: the sizes do not fit the number of ranks; `timeout_s` is not from 0.001 to 1e8; an unknown `transport`,
             or "shared" where ranks are on several hosts; the variables of a launcher that are incomplete.
+        TransportError: on all ranks: with "shared", the system refuses a rank shared memory. "auto" then uses gloo.
         TypeError: `shape` is neither a mapping by name nor a DeviceMesh; `ordered` is no bool.
         DesyncError: on all ranks: some rank makes another mesh, or is at another place in the program.
         CollectiveTimeout: not all ranks arrive within `timeout_s`.
@@ -141,8 +144,9 @@ def _meet_and_connect(
         connect: From rank -> host to the groups by axis, that of all ranks under "" or the only one, and to the groups
             inside a host and across hosts of axes that are split.
     """
+    meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
     with Doorway() as doorway:
-        doorways = _meet(sizes, grid, timeout_s, ordered, transport, doorway)
+        doorways = _meet(meetings, sizes, grid, timeout_s, ordered, transport, doorway)
         before = event_loops()
         shares = transport != "gloo"
         splits = shares and not ordered and dist.get_backend() == "gloo"
@@ -151,7 +155,7 @@ def _meet_and_connect(
         halves[""] = halves.get("") or halves.get(next(iter(groups)))
         world_mesh = groups.pop("", None) or next(iter(groups.values()))
         connections = Connections(event_loops() - before)
-        links = links_to_host(doorway, doorways, timeout_s) if shares else None
+        links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
         return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
 
 
@@ -167,8 +171,9 @@ def _connect(backend: str, timeout_s: float, launch: Launch) -> None:
 
 
 def _meet(
-    sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool, transport: str, doorway: Doorway
-) -> dict[int, tuple[str, str]]:
+    meetings: Meetings, sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool, transport: str,
+    doorway: Doorway,
+) -> dict[int, tuple[str, str]]:  # fmt: skip
     """Compare the mesh with the other ranks' meshes, before any group is made.
 
     Returns:
@@ -180,7 +185,6 @@ def _meet(
         CollectiveTimeout: a rank does not arrive.
     """
     ranks = grid.flatten().tolist()
-    meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
     mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}, transport={transport!r}"
     all_of = meetings.exchange("fjoin.mesh", [mine, doorway.host, doorway.address], lambda values: values, ranks)
     odd = [rank for rank, (other, *_) in zip(ranks, all_of, strict=True) if other != all_of[0][0]]
@@ -291,7 +295,8 @@ def bind(mesh: Mesh) -> Iterator[None]:
 
     Raises:
         TypeError: `mesh` is no Mesh.
-        PeerLost, CollectiveTimeout: in place of the backend's errors in the block. The mesh is taken down.
+        PeerLost, CollectiveTimeout: a collective in the block fails. At the end of the block the mesh is taken down.
+        DesyncError, TransportError: likewise, so that other ranks do not wait for this one.
 
     >>> from fjoin import transforms as tx
     >>> with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -303,6 +308,7 @@ def bind(mesh: Mesh) -> Iterator[None]:
         with bind_axes(mesh.axes):
             yield
     except RuntimeError as error:
-        if mesh.is_backend_error(error):
+        failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)
+        if isinstance(error, failures) or mesh.is_backend_error(error):
             mesh.raise_root_cause(error, None)
         raise

@@ -9,9 +9,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from ._axis import Done, GroupAxis, Work
+from ._axis import GroupAxis
 from ._host_axis import HostAxis
 from ._hosts_axis import HostsAxis
+from ._messages import Done, Work
 from ._use import Use
 
 

@@ -5,8 +5,10 @@ The client of a TCPStore has no limit of its own: where the store's host is stop
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,6 +17,9 @@ import torch.distributed as dist
 T = TypeVar("T")
 # Calls with a longer limit also wait for the answer to an earlier call.
 _PATIENT_S = 1.0
+# How long the end of the program waits for calls that have not returned.
+_LAST_S = 5.0
+_LEFT: list[threading.Thread] = []
 
 
 class Unanswered(RuntimeError):
@@ -25,7 +30,8 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     """The result of `call()`, which runs in a thread of its own.
 
     Raises:
-        Unanswered: it has not returned within `seconds`. Its thread keeps running, but does not keep the program alive.
+        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits some seconds
+            for it, since a thread that returns from C++ while the interpreter ends would abort the process.
     """
     answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -35,10 +41,14 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         except BaseException as error:
             answer.put((False, error))
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     try:
         fine, value = answer.get(timeout=max(seconds, 0.0))
     except queue.Empty:
+        if not _LEFT:
+            atexit.register(_await_left)
+        _LEFT.append(thread)
         raise Unanswered(f"no answer within {seconds:g} s") from None
     if not fine:
         try:
@@ -46,6 +56,12 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         finally:  # a frame that refers to its own exception is freed only by the garbage collector
             del value
     return value  # type: ignore[no-any-return]
+
+
+def _await_left() -> None:
+    end = time.monotonic() + _LAST_S
+    for thread in _LEFT:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class Store:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from ..shared_memory._hosts import Doorway
+from .._errors import TransportError
+from ..shared_memory._connect import connect
+from ..shared_memory._doorway import Doorway
 from ..shared_memory._links import HostLinks
 from ._connections import Connections
 from ._group_mesh import GroupMesh, timeout_of
@@ -32,15 +34,47 @@ def chosen_transport(transport: str) -> str:
     return transport
 
 
-def links_to_host(doorway: Doorway, doorways: Mapping[int, tuple[str, str]], timeout_s: float) -> HostLinks | None:
-    """Connections to the other ranks of this host; None where there are none.
+def links_to_host(
+    doorway: Doorway, doorways: Mapping[int, tuple[str, str]], meetings: Meetings, timeout_s: float, required: bool
+) -> HostLinks | None:
+    """Connections to the other ranks of this host; None where there are none, or where a rank of any host cannot connect.
 
     Args:
-        doorways: Rank -> its host, and the address of its doorway.
+        doorways: Rank -> its host, and the address of its doorway; of all ranks, which all call this.
+        meetings: Where the ranks agree.
+        required: Whether to raise where a rank cannot connect.
+
+    Raises:
+        TransportError: on all ranks: one of them cannot connect.
+        CollectiveTimeout: a rank does not come in time.
     """
-    me = dist.get_rank()
+    me, store = dist.get_rank(), Store()
+    if len({host for host, _ in doorways.values()}) == len(doorways):
+        return None
     addresses = {rank: at for rank, (host, at) in doorways.items() if host == doorway.host and rank != me}
-    return HostLinks(doorway.connect(me, addresses, timeout_s), timeout_s) if addresses else None
+    name = {rank: f"refused/{at.split(' ')[0]}" for rank, (_, at) in doorways.items()}
+    links, reason = None, ""
+    if addresses:
+        links, reason = connect(
+            doorway, me, addresses, timeout_s, lambda text: store.set(timeout_s, name[me], text),
+            lambda rank: store.get(timeout_s, name[rank]),
+        )  # fmt: skip
+    try:
+        reasons = meetings.exchange("fjoin.mesh", reason, lambda values: values, list(doorways))
+    except BaseException:
+        if links is not None:
+            links.close()
+        raise
+    found = [one for one in reasons if one]
+    if not found:
+        return links
+    if links is not None:
+        links.close()
+    if required:
+        raise TransportError(
+            f"transport='shared': {found[0]}; raise the limit, or use transport='auto', which then takes gloo"
+        )
+    return None
 
 
 def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Mesh:
@@ -63,5 +97,5 @@ def linked_mesh(group: dist.ProcessGroup, name: str, occasion: str) -> Mesh:
             own = [doorway.host if shares else "", doorway.address]
             found = meetings.exchange(occasion, own, lambda values: values, ranks)
             if len({host for host, _ in found}) == 1 and shares:
-                links = links_to_host(doorway, dict(zip(ranks, found, strict=True)), timeout_s)
+                links = links_to_host(doorway, dict(zip(ranks, found, strict=True)), meetings, timeout_s, False)
     return GroupMesh({name: len(ranks)}, {name: group}, group, timeout_s, False, Connections(()), False, links)

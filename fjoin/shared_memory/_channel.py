@@ -13,7 +13,9 @@ from torch.profiler import record_function
 
 from ..transforms._sums import widened
 from ._exchange import Exchange
-from ._links import INLINE_BYTES, HostLinks
+from ._flat import flat_view
+from ._links import HostLinks
+from ._packets import INLINE_BYTES
 
 # Elements that are combined at once, so that the parts stay in the cache.
 _CHUNK_BYTES = 256 * 1024
@@ -51,7 +53,7 @@ class HostChannel:
         pushes: bool = False,
         settles: bool = False,
         inline: bool = True,
-        size: int | None = None,
+        same: object = None,
         message: int | None = None,
     ) -> Exchange:
         """Start a message in which the rank at index i gets a range of `source`.
@@ -59,12 +61,12 @@ class HostChannel:
         Args:
             take: Gets all ranks' parts for this rank, in rank order.
             pushes, settles, inline: See `Exchange`.
-            size: A number that must be the same on all ranks.
+            same: Everything that must be the same on all ranks: sizes or shapes, a root, pairs.
             message: The number of the message, the same on all ranks; by default the next one.
         """
         if message is None:
             self._message = message = self._message + 1
-        source = source.detach().reshape(-1)
+        source = flat_view(source.detach())
         others = {rank: ranges[i] for i, rank in enumerate(self.ranks) if i != self.rank}
         first, last = ranges[self.rank]
 
@@ -72,7 +74,7 @@ class HostChannel:
             parts[self.ranks[self.rank]] = exchange.source[first:last]
             return take([parts[rank] for rank in self.ranks])
 
-        call = zlib.crc32(f"{op} {source.dtype} {size}".encode())
+        call = zlib.crc32(f"{op} {source.dtype} {same}".encode())
         exchange = Exchange(
             self.links, (self.number, message), source, others, call, taken, pushes, settles, inline, self._failing
         )
@@ -81,14 +83,20 @@ class HostChannel:
             self.links.start(exchange)
         return exchange
 
-    def reduce_(self, op: str, flat: Tensor, fold: Fold = torch.add) -> Exchange:
-        """Start combining all ranks' values of a flat buffer in place, in rank order."""
+    def reduce_(self, op: str, flat: Tensor, fold: Fold = torch.add, same: object = None) -> Exchange:
+        """Start combining all ranks' values of a flat buffer in place, in rank order.
+
+        Args:
+            same: See `exchange`; by default the buffer's size.
+        """
+        flat = flat_view(flat)
         n, ranks = len(flat), len(self.ranks)
+        same = n if same is None else same
         if flat.nbytes <= INLINE_BYTES:
-            return self.exchange(op, flat, [(0, n)] * ranks, lambda parts: combine(parts, [flat], fold), size=n)
+            return self.exchange(op, flat, [(0, n)] * ranks, lambda parts: combine(parts, [flat], fold), same=same)
         bounds = [i * n // ranks for i in range(ranks + 1)]
         pieces = list(zip(bounds, bounds[1:], strict=False))
-        return self.exchange(op, flat, pieces, lambda parts: combine(parts, parts, fold), pushes=True, size=n)
+        return self.exchange(op, flat, pieces, lambda parts: combine(parts, parts, fold), pushes=True, same=same)
 
 
 def combine(parts: Sequence[Tensor], outs: Sequence[Tensor], fold: Fold = torch.add) -> float:

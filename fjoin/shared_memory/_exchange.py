@@ -60,11 +60,12 @@ class Exchange:
         self._settles, self.inline = settles or pushes, inline and not pushes
         self.number, self._numbers = 0.0, list[float]()
         self.taken, self.is_settled, self.untaken, self.from_memory = False, False, set[int](), list[int]()
+        self.failed: Exception | None = None
         self._copy: Region | None = None
         self._result: Tensor | None = None
 
     def place(self, memory: HostMemory) -> tuple[int, int, int]:
-        """Where other ranks can read `source`, or a copy of it: a region, its descriptor, and the first byte."""
+        """Where other ranks can read `source`, or a copy of it: a region, its size, and the first byte in it."""
         lazy = self.source.is_conj() or self.source.is_neg()  # its memory does not hold its values
         found = None if lazy else memory.find(self.source)
         if found is not None:
@@ -75,25 +76,30 @@ class Exchange:
         staged = self._copy.bytes[:nbytes].view(self.source.dtype)
         staged.copy_(self.source)
         self._result, self.source = self.source, staged
-        return self._copy.number, self._copy.fd, 0
+        return self._copy.first, self._copy.size, 0
 
     def try_take(self) -> bool:
-        """Take the parts, if all are here."""
+        """Take the parts, if all are here. An error is kept for this message's `wait`, whichever thread takes the parts."""
         peers = self._links.peers
         if not all(self.key in peers[rank].parts for rank in self.given):
             return False
         packets = {rank: peers[rank].parts.pop(self.key) for rank in self.given}
-        for rank, packet in packets.items():
-            if packet.fingerprint != self.fingerprint:
-                raise DesyncError(
-                    f"rank {rank} of this host has called another collective, or with another size or dtype"
-                )
         take, self._take = self._take, None  # it may refer to this object
-        assert take is not None
-        self.number = take({rank: one.part.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
-        self._numbers.append(self.number)
-        self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
         self.taken = True
+        odd = [rank for rank, packet in packets.items() if packet.fingerprint != self.fingerprint]
+        if odd:
+            self.failed = DesyncError(
+                f"rank {odd[0]} of this host has called another collective, or with another size, shape, dtype, root or pairs; run "
+                f"the same program on all ranks"
+            )
+            return True
+        assert take is not None
+        self.from_memory = [rank for rank, packet in packets.items() if packet.shared]
+        try:
+            self.number = take({rank: one.values.view(self.source.dtype) for rank, one in packets.items()}) or 0.0
+        except Exception as error:
+            self.failed = error
+        self._numbers.append(self.number)
         return True
 
     def settle(self) -> bool:
@@ -120,10 +126,14 @@ class Exchange:
     def arrived(self) -> bool:
         """Whether a wait would not wait."""
         self._links.progress()
-        return self.is_done() or self._links.lost(self._needed())
+        return self.ends()
+
+    def ends(self) -> bool:
+        """`arrived`, as far as packets have been read."""
+        return self.is_done() or self.failed is not None or self._links.lost(self._needed())
 
     def is_done(self) -> bool:
-        return self.taken and (not self._settles or self.is_settled)
+        return self.taken and self.failed is None and (not self._settles or self.is_settled)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait(self, limit_s: float | None = None) -> None:
@@ -132,7 +142,9 @@ class Exchange:
         Args:
             limit_s: Seconds; by default the time-out of the links.
         """
-        self._links.wait(self.is_done, self._needed, self._failing, limit_s)
+        self._links.wait(lambda: self.failed is not None or self.is_done(), self._needed, self._failing, limit_s)
+        if self.failed is not None:
+            raise self.failed
 
     def _needed(self) -> list[int]:
         peers = self._links.peers

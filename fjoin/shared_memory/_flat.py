@@ -8,13 +8,23 @@ import torch
 from torch import Tensor
 
 
+def flat_view(x: Tensor) -> Tensor:
+    """The values, 1-d with stride 1: a view where the tensor is contiguous, otherwise a copy."""
+    flat = x.contiguous().reshape(-1)
+    # A tensor of at most one element is contiguous with any stride.
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
+
+
 def flat_of(x: Tensor) -> Tensor:
-    """The values, 1-d: a view where the tensor is contiguous, otherwise a copy."""
+    """`flat_view` of a tensor that the backend can send.
+
+    Writes into it do not count as changes for autograd, as with every backend of torch.distributed.
+    """
     if x.device.type != "cpu" or x.layout is not torch.strided:
         raise RuntimeError(
             f"the backend 'fjoin' sends dense tensors on the CPU, got {x.layout} on {x.device}; use gloo"
         )
-    return x.detach().reshape(-1)
+    return flat_view(x.data)
 
 
 def cat_flat(parts: Sequence[Tensor]) -> Tensor:
@@ -22,7 +32,7 @@ def cat_flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def fill(out: Tensor, flat: Tensor) -> None:
-    out.detach().copy_(flat.view(out.shape))
+    out.data.copy_(flat.view(out.shape))
 
 
 def give_back(flat: Tensor, x: Tensor) -> None:
@@ -33,9 +43,12 @@ def give_back(flat: Tensor, x: Tensor) -> None:
 
 def row_sizes(x: Tensor, sizes: Sequence[int], ranks: int) -> list[int]:
     """The elements for each rank, from rows."""
+    rows = len(x) if x.dim() else 1
     if not sizes:
-        if (len(x) if x.dim() else 1) % ranks:
-            raise ValueError(f"all_to_all among {ranks} ranks cannot split {len(x)} rows evenly")
-        return [flat_of(x[:0]).numel() if not x.numel() else flat_of(x).numel() // ranks] * ranks
-    row = flat_of(x).numel() // max(len(x), 1)
+        if rows % ranks:
+            raise ValueError(f"all_to_all among {ranks} ranks cannot split {rows} rows evenly")
+        return [x.numel() // ranks] * ranks
+    if len(sizes) != ranks or min(sizes) < 0 or sum(sizes) != rows:
+        raise ValueError(f"all_to_all among {ranks} ranks cannot split {rows} rows into {list(sizes)}")
+    row = x.numel() // max(rows, 1)
     return [size * row for size in sizes]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ._exchange import Exchange
+from ._links import HostLinks
 
 Started = tuple[Exchange, Callable[[], object]]
 
@@ -63,6 +65,11 @@ class SharedWork(dist.Work):
             self._end(first)
         return first is None
 
+    def ready(self) -> bool:
+        """Whether `wait` would not wait, as far as packets have been read."""
+        first = self._first()
+        return first is None or first.ends()
+
     def is_success(self) -> bool:
         return self.is_completed() and self._first() is None
 
@@ -77,14 +84,17 @@ class SharedWork(dist.Work):
         return self.source
 
     def get_future(self) -> Any:
-        """A future of the result. A thread of the group completes it."""
+        """A future of the result. It is complete where the work is; otherwise a thread of the group completes it."""
         if self._future is None:
             self._future = torch.futures.Future()
-            self._waiter.add(self)
+            if self.is_completed():
+                self.complete()
+            else:
+                self._waiter.add(self)
         return self._future
 
     def complete(self) -> None:
-        """Wait, and set the future."""
+        """Wait, and set the future, whose callbacks run here."""
         try:
             self.wait()
         except BaseException as error:
@@ -94,23 +104,85 @@ class SharedWork(dist.Work):
 
 
 class Waiter:
-    """A thread that waits for works one after the other; it starts with the first one."""
+    """Threads that complete the futures of works.
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[SharedWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+    One of them waits for all works at once. Before it runs callbacks, which may wait for other works, it lets another
+    thread wait.
+    """
+
+    def __init__(self, links: HostLinks) -> None:
+        self._links = links
+        self._works = deque[tuple[SharedWork, float]]()  # with the time at which each is late
+        self._turn = threading.Condition()
+        self._waits = self._stopped = False
+        self._idle = 0
 
     def add(self, work: SharedWork) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_complete, args=(self._queue,), name="fjoin group", daemon=True)
-            self._thread.start()
-        self._queue.put(work)
+        with self._turn:
+            self._works.append((work, time.monotonic() + self._links.timeout_s))
+            self._call_one()
+        self._links.wake()
+
+    def _call_one(self) -> None:
+        """See to it that a thread waits."""
+        if self._works and not self._waits:
+            if self._idle:
+                self._turn.notify()
+            else:
+                threading.Thread(target=self._run, name="fjoin group", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._turn:
+                self._idle += 1
+                while self._waits or not (self._works or self._stopped):
+                    self._turn.wait()
+                self._idle -= 1
+                if self._stopped and not self._works:
+                    return
+                self._waits = True
+            work = self._next()
+            with self._turn:
+                self._waits = False
+                self._call_one()
+            work.complete()
+            del work
+
+    def _next(self) -> SharedWork:
+        """Wait for the first work that ends, or is late."""
+        first: list[tuple[SharedWork, float]] = []
+
+        def ends() -> bool:
+            now = time.monotonic()
+            first[:] = [one for one in list(self._works) if one[0].ready() or now >= one[1]][:1]
+            return bool(first)
+
+        # Where the oldest work is late, or the connections are closed, its own wait raises.
+        with contextlib.suppress(RuntimeError):
+            self._links.wait(ends, list, lambda: None)
+        found = first[0] if first else self._works[0]
+        self._works.remove(found)
+        return found[0]
 
     def stop(self) -> None:
-        self._queue.put(None)
+        with self._turn:
+            self._stopped = True
+            self._turn.notify_all()
 
 
-def _complete(works: queue.SimpleQueue[SharedWork | None]) -> None:
-    while (work := works.get()) is not None:
-        work.complete()
-        del work
+class Kept:
+    """The last works with small results.
+
+    Where a program drops a work that it has passed to torch's C++ code, as DistributedDataParallel's join does, the work's
+    Python half would end, and the C++ half could not be waited for.
+    """
+
+    def __init__(self) -> None:
+        self._works: deque[SharedWork] = deque(maxlen=1024)
+
+    def keep(self, work: SharedWork, tensors: Sequence[torch.Tensor]) -> None:
+        if sum(x.untyped_storage().nbytes() for x in tensors) <= 16 * 1024:
+            self._works.append(work)
+
+    def clear(self) -> None:
+        self._works.clear()
