@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 
 from .._errors import TransportError
 from ._doorway import Doorway
 from ._links import HostLinks
+from ._packets import PeerGone
 
 
 class _Elsewhere(OSError):
@@ -32,7 +34,7 @@ def connect(
         refused: The reason of another rank, if it has called `refuse`.
 
     Raises:
-        CollectiveTimeout, PeerLost: a rank has not come in time, or has ended.
+        CollectiveTimeout: a rank has not come in time.
     """
 
     def check() -> None:
@@ -40,23 +42,24 @@ def connect(
             if reason := refused(other):
                 raise _Elsewhere(reason)
 
+    links, found, reason = None, dict[int, socket.socket](), "unfinished"
     try:
         found = doorway.connect(rank, addresses, timeout_s, check)
-        try:
-            links = HostLinks(found, timeout_s)
-        except BaseException:
-            for connection in found.values():
-                connection.close()
-            raise
-        try:
-            links.meet(check)
-        except BaseException:
-            links.close()
-            raise
-        return links, ""
-    except _Elsewhere as error:
-        return None, str(error)
-    except (OSError, TransportError) as error:
+        links = HostLinks(found, timeout_s)
+        links.report = lambda error: refuse(f"rank {rank}: {error}")
+        links.meet(check)
+        reason = ""
+    except (_Elsewhere, TransportError) as error:
+        reason = str(error)
+    except PeerGone as error:
+        reason = refused(error.rank) or str(error)
+    except OSError as error:
         reason = f"rank {rank}: {error}"
         refuse(reason)
-        return None, reason
+    finally:
+        if reason:
+            if links is not None:
+                links.close()
+            for connection in found.values():
+                connection.close()
+    return (None if reason else links), reason

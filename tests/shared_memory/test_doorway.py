@@ -1,0 +1,156 @@
+"""Ranks of one host find each other, whatever other processes do at their doors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import fjoin
+from fjoin.shared_memory import _doorway, _hosts
+from fjoin.shared_memory._doorway import Doorway
+
+RANK = struct.Struct("<q")
+
+
+def caller(doorway: Doorway, data: bytes = b"") -> socket.socket:
+    one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.connect(f"\0fjoin-{doorway.address.split(' ')[0]}")
+    if data:
+        one.send(data)
+    return one
+
+
+def met(doors: list[Doorway], timeout_s: float = 20.0) -> list[Any]:
+    """What each rank gets that connects to all others: its connections, or an error."""
+    found: list[Any] = [None] * len(doors)
+
+    def run(rank: int) -> None:
+        others = {other: door.address for other, door in enumerate(doors) if other != rank}
+        try:
+            found[rank] = doors[rank].connect(rank, others, timeout_s)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in reversed(range(len(doors)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+CALLERS: dict[str, Callable[[Doorway], bytes]] = {
+    "silent": lambda door: b"",
+    "garbage": lambda door: b"GET / HTTP/1.1\r\n\r\n",
+    "long": lambda door: b"x" * 50_000,
+    "a rank without the secret": lambda door: RANK.pack(1),
+    "a rank with another secret": lambda door: RANK.pack(1) + b"0" * 32,
+    "no rank": lambda door: RANK.pack(7) + door.address.split(" ")[1].encode(),
+    "this rank": lambda door: RANK.pack(0) + door.address.split(" ")[1].encode(),
+}
+
+
+@pytest.mark.parametrize("times", [1, 200])
+@pytest.mark.parametrize("kind", CALLERS)
+def test_processes_of_the_same_user_hold_up_nobody(kind: str, times: int) -> None:
+    """200 are more than wait at once."""
+    with contextlib.ExitStack() as stack:
+        doors = [stack.enter_context(Doorway()) for _ in range(3)]
+        for door in doors:
+            for _ in range(times):
+                stack.enter_context(caller(door, CALLERS[kind](door)))
+        start = time.monotonic()
+        found = met(doors)
+        assert [set(one) for one in found] == [{1, 2}, {0, 2}, {0, 1}]
+        assert time.monotonic() - start < _doorway._GREETING_S
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            found[one][other].send(b"hello")
+            assert found[other][one].recv(10) == b"hello"
+        for connections in found:
+            for connection in connections.values():
+                connection.close()
+
+
+def test_the_silent_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doorway, "_GREETING_S", 0.2)
+    with Doorway() as door, Doorway() as late, caller(door) as silent:
+        result: list[Any] = []
+        thread = threading.Thread(target=lambda: result.append(door.connect(0, {1: late.address}, 20.0)))
+        thread.start()
+        assert silent.recv(1) == b""  # ends with the connection
+        connection = late.connect(1, {0: door.address}, 20.0)[0]
+        thread.join()
+        connection.close()
+        result[0][1].close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_processes_of_another_user_are_not_heard(pool: Any) -> None:
+    with Doorway() as first, Doorway() as second:
+        at, stop = os.pipe(), os.pipe()
+        if (child := os.fork()) == 0:
+            os.setuid(65534)
+            _held = [caller(first, RANK.pack(1) + first.address.split(" ")[1].encode()) for _ in range(100)]
+            os.write(at[1], b".")
+            os.read(stop[0], 1)
+            os._exit(0)
+        os.read(at[0], 1)
+        found = met([first, second])
+        os.write(stop[1], b".")
+        os.waitpid(child, 0)
+        assert [set(one) for one in found] == [{1}, {0}]
+        for fd in (*at, *stop):
+            os.close(fd)
+        for connections in found:
+            connections[next(iter(connections))].close()
+
+
+def test_a_full_door_is_tried_again() -> None:
+    """The system queues a limited number of connections; a rank that comes later waits for its turn."""
+    with contextlib.ExitStack() as stack:
+        doors = [stack.enter_context(Doorway()) for _ in range(2)]
+        assert doors[0]._socket is not None
+        doors[0]._socket.listen(1)
+        full = 0
+        while full < 10:
+            one = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+            try:
+                one.connect(f"\0fjoin-{doors[0].address.split(' ')[0]}")
+            except BlockingIOError:
+                break
+            full += 1
+        found = met(doors)
+        assert 0 < full < 10 and [set(one) for one in found] == [{1}, {0}]
+        for connections in found:
+            connections[next(iter(connections))].close()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with Doorway() as door, Doorway() as other, Doorway() as absent:
+        found: list[Any] = []
+        addresses = {1: other.address, 2: absent.address}
+        thread = threading.Thread(target=lambda: found.append(other.connect(1, {0: door.address}, 5.0)))
+        thread.start()
+        with pytest.raises(fjoin.CollectiveTimeout, match="rank 0 could not connect to rank 2") as error:
+            door.connect(0, addresses, 0.5)
+        thread.join()
+        found[0][0].close()
+        assert error.value.rank == 2
+
+
+def test_ranks_of_other_users_and_name_spaces_are_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = _hosts.host_name()
+    assert own == _hosts.host_name()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    other_user = _hosts.host_name()
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "readlink", lambda path: f"{path}:[1]")
+    assert len({own, other_user, _hosts.host_name()}) == 3

@@ -1,0 +1,216 @@
+"""The backend "fjoin" and the axes take tensors of every layout; the backend's results are those of gloo on plain copies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+
+
+def values(shape: Any, dtype: torch.dtype, start: int) -> Tensor:
+    n = torch.Size(shape).numel()
+    x = (torch.arange(n) + start) % 3
+    return (x + 1j * (x + 1) if dtype.is_complex else x).to(dtype).reshape(shape)
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def conjugated(x: Tensor) -> Tensor:
+    return x.conj().resolve_conj().conj() if x.is_complex() else x
+
+
+def negated(x: Tensor) -> Tensor:
+    return torch.complex(torch.zeros_like(x), -x).conj().imag if x.dtype in (torch.float32, torch.float64) else x
+
+
+# A shape, and the function that gives values their layout.
+LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "contiguous": ((6,), lambda x: x),
+    "large": ((3, 30_000), lambda x: x),
+    "strided": ((6,), strided),
+    "strided, large": ((90_000,), strided),
+    "reversed rows": ((4, 3), lambda x: strided(x.flip(0)).flip(0)),
+    "one element with a stride": ((1,), lambda x: x.new_zeros(4, 3)[:1, 0].copy_(x)),
+    "two dimensions of one element": ((1, 1), lambda x: x.new_zeros(4, 3, 5)[:1, 1, 2:3].copy_(x)),
+    "transposed": ((5, 4), lambda x: x.t().contiguous().t()),
+    "transposed, large": ((300, 200), lambda x: x.t().contiguous().t()),
+    "channels last": ((2, 3, 4, 5), lambda x: x.contiguous(memory_format=torch.channels_last)),
+    "with an offset": ((7,), lambda x: x.new_zeros(20)[5:12].copy_(x)),
+    "empty": ((0,), lambda x: x),
+    "empty with a stride": ((0,), lambda x: x.new_zeros(4, 3)[:0, 0]),
+    "0-d": ((), lambda x: x),
+    "0-d in a matrix": ((), lambda x: x.new_zeros(4, 3)[2, 1].copy_(x)),
+    "conjugated": ((6,), conjugated),
+    "conjugated, strided": ((6,), lambda x: strided(conjugated(x)).conj().resolve_conj().conj() if x.is_complex() else strided(x)),
+    "conjugated, 0-d": ((), conjugated),
+    "negated": ((6,), negated),
+    "negated, large": ((90_000,), negated),
+    "negated, 0-d": ((), negated),
+    "negated, empty": ((0,), negated),
+}  # fmt: skip
+# Layouts that only an input can have.
+INPUTS = {
+    "expanded": ((4, 3), lambda x: x[:1].expand(4, 3)),
+    "expanded, 1-d": ((5,), lambda x: x[:1].expand(5)),
+}
+
+
+Make = Callable[[int], Tensor]
+
+
+class Calls:
+    """The collectives of a backend on inputs and outputs that two functions make. Each returns what it has given this rank."""
+
+    def __init__(self, group: Any, make: Make, room: Make) -> None:
+        self.group, self.make, self.room = group, make, room
+        self.rank, self.w = dist.get_rank(), dist.get_world_size()
+
+    def all_reduce(self) -> Any:
+        dist.all_reduce(x := self.room(self.rank), group=self.group)
+        return x
+
+    def all_reduce_coalesced(self) -> Any:
+        xs = [self.room(self.rank), self.room(self.rank + 1)]
+        self.group.allreduce_coalesced(xs, dist.AllreduceCoalescedOptions()).wait()
+        return xs
+
+    def reduce(self) -> Any:
+        dist.reduce(x := self.room(self.rank), group=self.group, group_dst=0)
+        return x if self.rank == 0 else None
+
+    def reduce_scatter(self) -> Any:
+        out = self.room(9)
+        dist.reduce_scatter(out, [self.make(self.rank + i) for i in range(self.w)], group=self.group)
+        return out
+
+    def broadcast(self) -> Any:
+        dist.broadcast(x := self.room(self.rank), group=self.group, group_src=self.w - 1)
+        return x
+
+    def all_gather(self) -> Any:
+        dist.all_gather(outs := [self.room(9 + i) for i in range(self.w)], self.make(self.rank), group=self.group)
+        return outs
+
+    def gather(self) -> Any:
+        outs = [self.room(9 + i) for i in range(self.w)] if self.rank == 0 else None
+        dist.gather(self.make(self.rank), outs, group=self.group, group_dst=0)
+        return outs
+
+    def scatter(self) -> Any:
+        parts = [self.make(i) for i in range(self.w)] if self.rank == 0 else None
+        dist.scatter(out := self.room(9), parts, group=self.group, group_src=0)
+        return out
+
+    def all_to_all(self) -> Any:
+        dist.all_to_all(
+            outs := [self.room(9) for _ in range(self.w)], [self.make(i) for i in range(self.w)], group=self.group
+        )
+        return outs
+
+    def send(self) -> Any:
+        out, right, left = self.room(9), (self.rank + 1) % self.w, (self.rank - 1) % self.w
+        works = (
+            dist.isend(self.make(self.rank), group=self.group, group_dst=right),
+            dist.irecv(out, group=self.group, group_src=left),
+        )
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        return out
+
+
+def plain(x: Any) -> Any:
+    """The same values in a layout and a dtype that all of gloo's collectives have."""
+    if not isinstance(x, Tensor):
+        return x and [plain(one) for one in x]
+    x = x.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+    x = torch.view_as_real(x).clone() if x.is_complex() else x
+    return x.to({torch.bool: torch.uint8, torch.bfloat16: torch.float32}.get(x.dtype, x.dtype))
+
+
+def both(layout: str) -> list[str]:
+    """The calls whose results differ from those of gloo on contiguous copies."""
+    wrong, (shape, lay) = list[str](), (LAYOUTS | INPUTS)[layout]
+    ours, gloo = dist.new_group(backend="fjoin"), dist.new_group(backend="gloo")
+    for dtype in DTYPES:
+
+        def make(start: int) -> Tensor:
+            return lay(values(shape, dtype, start))  # noqa: B023
+
+        def copied(start: int) -> Tensor:
+            return plain(make(start))
+
+        own = Calls(ours, make, (lambda start: make(start).clone()) if layout in INPUTS else make)
+        for name in [name for name in vars(Calls) if not name.startswith("_")]:
+            if dtype is torch.bool and "reduce" in name:
+                continue
+            got, want = plain(getattr(own, name)()), getattr(Calls(gloo, copied, copied), name)()
+            try:
+                torch.testing.assert_close(got, want, rtol=0, atol=0)
+            except AssertionError as error:
+                wrong.append(f"{name} of {dtype}: {error}")
+    for group in (ours, gloo):
+        dist.destroy_process_group(group)
+    return wrong
+
+
+# torch.distributed itself refuses a conjugated tensor, before any backend sees it.
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS | INPUTS if "conjugated" not in one])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_collectives_of_the_backend_on_every_layout(pool: Any, n: int, layout: str) -> None:
+    assert pool.run(n, both, layout) == [[]] * n
+
+
+def on_axes(mesh: Any, bound: bool, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Collectives over a mesh of a tensor of a layout."""
+    shape, lay = (LAYOUTS | INPUTS)[layout]
+    x = lay(values(shape, dtype, mesh.rank))
+    rows = torch.stack([x] * mesh.size) if x.dim() else x.expand(mesh.size)
+    calls: dict[str, Callable[[], Any]] = {
+        "psum": lambda: tx.psum(x, "data"),
+        "tree": lambda: tx.psum({"a": x, "b": [x, rows]}, "data"),
+        "pbroadcast": lambda: tx.pbroadcast(x, "data", mesh.size - 1),
+        "all_gather": lambda: tx.all_gather(x, "data"),
+        "psum_scatter": lambda: tx.psum_scatter(rows, "data"),
+        "all_to_all": lambda: tx.all_to_all(rows, "data"),
+        "all_to_all_single": lambda: tx.all_to_all_single(rows, "data"),
+        "ppermute": lambda: tx.ppermute(x, "data", [(i, (i + 1) % mesh.size) for i in range(mesh.size)]),
+    }
+    if not dtype.is_complex:
+        calls |= {"pmax": lambda: tx.pmax(x, "data"), "pmin": lambda: tx.pmin(x, "data")}
+    before = x.clone()
+    with contextlib.nullcontext() if bound else fjoin.bind(mesh):
+        out = {name: call() for name, call in calls.items()}
+    assert torch.equal(x, before)
+    return out
+
+
+def every_layout(transport: str | None) -> dict[Any, Any]:
+    """The same over all layouts; None for simulated ranks."""
+    mesh = fjoin.mesh({"data": -1}, transport=transport or "auto", ordered=transport == "gloo")
+    return {
+        (layout, dtype): on_axes(mesh, transport is None, layout, dtype)
+        for layout in LAYOUTS | INPUTS
+        for dtype in (torch.float32, torch.int64, torch.complex64)
+    }
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_collectives_over_axes_on_every_layout(pool: Any, n: int, transport: str) -> None:
+    """As simulated, to the bit."""
+    want = tx.simulate(lambda: every_layout(None), {"data": n})
+    for own, simulated in zip(pool.run(n, every_layout, transport), want, strict=True):
+        for key in simulated:
+            torch.testing.assert_close(own[key], simulated[key], rtol=0, atol=0, msg=lambda text: f"{key}: {text}")  # noqa: B023
