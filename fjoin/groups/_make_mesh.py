@@ -35,6 +35,7 @@ from ._transport import chosen_transport, links_to_host
 T = TypeVar("T")
 # The groups by axis; and for axes that are split, that of this rank's host and that of its peers on the others.
 Connected: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
+_CONNECTED_S = 30.0  # torch's attempts to connect end by themselves, later than their time-out
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
 
@@ -216,7 +217,7 @@ def _limited(timeout_s: float, call: Callable[[], T]) -> T:
         return call()
 
     try:
-        return within(timeout_s + 0.5, on_device)
+        return within(timeout_s + 0.5, on_device, _CONNECTED_S)
     except (Unanswered, dist.DistError) as error:
         cause = error
     except RuntimeError as error:

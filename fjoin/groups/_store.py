@@ -17,21 +17,23 @@ import torch.distributed as dist
 T = TypeVar("T")
 # Calls with a longer limit also wait for the answer to an earlier call.
 _PATIENT_S = 1.0
-# How long the end of the program waits for calls that have not returned.
-_LAST_S = 5.0
-_LEFT: list[threading.Thread] = []
+# Threads of calls that have not returned, and how long the end of the program waits for each.
+_LEFT: list[tuple[threading.Thread, float]] = []
 
 
 class Unanswered(RuntimeError):
     """A call did not return within its limit."""
 
 
-def within(seconds: float, call: Callable[[], T]) -> T:
+def within(seconds: float, call: Callable[[], T], last_s: float = 5.0) -> T:
     """The result of `call()`, which runs in a thread of its own.
 
+    Args:
+        last_s: How long the end of the program waits for a call that has not returned.
+
     Raises:
-        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits some seconds
-            for it, since a thread that returns from C++ while the interpreter ends would abort the process.
+        Unanswered: it has not returned within `seconds`. Its thread keeps running; the end of the program waits for it,
+            since a thread that returns from C++ while the interpreter ends would abort the process.
     """
     answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
@@ -48,7 +50,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     except queue.Empty:
         if not _LEFT:
             atexit.register(_await_left)
-        _LEFT.append(thread)
+        _LEFT.append((thread, last_s))
         raise Unanswered(f"no answer within {seconds:g} s") from None
     if not fine:
         try:
@@ -59,9 +61,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def _await_left() -> None:
-    end = time.monotonic() + _LAST_S
-    for thread in _LEFT:
-        thread.join(max(0.0, end - time.monotonic()))
+    start = time.monotonic()
+    for thread, last_s in _LEFT:
+        thread.join(max(0.0, start + last_s - time.monotonic()))
 
 
 class Store:
