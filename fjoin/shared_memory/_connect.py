@@ -52,7 +52,7 @@ def connect(
     except (_Elsewhere, TransportError) as error:
         reason = str(error)
     except PeerGone as error:
-        reason = refused(error.rank) or str(error)
+        reason = (refused(error.rank) if error.rank is not None else None) or str(error)
     except OSError as error:
         reason = f"rank {rank}: {error}"
         refuse(reason)

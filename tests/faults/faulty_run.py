@@ -63,6 +63,7 @@ def run(rank: int, report: Report, fault: Fault) -> None:
     programs = {
         "train_step": train_step, "pipeline.step": pure_step, "ddp.register": registered, "fjoin.Join": joined,
     }  # fmt: skip
+    os.environ["FJOIN_TRANSPORT"] = fault.transport
     seen: list[str] = []
     inject = Injector(fault, rank, report)
     try:

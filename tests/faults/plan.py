@@ -33,6 +33,7 @@ class Fault:
         hook: One of `HOOKS`.
         accumulate, donate: Of the train_step.
         timeout_s: Of the mesh.
+        transport: Shared memory ("auto") or gloo.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Fault:
     accumulate: int
     donate: bool
     timeout_s: float
+    transport: str
 
 
 def plan(seed: int, faults: int) -> list[Fault]:
@@ -65,6 +67,7 @@ def plan(seed: int, faults: int) -> list[Fault]:
             Fault(
                 kind, program, place, chance.randrange(ranks), step, ranks, chance.choice(HOOKS),
                 chance.choice([1, 1, 2]), chance.random() < 0.7, SHORT_S if waits else 30.0,
+                chance.choice(["auto", "gloo"]),
             )
         )  # fmt: skip
     return chosen

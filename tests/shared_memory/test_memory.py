@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -116,3 +119,57 @@ def test_lent_memory_is_used_again_once_nothing_views_it() -> None:
     kept = memory.lend(10, torch.float32).fill_(3.0)
     memory.close()
     assert (kept == 3.0).all()
+
+
+def test_memory_may_be_given_back_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A garbage collection may end tensors while memory is made or borrowed, in this thread."""
+    memory, allocate = HostMemory(), os.posix_fallocate
+    lent = [memory.lend(size, torch.uint8) for size in (5_000, 50_000, 500_000)]
+
+    def collects(*args: int) -> None:
+        if lent:
+            del lent[-1]
+        allocate(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", collects)
+    for size in (60_000, 70_000, 80_000, 5_000, 50_000, 500_000):
+        assert memory.borrow(size).size >= size
+    assert not lent
+
+
+def test_memory_is_lent_to_one_thread_at_a_time() -> None:
+    memory, wrong = HostMemory(), []
+
+    def borrow(number: int) -> None:
+        chance = random.Random(number)
+        for _ in range(200):
+            x = memory.lend(chance.choice([100, 5_000, 20_000]), torch.int64).fill_(number)
+            y = memory.zeros(10, torch.int64).fill_(number)
+            if not (x.eq(number).all() and y.eq(number).all()):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=borrow, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forked_process_frees_nothing() -> None:
+    """Such as a worker of a DataLoader, which drops the tensors that it has inherited."""
+    memory = HostMemory()
+    held = [memory.zeros(5_000, torch.float32).fill_(3.0), memory.lend(5_000, torch.float32).fill_(4.0)]
+    if (child := os.fork()) == 0:
+        held.clear()
+        memory.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (held[0] == 3.0).all() and (held[1] == 4.0).all()
+
+
+def test_freed_memory_returns_to_the_system() -> None:
+    memory = HostMemory()
+    for _ in range(20):
+        memory.zeros(1_000_000, torch.float32).fill_(1.0)
+    assert os.fstat(memory.fd).st_blocks * 512 < 1_000_000
