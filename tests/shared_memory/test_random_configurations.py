@@ -52,6 +52,8 @@ class Configuration:
         self.dtype = chance.choice(DTYPES)
         shapes = [(3,), (), (0,), (17, 5), (64, 64), (130, 257), (2, 3, 4), (1, 1), (20_000,), (300, 200)]
         self.shapes = [chance.choice(shapes) for _ in range(chance.randint(1, 6))]
+        if self.optimizer == "muon":  # of matrices
+            self.shapes = [shape for shape in self.shapes if len(shape) == 2] or [(64, 64)]
         self.collectives = chance.sample(list(COLLECTIVES), 2)
         self.steps, self.bucket_bytes = chance.randint(2, 4), chance.choice([1000, 100_000, 2**20])
         self.whole_step = chance.random() < 0.5  # or a loop of one's own
