@@ -141,8 +141,7 @@ def _connect(store: Any, rank: int, size: int, timeout_s: float) -> HostLinks:
             )
         addresses = {other: address for other, (_, address) in enumerate(found) if other != rank}
         links, reason = connect(doorway, rank, addresses, timeout_s, tell, told)
-    if links is not None:
-        tell("")
+    tell(reason)  # also where this rank has learned it from another one
     reasons = [reason, *(store.get(f"fjoin/connected/{other}").decode() for other in addresses if links is not None)]
     for one in reasons:
         if one:
