@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -33,13 +33,20 @@ class Failures:
         rank: This rank in the mesh.
         ranks: The mesh's ranks, as the default process group numbers them.
         connections: The connections of its groups, where these are known.
+        calls: The number of collectives that this rank has called, where that is known; otherwise 0.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], connections: Connections) -> None:
+    def __init__(
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], connections: Connections,
+        calls: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
+        self._calls = calls
         self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
         # After one broken connection gloo closes the whole group; only a rank without any connection has surely ended.
         self._all, self._own = Connections(), connections
         self._gone_before: set[int] = set()  # the ranks that were gone at the last check
+        self._leaves = False  # whether this rank waits for the others to leave a loop
+        self._left = 0  # the number of collectives before the last end that all ranks agreed on
         with contextlib.suppress(RuntimeError):
             store.set(_ANSWER_S, f"{self._name}/connections/{rank}", json.dumps(self._all.addresses()))
 
@@ -61,7 +68,7 @@ class Failures:
         with contextlib.suppress(RuntimeError):
             text = self._store.get(_ANSWER_S, f"{self._name}/failure")
             report = None if text is None else json.loads(text)
-            if report and self._rank not in (report["by"], report["rank"]):
+            if report and report["by"] != self._rank and (self._leaves or report["rank"] != self._rank):
                 return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
         return None
 
@@ -81,6 +88,35 @@ class Failures:
             for connections in (self._all, self._own):
                 connections.know(rank, json.loads(text))
         return texts is not None
+
+    @contextlib.contextmanager
+    def leaving(self, text: str) -> Iterator[int]:
+        """Announce that this rank leaves a loop, in a with block that waits for the others to do so.
+
+        Args:
+            text: The error of those that go on.
+
+        Yields:
+            The number of collectives that this rank has called.
+        """
+        self._leaves, calls = True, self._calls()
+        notice = {"rank": self._rank, "calls": calls, "text": text}
+        try:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_ANSWER_S, f"{self._name}/leaving", json.dumps(notice))
+            yield calls
+            self._left = calls
+        finally:
+            self._leaves = False
+
+    def _left_alone(self) -> FjoinError | None:
+        """The error where another rank has left a loop and this one has gone on."""
+        with contextlib.suppress(RuntimeError):
+            text = self._store.get(_ANSWER_S, f"{self._name}/leaving")
+            notice = None if text is None else json.loads(text)
+            if notice and self._left < notice["calls"] < self._calls():
+                return PeerLost(f"rank {notice['rank']} failed: JoinError: {notice['text']}", rank=notice["rank"])
+        return None
 
     def root_cause(self, error: BaseException, step: int | None) -> BaseException:
         """The typed error for an error of the backend: a failure that another rank has reported, or a lost or late rank.
@@ -135,6 +171,8 @@ class Failures:
         before, self._gone_before = self._gone_before, self.gone()
         # A report precedes the end of a connection, so read the report after the connections.
         if (failure := self.reported()) is not None:
+            raise failure
+        if (failure := self._left_alone()) is not None:
             raise failure
         if awaited and set(awaited) <= before & self._gone_before:
             _raise(self.lost(None, ""))

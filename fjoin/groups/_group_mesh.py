@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import os
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from .._errors import CollectiveTimeout, JoinError, PeerLost
+from .._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
 from ..shared_memory._links import HostLinks
 from ._axis import GroupAxis
 from ._connections import Connections, shut
@@ -60,7 +61,13 @@ class GroupMesh(Mesh):
     ) -> None:
         self._store, name = Store(), world_mesh.group_name  # a name that is the same on all ranks
         self._ranks = ranks = dist.get_process_group_ranks(world_mesh)
-        self._failures = failures = Failures(self._store, name, world_mesh.rank(), ranks, connections)
+        me = weakref.ref(self)
+
+        def calls() -> int:
+            mesh = me()
+            return 0 if mesh is None else mesh._calls()
+
+        self._failures = failures = Failures(self._store, name, world_mesh.rank(), ranks, connections, calls)
 
         def look(group: Any) -> Callable[[], None]:
             """A check for failures, for ranks that wait for a message over a group."""
@@ -127,6 +134,15 @@ class GroupMesh(Mesh):
             return shared + self.group._get_sequence_number_for_group()  # type: ignore[no-any-return]
         return shared
 
+    def _calls(self) -> int:
+        """The number of collectives called over all groups of this mesh, where that is known."""
+        groups = {id(axis.group): axis.group for axis in self._all if axis.group is not None}
+        calls = 0 if self._links is None else self._links.count
+        for group in groups.values():
+            with contextlib.suppress(RuntimeError):  # not every backend counts its collectives
+                calls += group._get_sequence_number_for_group()
+        return calls
+
     def exchange(
         self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
     ) -> Any:
@@ -164,6 +180,20 @@ class GroupMesh(Mesh):
         self._take_down()
         # Last, since gloo first waits for the messages under way, and may not notice connections that are cut.
         shut(opened)
+
+    def leave_together(self, text: str, limit_s: float | None = None) -> bool:
+        if self._down or self._process != os.getpid() or self.lost() is not None:
+            return False
+        meetings = self._meetings if limit_s is None else self._meetings.within(limit_s)
+        try:
+            with self._failures.leaving(text) as calls:
+                counts = meetings.exchange("the end of a loop that is left", calls, list, self._ranks)
+                return all(count == calls for count in counts)
+        except KeyboardInterrupt:  # nothing raises out of a generator that is being dropped
+            _thread.interrupt_main()
+        except FjoinError:
+            pass
+        return False
 
     def close(self) -> None:
         if not self._owned or self._down or self._process != os.getpid():

@@ -33,6 +33,10 @@ class Meetings:
         self._store, self._rank = store, dist.get_rank()
         self._name, self._timeout_s, self._check = name, timeout_s, check
 
+    def within(self, timeout_s: float) -> Meetings:
+        """The same meetings with a shorter time limit."""
+        return Meetings(self._store, self._name, min(timeout_s, self._timeout_s), self._check)
+
     def exchange(self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], members: Sequence[int]) -> Any:
         """`combine` of the members' JSON values in the members' order: computed by the first member, the same on all.
 

@@ -132,6 +132,15 @@ class Mesh:
     def report_failure(self, error: BaseException, step: int | None) -> None:
         """Reports a failure of this rank to the other ranks, and ends the messages that they wait for."""
 
+    def leave_together(self, text: str, limit_s: float | None = None) -> bool:
+        """Whether all ranks leave a loop here, which this rank is leaving before its end; waits for them.
+
+        Args:
+            text: The error of ranks that go on.
+            limit_s: The longest time to wait, where that is shorter than the mesh's time-out.
+        """
+        return True
+
     def raise_root_cause(self, error: BaseException, step: int | None) -> NoReturn:
         """Reports an error to the other ranks, and raises its root cause."""
         cause = self.root_cause(error, step)

@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from .._errors import EarlyTermination, JoinError, NoBatch, NonFinite
 from ..transforms._check import iterable
+from ._leaving import left_by_code
 from ._look_ahead import LookAhead
 
 B = TypeVar("B")
@@ -80,7 +81,7 @@ def _iterate(
     for step in steps:
         step._begin_join()
     first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
-    number, finished, replays = 0, False, when_exhausted == "replay"
+    number, finished, replays, by_code = 0, False, when_exhausted == "replay", False
     try:
         iterable("loader", loader)
         batches, look_ahead = iter(loader), LookAhead()
@@ -94,7 +95,7 @@ def _iterate(
                 "step.join(loader, when_exhausted='replay', empty=a_batch)"
             )
         given: Any = empty
-        more = have > 0
+        more, iterations = have > 0, list[Iteration]()
         while more:
             following = _END if current is _END else look_ahead(current, partial(_load, steps, batches))
             if current is not _END:
@@ -124,6 +125,9 @@ def _iterate(
         for step in steps:
             step._end_join()
     except GeneratorExit:
+        by_code = left_by_code()
+        last = next((iteration.others for iteration in iterations if iteration.others is not None), None)
+        finished = by_code and last is not None and last() == 0  # no rank has another batch
         raise
     except BaseException as error:
         finished = True
@@ -138,10 +142,12 @@ def _iterate(
                 step._leave(
                     JoinError(
                         f"rank {step.rank} left the loop over {name} in iteration {number}, by break, return or an "
-                        f"exception; to stop all ranks after n batches, loop over {name}(itertools.islice(loader, n))",
+                        f"exception, and others have not; leave it on all ranks after the same step, or loop over "
+                        f"{name}(itertools.islice(loader, n))",
                         rank=step.rank,
                         step=step._last_step,
-                    )
+                    ),
+                    by_code,
                 )
 
 

@@ -227,6 +227,7 @@ class TrainStep:
         step computes nothing for it and takes part with weight 0. The loop looks one batch ahead, so
         the ranks end together without extra messages; one small message at the start finds out whether
         any rank has a batch. The body must call the step exactly once in each iteration.
+        All ranks may leave it by break or return after the same step.
 
         Args:
             loader: Any iterable of batches, of any length on each rank, 0 included. It must not write the next batch into the
@@ -245,7 +246,7 @@ class TrainStep:
 
         Raises:
             EarlyTermination: on all ranks, see above.
-            JoinError: the body did not call the step exactly once, or was left early; the loader has written into the
+            JoinError: the body did not call the step exactly once, or some ranks left it; the loader has written into the
                 previous batch; raised by the step: `loss_fn` communicates although ranks without input do not call it.
             PeerLost: another rank left the loop, or failed.
         """
@@ -300,9 +301,15 @@ class TrainStep:
             same_loops(self._mesh, self._run.axes, loop)
             self._compared = True
 
-    def _leave(self, error: JoinError) -> None:
-        """Report that this rank left the loop before its end, unless all ranks raised at the same place."""
+    def _leave(self, error: JoinError, agreed: bool) -> None:
+        """Report that this rank left the loop before its end, unless all ranks left or raised at the same place.
+
+        Args:
+            agreed: Whether the others may leave it too.
+        """
         if self._broken is None and self.ranks > 1 and not self._together:
+            if agreed and self._mesh.leave_together(str(error)):
+                return
             self._break(error)
             self._mesh.report_failure(error, self._last_step)
 

@@ -12,6 +12,7 @@ from .._errors import EarlyTermination, JoinError
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..training._join_steps import _END, NO_BATCH, JoinedLoader
+from ..training._leaving import left_by_code
 from ..training._look_ahead import LookAhead
 from ..training._loss import weigh
 from ..training._step import TrainStep
@@ -19,6 +20,8 @@ from ..transforms._check import iterable
 from ..transforms._tree import to_device
 
 B = TypeVar("B")
+# Ranks that leave a loop together do so within this time. Those that go on may wait in a module's messages, and see nothing.
+_TOGETHER_S = 30.0
 
 
 class Loop(Generic[B]):
@@ -53,7 +56,7 @@ class Loop(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         if self._running:
             raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
-        self._running, finished = True, False
+        self._running, finished, by_code = True, False, False
         self.number, self.batches = 0, 0
         answer: _Sum | None = None
         try:
@@ -81,6 +84,7 @@ class Loop(Generic[B]):
                 current, weight = following
             finished = True
         except GeneratorExit:
+            by_code = left_by_code()
             raise
         except BaseException as error:
             finished = True
@@ -91,11 +95,13 @@ class Loop(Generic[B]):
             self._running = False
             if not finished and self._mesh.size > 1:
                 # A body that ended because a peer was lost is not the first to have left.
-                left = JoinError(
+                text = (
                     f"rank {self._mesh.rank} left the loop over fjoin.join in iteration {self.number}, by break, return or an "
-                    f"exception; to stop all ranks after n batches, loop over fjoin.join(itertools.islice(loader, n))"
+                    f"exception, and others have not; leave it on all ranks in the same iteration, or loop over "
+                    f"fjoin.join(itertools.islice(loader, n))"
                 )
-                self._mesh.report_failure(self._mesh.lost() or left, self.number)
+                if not (by_code and self._mesh.leave_together(text, _TOGETHER_S)):
+                    self._mesh.report_failure(self._mesh.lost() or JoinError(text), self.number)
 
     def _load(self, batches: Iterator[B]) -> tuple[Any, float]:
         batch = next(batches, _END)
@@ -180,9 +186,9 @@ def join(
         EarlyTermination: on all ranks, see above.
         JoinError: the loop is still running; the loader has written into the previous batch; with `steps`, the body did
             not call each exactly once.
-        PeerLost: another rank left the loop by break, return or an exception: the mesh is taken down, by default the
-            default process group. Ranks that wait in a module's own messages end with the backend's error: over groups
-            of its own, such as those of `fully_shard`, at their time-out.
+        PeerLost: another rank left the loop by an exception, or by break or return where this one did not within 30 s:
+            the mesh is taken down, by default the default process group. Ranks that wait in a module's own messages end
+            with the backend's error: over groups of its own, such as those of `fully_shard`, at their time-out.
         TypeError, ValueError: an argument that cannot be used.
 
     >>> loop = fjoin.join([torch.ones(3), torch.ones(1)], weight=len)
