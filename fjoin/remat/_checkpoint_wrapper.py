@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from ..transforms.remat._offload import Offload
 from ..transforms.remat._policies import everything_saveable
 from ..transforms.remat._remat import Runner, runner_of
+from ._arguments import run_with
 
 
 class CheckpointImpl(enum.Enum):
@@ -49,15 +51,18 @@ def checkpoint_wrapper(
         checkpoint_impl: Has no effect.
         checkpoint_fn: A function of one's own, called as `checkpoint_fn(forward, *args, **kwargs, **checkpoint_fn_kwargs)`;
             by default `remat`.
-        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng (also by torch's name,
-            preserve_rng_state), budget_bytes.
+        **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng, budget_bytes; or those of
+            torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
+            create_selective_checkpoint_contexts; early_stop; use_reentrant and determinism_check, which have no effect;
+            debug=False.
 
     Returns:
         The module's twin.
 
     Raises:
-        TypeError: no module; unknown arguments.
-        ValueError: a module that is compiled, or one of torch.jit.
+        TypeError: no module; unknown arguments; raised by the call: other contexts of context_fn.
+        ValueError: a module that is compiled, or one of torch.jit; a value of one of torch's arguments that has no
+            equivalent.
 
     >>> import fjoin
     >>> block = fjoin.checkpoint_wrapper(torch.nn.Linear(2, 2))
@@ -68,7 +73,7 @@ def checkpoint_wrapper(
         raise TypeError(f"checkpoint_wrapper: checkpoint_impl must be a CheckpointImpl, got {checkpoint_impl!r}")
     options = {"checkpoint_impl": checkpoint_impl, "checkpoint_fn": checkpoint_fn, **checkpoint_fn_kwargs}
     if checkpoint_fn is None:
-        run = runner_of(**_options(checkpoint_fn_kwargs))
+        run = run_with(checkpoint_fn_kwargs)
     else:
         chosen = functools.partial(checkpoint_fn, **checkpoint_fn_kwargs)
 
@@ -101,20 +106,6 @@ def offload_wrapper(module: nn.Module, offload: Offload = "cpu") -> nn.Module:
     return _twin(module, run, (offload_wrapper, {"offload": offload}))
 
 
-_NAMES = ("policy", "offload", "preserve_rng", "budget_bytes")
-
-
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    options = dict(given)
-    if "preserve_rng_state" in options:
-        options["preserve_rng"] = options.pop("preserve_rng_state")
-    for name in options:
-        if name not in _NAMES:
-            hint = "; a policy says what to keep" if name == "context_fn" else ""
-            raise TypeError(f"checkpoint_wrapper takes {', '.join(_NAMES)}, or a checkpoint_fn, got {name!r}{hint}")
-    return options
-
-
 def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{made_by[0].__name__} takes a module, got a {type(module).__name__}")
@@ -126,7 +117,7 @@ def _twin(module: nn.Module, run: Runner, made_by: tuple[Any, Any]) -> nn.Module
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = None if issubclass(plain, CheckpointWrapper) else vars(self).get("_own_forward")
-        return run(functools.partial(plain.forward, self) if own is None else own, args, kwargs)
+        return run(types.MethodType(plain.forward, self) if own is None else own, args, kwargs)
 
     bases = (plain,) if issubclass(plain, CheckpointWrapper) else (plain, CheckpointWrapper)
     first, before = (plain._plain, plain._made_by) if issubclass(plain, CheckpointWrapper) else (plain, ())

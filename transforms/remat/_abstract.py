@@ -11,14 +11,23 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-from ._captured import captured, is_tracked
-from ._kept import memory_of, unheard
-from ._plain import path_words
+from ._kept import memory_of, unheard, written_by
+from ._messages import path_words
+from ._modes import run_op
+from ._plain import HOOKS_REFUSED, HooksRefused
+from ._random import unchanged_host
+from ._reach import captured, is_tracked
+from ._surroundings import function_modes
 
 
 class Abstract(NamedTuple):
@@ -53,19 +62,25 @@ def abstract(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool = Fa
     others = [x for x in (*found.tracked.values(), *found.state.values()) if id(x) not in inside and not _wrapped(x)]
     given: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
-        isolated: tuple[Any, ...] = (
-            _disable_current_modes,
-            _without_function_modes,
-            temporarily_clear_interpreter_stack,
-        )
-        for context in (*isolated, _hooks_allowed, unheard, torch.enable_grad):
-            stack.enter_context(context())
+        for context in (
+            found.places.unchanged(),
+            unchanged_host(),
+            _disable_current_modes(),
+            function_modes(()),
+            temporarily_clear_interpreter_stack(),
+            _without_hooks(),
+            unheard(),
+            torch.enable_grad(),
+            _typed_errors(fn),
+        ):
+            stack.enter_context(context)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Protected(fake))
+        stack.enter_context(_Lent())
         for x in others:
             given[memory_of(x)] = given[memory_of(fake.from_tensor(x))] = "a tensor of the function"
         new = {i: like.make() for i, like in inside.items()}
         for slot in found.slots:
-            stack.callback(slot.held.__setitem__, slot.key, slot.value)
             slot.held[slot.key] = new[id(slot.value)]
             given[memory_of(new[id(slot.value)])] = slot.name
         for i, like in likes.items():
@@ -76,25 +91,74 @@ def abstract(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool = Fa
 
 
 @contextlib.contextmanager
-def _hooks_allowed() -> Iterator[None]:
+def _without_hooks() -> Iterator[None]:
     """A context without saved-tensor hooks, but with the right to them, which torch.func takes."""
-    message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    autograd: Any = torch._C._autograd
+    message = autograd._saved_tensors_hooks_get_disabled_error_message()
     if message is not None:
-        torch._C._autograd._saved_tensors_hooks_enable()
+        autograd._saved_tensors_hooks_enable()
+    hooks = []
+    while (pair := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        autograd._pop_saved_tensors_default_hooks()
     try:
-        with saved_tensors_hooks(lambda x: x, lambda x: x):
-            yield
+        yield
     finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
         if message is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(message)
+            autograd._saved_tensors_hooks_disable(message)
 
 
 @contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for _ in range(torch._C._len_torch_function_stack()):
-            stack.enter_context(_pop_mode_temporarily())
+def _typed_errors(fn: Callable[..., Any]) -> Iterator[None]:
+    """A context that says which functions cannot run without values."""
+    where = f"saved_residuals, budget_bytes and min_cut run {fn!r} on tensors without values, and it"
+    rather = "use a remat with another policy and without a budget"
+    try:
         yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(f"{where} depends on the values of tensors, by {error}; {rather}") from error
+    except HooksRefused as error:
+        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen; {rather}") from error
+    except RuntimeError as error:
+        if HOOKS_REFUSED not in str(error):
+            raise
+        raise ValueError(f"{where} uses torch.func, within which saved tensors are not seen; {rather}") from error
+
+
+class _Protected(TorchDispatchMode):
+    """Writes go into tensors without values, never into those that have them."""
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake = fake
+        self._written: dict[int, Tensor] = {}  # by memory, kept so that no other tensor gets its address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for x in written_by(func, args, kwargs):
+                if not isinstance(x, FakeTensor):
+                    self._written[memory_of(x)] = x
+        if self._written:
+            args, kwargs = tree_map_only(Tensor, self._swap, (args, kwargs))
+        return run_op(func, types, args, kwargs)
+
+    def _swap(self, x: Tensor) -> Tensor:
+        written = not isinstance(x, FakeTensor) and memory_of(x) in self._written
+        return self._fake.from_tensor(x) if written else x
+
+
+class _Lent(TorchFunctionMode):
+    """Arrays of numpy are copies."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("numpy", "__array__", "__dlpack__"):
+            if isinstance(args[0], FakeTensor):
+                raise DataDependentOutputException(func)
+            args = args[0].detach().clone(), *args[1:]
+        return func(*args, **(kwargs or {}))
 
 
 def batches() -> int:

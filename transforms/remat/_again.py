@@ -6,21 +6,25 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
-import optree
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
-from ._captured import Captured, captured, within
+from ._captured import Asked, Captured, within, without_graph
 from ._form import remembered
 from ._kept import Keeper
+from ._messages import refuse_iterators
 from ._min_cut import minimum_cut
 from ._offload import HOST, Store
-from ._plain import HooksRefused, PlainRegion, refuse_iterators
+from ._plain import HooksRefused, PlainRegion
 from ._policies import AtPlaces, Keep, Policy, everything_saveable, min_cut, nothing_saveable
+from ._pullback import is_differentiable, with_graph, with_values
+from ._reach import captured
 from ._record import Record
 from ._region import Region
+from ._result import rebuilt
+from ._surroundings import function_modes
 
 _MOST = 8  # runs that look for tensors that a function uses
 
@@ -43,17 +47,17 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         region, tensors = ctx.region, [torch._C._functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
-        moving = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+        moving = [i for i, x in enumerate(tensors) if ctx.needs_input_grad[i + 1] and is_differentiable(x)]
         used = [i for i, grad in enumerate(grads) if grad is not None]
         out: list[Any] = [None] * len(tensors)
         if used and moving:
 
             def of(*values: Tensor) -> tuple[Tensor, ...]:
-                results = region.again(_with(tensors, moving, values))
+                results = region.again(with_values(tensors, moving, values))
                 return tuple(results[i] for i in used)
 
-            vjp: Any = torch.func.vjp(of, *(tensors[i] for i in moving))[1]
-            for i, grad in zip(moving, vjp(tuple(grads[i] for i in used)), strict=True):
+            pullback = with_graph(of, [tensors[i] for i in moving])[1]
+            for i, grad in zip(moving, pullback([grads[i] for i in used]), strict=True):  # type: ignore[misc]
                 out[i] = grad
         return None, *out
 
@@ -63,7 +67,7 @@ class _Again(torch.autograd.Function):
         moving = [i for i, t in enumerate(tangents) if t is not None]
 
         def of(*values: Tensor) -> tuple[Tensor, ...]:
-            return tuple(region.again(_with(tensors, moving, values)))
+            return tuple(region.again(with_values(tensors, moving, values)))
 
         primals, moved = [tensors[i] for i in moving], [tangents[i] for i in moving]
         with _below(primals, moved) as (primals, moved), _set_fwd_grad_enabled(True):
@@ -73,13 +77,6 @@ class _Again(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, region: Any, *tensors: Tensor) -> tuple[Any, Any]:
         out = _Again.apply(region.batched(in_dims[1:], info.randomness), *tensors)  # type: ignore[no-untyped-call]
         return out, (0,) * len(out)
-
-
-def _with(tensors: Any, places: list[int], values: Any) -> list[Tensor]:
-    new = list(tensors)
-    for i, value in zip(places, values, strict=True):
-        new[i] = value
-    return new
 
 
 @contextlib.contextmanager
@@ -103,11 +100,13 @@ class How(NamedTuple):
     policy: Which results to keep.
     store: Where they wait, and the arguments with them; None for the device.
     preserve_rng: Whether a later run has the random numbers of the first.
+    early_stop: Whether a later run in plain autograd ends once it has what gradients use.
     """
 
     policy: Policy
     store: Store | None
     preserve_rng: bool
+    early_stop: bool = True
 
     def keeper(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Keeper | None:
         """What keeps results in one call."""
@@ -128,33 +127,38 @@ def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     if how.policy is everything_saveable and how.store is None:
         return fn(*args, **kwargs)
     refuse_iterators(args, kwargs)
+    if without_graph():
+        return fn(*args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         return _call_transformed(fn, how, args, kwargs)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    record = Record(how.preserve_rng, how.keeper(fn, args, kwargs))
+    found = captured(fn, args, kwargs)
+    record = Record(how.preserve_rng, found.places, how.keeper(fn, args, kwargs))
     try:
-        return PlainRegion(fn, args, kwargs, captured(fn, args, kwargs), record, how.store).first(args, kwargs)
+        return PlainRegion(fn, args, kwargs, found, record, how.store, how.early_stop).first(args, kwargs)
     except HooksRefused:
         return _call_transformed(fn, how, args, kwargs)
 
 
 def _call_transformed(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
-    found = captured(fn, args, kwargs)
+    found, graph = captured(fn, args, kwargs), False
     for _ in range(_MOST):
-        region = Region(fn, args, kwargs, found, Record(how.preserve_rng, how.keeper(fn, args, kwargs), uncached=True))
+        record = Record(how.preserve_rng, found.places, how.keeper(fn, args, kwargs), uncached=True)
+        region = Region(fn, args, kwargs, found, record, graph)
         try:
-            with within(region.tensors) as tensors:
+            with within(region.tensors) as tensors, function_modes(()):
                 out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
             break
         except Captured as more:
-            region.record.undo()
             found.tracked.update({id(x): x for x in more.found})
+        except Asked:
+            graph = True
+        record.undo()
     else:
         raise RuntimeError(
             f"remat: each of {_MOST} runs of {fn!r} has used other tensors that require a gradient; pass them as arguments"
         )
     region.tensors = []
-    form, places = region.record.result
     of = {"argument": tensors, "result": out}
-    return optree.tree_unflatten(form, [of[kind][i] for kind, i in places])
+    return rebuilt(record.result, lambda place: of[place.kind][place.number])

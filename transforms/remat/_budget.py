@@ -15,12 +15,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._abstract import abstract, batches
 from ._again import How, call
-from ._captured import captured
 from ._cost import Clock, rates_of
 from ._form import remembered
 from ._kept import listening, memory_of
 from ._offload import Handle, Store
 from ._policies import everything_saveable
+from ._reach import captured
+from ._result import tensors_of
 
 _STATES = 2048  # partial plans that are followed at once
 
@@ -149,7 +150,7 @@ class _Planned:
 
 
 def _away(how: How, store: Store | None) -> How:
-    return How(everything_saveable, store, how.preserve_rng)
+    return how._replace(policy=everything_saveable, store=store)
 
 
 class _Measured:
@@ -209,7 +210,7 @@ class _Measured:
             clock.seconds += 2 * handle.size / (rates.memory / 4 if handle.held else rates.away)
 
         with clock, listening(lambda x, name: None, moved), saved_tensors_hooks(add, lambda x: x):
-            out = [x for x in optree.tree_leaves(run(*again[0], **again[1])) if isinstance(x, Tensor)]
+            out = tensors_of(run(*again[0], **again[1]))
             held = sum(found.values())
             ends = [x for x in out if x.requires_grad]
             if ends and sources:

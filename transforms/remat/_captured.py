@@ -1,142 +1,20 @@
-"""The tensors that a function uses without taking them as arguments."""
+"""The tensors of a running function: replaced by others, watched for writes, and looked at for those that no search has found."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import threading
-import types
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ._kept import memory_of, written_by
-
-_WIDEST = 10_000  # entries of a container that are looked at
-
-
-def is_tracked(x: Tensor) -> bool:
-    """Whether a transform may differentiate, or batch, by this tensor."""
-    return x.requires_grad or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
-
-
-class Slot(NamedTuple):
-    """The place of a parameter or a buffer."""
-
-    held: dict[str, Any]  # of a module
-    key: str
-    value: Tensor
-    name: str  # in the module that the search has met
-
-
-class Found(NamedTuple):
-    """The tensors that can be reached from a function, by id.
-
-    tracked: Those that a transform may differentiate, or batch, by.
-    state: Others, such as buffers.
-    slots: The places of parameters and buffers in modules.
-    modules: The modules.
-    """
-
-    tracked: dict[int, Tensor]
-    state: dict[int, Tensor]
-    slots: list[Slot]
-    modules: list[nn.Module]
-
-
-def captured(fn: Callable[..., Any], *arguments: Any) -> Found:
-    """Search a function's closure, defaults, globals, partial arguments, the object of a method, modules, and containers.
-
-    Args:
-        fn: The function.
-        *arguments: Its arguments. Those that are no tensors are searched too.
-    """
-    found = Found({}, {}, [], [])
-    given: Any = arguments
-    others = [x for x in optree.tree_leaves(given) if not isinstance(x, Tensor)]
-    for x in _reachable((fn, *others), set(), 0, found):
-        (found.tracked if is_tracked(x) else found.state)[id(x)] = x
-    return found
-
-
-def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Tensor]:
-    if (
-        x is None
-        or isinstance(x, (str, bytes, int, float, complex, type, types.ModuleType))
-        or id(x) in seen
-        or depth > 6
-    ):
-        return
-    seen.add(id(x))
-    if isinstance(x, Tensor):
-        yield x
-        return
-    if isinstance(x, types.GeneratorType):
-        raise TypeError(
-            f"a function in remat uses the generator {x.__name__}, of which nothing is left when it runs again; make a list of it"
-        )
-    if isinstance(x, torch.jit.ScriptModule):
-        yield from (*x.parameters(), *x.buffers())
-        return
-    if isinstance(x, nn.Module):
-        for prefix, module in x.named_modules():
-            found.modules.append(module)
-            for held in (module._parameters, module._buffers):
-                for key, value in held.items():
-                    if value is not None:
-                        found.slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
-                        yield value
-        return
-    inside: list[Any] = []
-    if isinstance(x, functools.partial):
-        inside = [x.func, *x.args, *x.keywords.values()]
-    elif isinstance(x, types.MethodType):
-        inside = [x.__self__, x.__func__]
-    elif isinstance(x, types.FunctionType):
-        inside = [cell.cell_contents for cell in x.__closure__ or () if _filled(cell)]
-        inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        named = (x.__globals__.get(name) for name in _names(x.__code__))
-        # Of other files' functions only what they are called with is searched: all of torch would be within reach.
-        inside += [g for g in named if not isinstance(g, types.FunctionType) or _of_same_file(g, x)]
-        if (wrapped := getattr(x, "__wrapped__", None)) is not None:
-            inside.append(wrapped)
-    elif isinstance(x, dict):
-        inside = list(x.values()) if len(x) <= _WIDEST else []
-    elif isinstance(x, (list, tuple, set, frozenset, deque)):
-        inside = list(x) if len(x) <= _WIDEST else []
-    elif depth < 4 and not type(x).__module__.startswith(("torch", "builtins")):
-        inside = list(getattr(x, "__dict__", {}).values())
-        inside += [getattr(x, name, None) for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
-    for part in inside:
-        yield from _reachable(part, seen, depth + 1, found)
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """The globals that a function, or one inside it, may use."""
-    found = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= _names(const)
-    return found
-
-
-def _of_same_file(value: Any, function: types.FunctionType) -> bool:
-    return isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # not assigned yet
-        return False
-    return True
+from ._surroundings import OfOneRun
 
 
 class Captured(Exception):
@@ -147,6 +25,12 @@ class Captured(Exception):
         self.found = found
 
 
+class Asked(BaseException):
+    """A function asks whether a tensor requires a gradient, in a run without a graph."""
+
+
+_ASKS: Any = tuple(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn"))
+
 # Functions of torch that write into some of their arguments without a trailing underscore: their positions, and names.
 _STATISTICS = ("running_mean", "running_var")
 _LENDS = ("numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage")
@@ -154,7 +38,7 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _INPLACE = re.compile(r"(_foreach_\w*[^_]_|(?!_)\w*[^_]_|__i\w+__)$").match
 
 
-class Substitute(TorchFunctionMode):
+class Substitute(TorchFunctionMode, OfOneRun):
     """Replaces tensors by others in every operation of torch.
 
     Args:
@@ -164,6 +48,7 @@ class Substitute(TorchFunctionMode):
             operation gets instead.
         own: The ids of tensors that may be tracked; None where no others are looked for.
         refuse: Called with the memory of other tensors before an operation writes into them.
+        graph: Whether tensors have the graph that they have without `remat`; if not, to ask for it raises `Asked`.
     """
 
     def __init__(
@@ -173,9 +58,11 @@ class Substitute(TorchFunctionMode):
         written: Callable[[Tensor], Tensor],
         own: set[int] | None,
         refuse: Callable[[int], None] = lambda memory: None,
+        graph: bool = True,
     ) -> None:
         super().__init__()
         self._of, self._state, self._written, self._own, self._refuse = of, state, written, own, refuse
+        self.graph = graph
         self.foreign: dict[int, Tensor] = {}
         self.moves = False  # whether a region inside has moved arguments elsewhere
 
@@ -199,6 +86,8 @@ class Substitute(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self.graph and func in _ASKS:
+            raise Asked
         lends = getattr(func, "__name__", "") in _LENDS
         for x in _targets(func, args, kwargs):
             memory = memory_of(x)
@@ -243,6 +132,11 @@ class _Threads(threading.local):
 
 
 _THREADS = _Threads()
+
+
+def without_graph() -> bool:
+    """Whether the region around this one runs without a graph, so that nothing would be kept."""
+    return bool(_THREADS.running) and not _THREADS.running[-1].graph
 
 
 def note_moves() -> None:

@@ -6,9 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ._policies import Keep, Policy, everything_saveable, keep_of, min_cut, nothing_saveable
+from ._reach import captured
 
 
 def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: Any, kwargs: Any) -> Any:
@@ -29,3 +32,17 @@ def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: A
 
     contexts = functools.partial(create_selective_checkpoint_contexts, of_op)
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, context_fn=contexts, **kwargs)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def reaches_state(fn: Callable[..., Any], modules: tuple[nn.Module, ...]) -> bool:
+    """Whether a function reaches buffers or other tensors that it may write into; found when it is compiled.
+
+    torch.compile computes again from what is in a buffer after the write.
+    """
+    return bool(captured(fn, *modules).state)
+
+
+def modules_in(args: Any, kwargs: Any) -> tuple[nn.Module, ...]:
+    """The modules in a function's arguments."""
+    return tuple(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))

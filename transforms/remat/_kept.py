@@ -71,15 +71,14 @@ class Keeper:
         kept: The operations whose results later runs get.
         values: The results kept: tensors, or handles of those that wait elsewhere; None for what is not needed.
         count: The number of operations so far.
-        paused: Whether operations are not the function's own.
     """
 
     def __init__(self, policy: Policy, kept: Keep, store: Store) -> None:
         self._policy, self._meaning, self._store = policy, kept, store
-        self.paused = False
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Begin anew."""
         self.kept: dict[Place, Kept] = {}
         self.values: list[Tensor | Handle | None] = []
         self._away: list[bool] = []  # whether a value is to wait elsewhere
@@ -91,7 +90,6 @@ class Keeper:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """A context for the calls of `made`, `writes` and `named`."""
-        self._clear()
         with _running(self):
             yield
 

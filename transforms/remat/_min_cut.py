@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 from functorch.compile import config, min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import Tensor
@@ -16,10 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from ._abstract import abstract
-from ._captured import captured
 from ._kept import Place
+from ._reach import captured
 from ._record import Record
 from ._region import Region
+from ._result import tensors_of
 
 _PLACE = "place in the run"
 _TRACES = threading.Lock()  # torch's tracing is of the whole process
@@ -33,19 +33,20 @@ def minimum_cut(fn: Callable[..., Any], preserve_rng: bool, args: Any, kwargs: A
         ValueError: the function writes into a tensor.
     """
     with abstract(fn, args, kwargs) as of:
-        region = Region(fn, of.args, of.kwargs, captured(fn), Record(preserve_rng))
+        found = captured(fn, of.args, of.kwargs)
+        region = Region(fn, of.args, of.kwargs, found, Record(preserve_rng, found.places))
 
         def both(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
             with torch.enable_grad():  # tracing has none
                 inputs = [
                     x.detach().requires_grad_(own.requires_grad) for x, own in zip(primals, region.tensors, strict=True)
                 ]
-                out = [x for x in optree.tree_leaves(region.run(inputs)) if isinstance(x, Tensor)]
+                out = tensors_of(region.run(inputs))
                 ends = [x for x in out if x.requires_grad]
                 grads = torch.autograd.grad(ends, [x for x in inputs if x.requires_grad], tangents, allow_unused=True)
             return out, list(grads)
 
-        shapes = [x for x in tree_leaves(region.run(region.tensors)) if isinstance(x, Tensor)]
+        shapes = tensors_of(region.run(region.tensors))
         starts = [torch.empty_like(x) for x in shapes if x.requires_grad]
         if not starts:
             return frozenset()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,25 @@ from torch.utils._pytree import tree_unflatten
 
 from ._kept import Keeper, Kept, Place, Slot, written_by
 from ._offload import Handle
+from ._surroundings import OfOneRun
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.uncounted = 0
+
+
+_THREADS = _Threads()
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """A context for operations that are not those of the function that runs."""
+    _THREADS.uncounted += 1
+    try:
+        yield
+    finally:
+        _THREADS.uncounted -= 1
 
 
 def run_op(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -23,7 +44,7 @@ def run_op(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-class Recording(TorchDispatchMode):
+class Recording(TorchDispatchMode, OfOneRun):
     """Tells a keeper of all operations."""
 
     def __init__(self, keeper: Keeper) -> None:
@@ -32,7 +53,7 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim" or self._keeper.paused:  # it asks a tensor without values for its device
+        if func.namespace == "prim" or _THREADS.uncounted:  # it asks a tensor without values for its device
             return run_op(func, types, args, kwargs)
         if func._schema.is_mutable:
             for x in written_by(func, args, kwargs):
@@ -47,7 +68,7 @@ class Recording(TorchDispatchMode):
         return out
 
 
-class Replaying(TorchDispatchMode):
+class Replaying(TorchDispatchMode, OfOneRun):
     """Operations whose results are kept do not run.
 
     Args:
@@ -60,6 +81,8 @@ class Replaying(TorchDispatchMode):
         self._kept, self._values, self._counts = kept, values, Counter[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim" or _THREADS.uncounted:
+            return run_op(func, types, args, kwargs or {})
         place = func, self._counts[func]
         self._counts[func] += 1
         kept = self._kept.get(place)

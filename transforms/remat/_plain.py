@@ -7,9 +7,8 @@ stops at the last one.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -18,10 +17,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
-from ._captured import Found, Slot, Substitute, note_moves
+from ._captured import Substitute, note_moves
 from ._kept import memory_of, note_moved
+from ._messages import Saved, differs, path_words, written_into
+from ._modes import uncounted
 from ._offload import Handle, Store
+from ._reach import Found
 from ._record import Record
+from ._result import tensors_of
 
 
 class _Outside(NamedTuple):
@@ -29,12 +32,6 @@ class _Outside(NamedTuple):
 
     x: Tensor
     version: int
-
-
-class _Form(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
 
 class _Enough(BaseException):
@@ -45,7 +42,7 @@ class HooksRefused(Exception):
     """The function uses a transform of torch.func, within which there are no hooks on saved tensors."""
 
 
-_REFUSED = "don't yet support saved tensor hooks"
+HOOKS_REFUSED = "don't yet support saved tensor hooks"
 
 
 class PlainRegion:
@@ -57,14 +54,22 @@ class PlainRegion:
         found: The tensors that it can reach.
         record: What the first run leaves for later runs.
         store: Where those arguments wait that are results of other operations; None where the graph holds them.
+        early_stop: Whether a second run ends once it has what gradients use.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record, store: Store | None
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        found: Found,
+        record: Record,
+        store: Store | None,
+        early_stop: bool = True,
     ) -> None:
         given: Any = (args, kwargs)
         leaves, self._form = optree.tree_flatten(given, none_is_leaf=True)
-        self._fn, self._record = fn, record
+        self._fn, self._record, self._early_stop = fn, record, early_stop
         self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = [leaves[i] for i in self._places]
@@ -77,9 +82,8 @@ class PlainRegion:
         own = {memory_of(leaves[i]) for i in self._places}
         reached = (*found.tracked.values(), *found.state.values())
         self._outside = {memory_of(x) for x in reached} - own
-        self._slots = found.slots
         self._state = {memory_of(x): x for x in reached if memory_of(x) not in own}
-        self._forms: list[_Form] = []  # of the tensors that the graph has saved, by number
+        self._forms: list[Saved] = []  # of the tensors that the graph has saved, by number
         self._values: dict[int, Any] = {}  # those computed again and not yet read
         self._unpack_outer: Callable[[Any], Tensor] = _same
         self._saver: Any = None  # the node that saves the arguments, and what a policy keeps
@@ -95,7 +99,7 @@ class PlainRegion:
         given: Any = (args, kwargs)
         leaves = optree.tree_leaves(given, none_is_leaf=True)
         tensors = [leaves[i] for i in self._places]
-        versions = [_version(x) for x in tensors]
+        versions = [version_of(x) for x in tensors]
         own = {memory_of(x): i for i, x in enumerate(tensors)}
         mode = Substitute(
             {}, self._state, self._record.before, None, lambda memory: self._refuse_write(own.get(memory))
@@ -105,33 +109,33 @@ class PlainRegion:
         def pack(x: Tensor) -> Any:
             nonlocal last
             if self._is_outside(x, own):
-                return _Outside(x, _version(x))
-            self._forms.append(_Form(x.shape, x.dtype, x.device))
+                return _Outside(x, version_of(x))
+            self._forms.append(Saved(x.shape, x.dtype, x.device))
             if keeper is not None:
                 last = keeper.count
-                self._values[len(self._forms) - 1] = x.detach()  # a second run now would be recorded with the first
+                with uncounted():  # a second run now would be recorded with the first
+                    self._values[len(self._forms) - 1] = x.detach()
             return len(self._forms) - 1
 
         self._now = tensors
         try:
-            with self._record.first(tensors), mode, saved_tensors_hooks(pack, self._unpack):
-                out = self._fn(*args, **kwargs)
+            with self._record.first(tensors), saved_tensors_hooks(pack, self._unpack):
+                out = self._record.call(self._fn, args, kwargs, mode)
         except RuntimeError as error:
-            if _REFUSED not in str(error):
+            if HOOKS_REFUSED not in str(error):
                 raise
             self._record.undo()
             raise HooksRefused from None
         finally:
             self._now, self._values = None, {}
         self._moves_inside = mode.moves
-        for leaf in optree.tree_leaves(out):
-            check_result(leaf)
+        results = tensors_of(out)
         for i, (x, before) in enumerate(zip(tensors, versions, strict=True)):
-            if _version(x) != before:
+            if version_of(x) != before:
                 self._refuse_write(i)
         if keeper is not None:
             keeper.finish(last)
-            keeper.settle([x for x in optree.tree_leaves(out) if isinstance(x, Tensor)])
+            keeper.settle(results)
         if self._forms:
             self._save(tensors)
         return out
@@ -194,10 +198,10 @@ class PlainRegion:
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _Outside):
-            if _version(packed.x) != packed.version:
+            if version_of(packed.x) != packed.version:
                 raise RuntimeError(
                     f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                    f"shape {tuple(packed.x.shape)} that a function in remat uses is at version {_version(packed.x)}, expected "
+                    f"shape {tuple(packed.x.shape)} that a function in remat uses is at version {version_of(packed.x)}, expected "
                     f"version {packed.version}"
                 )
             return packed.x
@@ -220,10 +224,11 @@ class PlainRegion:
             if self._is_outside(x, own):
                 return x
             number = len(found)
-            if number >= len(self._forms) or self._forms[number] != _Form(x.shape, x.dtype, x.device):
-                raise _differs(f"a tensor of shape {tuple(x.shape)} and {x.dtype}", self._forms[number:])
-            found.append(x.detach())
-            if len(found) == len(self._forms):
+            if number >= len(self._forms) or self._forms[number] != Saved(x.shape, x.dtype, x.device):
+                raise differs(f"a tensor of shape {tuple(x.shape)} and {x.dtype}", self._forms[number:])
+            with uncounted():
+                found.append(x.detach())
+            if self._early_stop and len(found) == len(self._forms):
                 raise _Enough
             return found[number]
 
@@ -240,12 +245,11 @@ class PlainRegion:
                     torch.enable_grad(),
                     bind_axes(self._axes),
                     bind_weight(self._weight),
-                    in_slots(self._slots),
-                    mode,
                 ):
                     with saved_tensors_hooks(pack, _same):
-                        self._fn(*args, **kwargs)
-                    raise _differs("nothing more", self._forms[len(found) :])
+                        self._record.call(self._fn, args, kwargs, mode)
+                    if len(found) < len(self._forms):
+                        raise differs("nothing more", self._forms[len(found) :])
             except _Enough:
                 pass
         self._record.values = None
@@ -273,68 +277,12 @@ def _same(x: Any) -> Any:
     return x
 
 
-def _differs(got: str, expected: list[_Form]) -> RuntimeError:
-    want = f"a tensor of shape {tuple(expected[0].shape)} and {expected[0].dtype}" if expected else "nothing more"
-    return RuntimeError(
-        f"a function in remat did not do the same in the backward pass: its graph saves {got}, before {want}; it must depend on its "
-        f"arguments only"
-    )
-
-
-@contextlib.contextmanager
-def in_slots(slots: Sequence[Slot]) -> Iterator[None]:
-    """A context in which modules have the parameters and buffers of the first run.
-
-    After a functional_call a module has its own again.
-    """
-    other = [(slot, slot.held.get(slot.key)) for slot in slots if slot.held.get(slot.key) is not slot.value]
-    for slot, _ in other:
-        slot.held[slot.key] = slot.value
-    try:
-        yield
-    finally:
-        for slot, value in other:
-            slot.held[slot.key] = value
-
-
-def refuse_iterators(args: Any, kwargs: Any) -> None:
-    """Raise TypeError where an argument is an iterator."""
-    given: Any = (args, kwargs)
-    leaves, form = optree.tree_flatten(given, none_is_leaf=True)
-    for leaf, path in zip(leaves, optree.treespec_paths(form), strict=True):
-        if isinstance(leaf, Iterator):
-            raise TypeError(
-                f"remat: argument {path_words(path)} is an iterator, of which nothing is left when the function runs again; pass a list"
-            )
-
-
-def check_result(leaf: Any) -> None:
-    """Raise TypeError unless a leaf of the result is a tensor."""
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"a function in remat must return tensors, got {type(leaf).__name__} in its result; return other values outside of it"
-        )
-
-
-def written_into(path: str) -> ValueError:
-    """The error of a write into an argument."""
-    return ValueError(
-        f"a function in remat has written into its argument {path}, and would do so again in the backward pass; write into a "
-        f"copy, and return it"
-    )
-
-
-def path_words(path: tuple[Any, ...]) -> str:
-    """A path in (args, kwargs)."""
-    _, first, *rest = path
-    return repr(first) + "".join(f"[{part!r}]" for part in rest)
-
-
 def _is_activation(x: Tensor) -> bool:
     """Whether a tensor is the result of an operation that a derivative goes through, and no view of a parameter."""
     floats = x.is_floating_point() or x.is_complex()
     return floats and x.grad_fn is not None and not (x._is_view() and x._base is not None and x._base.is_leaf)
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
+    """How often a tensor has been written into."""
     return 0 if x.is_inference() else x._version

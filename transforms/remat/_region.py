@@ -11,21 +11,34 @@ import torch
 from torch import Tensor
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
-from ._captured import Captured, Found, Substitute
+from ._captured import Captured, Substitute
 from ._kept import memory_of
-from ._plain import check_result, path_words, written_into
+from ._messages import path_words, written_into
+from ._plain import version_of
+from ._pullback import is_differentiable, with_graph, with_values
+from ._reach import Found
 from ._record import Record
+from ._result import Place, form_of
 
 
 class Region:
     """A call as a function of a flat list of tensors: those in the arguments, those captured, and tokens of axes.
+
+    Args:
+        fn: The function.
+        args, kwargs: Its arguments.
+        found: The tensors that it can reach.
+        record: What the first run leaves for later runs.
+        graph: Whether the first run has a graph too, as later runs have.
 
     Attributes:
         record: What the first run leaves for later runs.
         tensors: The list, until the first run has ended.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record, graph: bool = False
+    ) -> None:
         given_tree: Any = (args, kwargs)
         leaves, self._form = optree.tree_flatten(given_tree, none_is_leaf=True)
         self._fn, self.record = fn, record
@@ -34,12 +47,15 @@ class Region:
         given = [leaves[i] for i in self._places]
         self._captured = [x for x in found.tracked.values() if all(x is not g for g in given)]
         self._state = {memory_of(x): x for x in found.state.values() if all(x is not g for g in given)}
-        self._slots = found.slots
+        self._same = found.state
+        self._grads = torch.is_grad_enabled()
         self._axes, self._weight = bound(), current_weight()
         self._tokens = [name for name, axis in self._axes.items() if axis.token is not None]
         tokens = [self._axes[name].token for name in self._tokens]
         self.tensors: list[Tensor] = [*given, *self._captured, *tokens]  # type: ignore[list-item]
-        self._moving = [i for i, x in enumerate(self.tensors) if x.is_floating_point() or x.is_complex()]
+        # The tensors of which the function sees that they require a gradient.
+        self._seen = [i for i, x in enumerate(self.tensors) if x.requires_grad and is_differentiable(x)]
+        self._with_graph = bool(self._seen) and (graph or record.keeper is not None)
         self.arguments = len(given)  # the number of tensors in the arguments
 
     def run(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> Any:
@@ -66,65 +82,64 @@ class Region:
             if old is not new
         }
         of.update(self.record.stand_ins)
-        for held, name, old, _ in self._slots:  # after a functional_call a module has its own parameters again
-            now = held.get(name)
-            if now is not None and now is not old:
-                of[id(now)] = of.get(id(old), old)
         axes = dict(self._axes)
         for name, token in zip(self._tokens, tensors[end:], strict=True):
             axes[name] = copy.copy(axes[name])
             axes[name].token = token
-        mode = Substitute(of, dict(self._state), self.record.before, watch)
-        with bind_axes(axes), bind_weight(self._weight), mode:
-            out = self._fn(*args, **kwargs)
+        graph = watch is None or self._with_graph or not self._seen
+        mode = Substitute(of, dict(self._state), self.record.before, watch, graph=graph)
+        with bind_axes(axes), bind_weight(self._weight):
+            out = self.record.call(self._fn, args, kwargs, mode)
         if mode.foreign:
             raise Captured(list(mode.foreign.values()))
         return out
 
     def flat(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> list[Tensor]:
         """Call the function: the tensors in its result that are no arguments, each once."""
-        if watch is None or self.record.keeper is None:
+        if watch is None or not self._with_graph:
             return self._flat(tensors, watch)
         # Some operations are made of others than without a graph, so a run that records has one, as later runs have.
-        moving = self._moving
-        nothing = torch.zeros(())  # made here: the function's own operations are counted
+        seen = self._seen
 
-        def tracked(*values: Tensor) -> Any:
-            new = list(tensors)
-            for i, value in zip(moving, values, strict=True):
-                new[i] = value
-            return nothing, tuple(self._flat(new, watch | set(map(id, new))))
+        def of(*values: Tensor) -> tuple[Tensor, ...]:
+            new = with_values(tensors, seen, values)
+            return tuple(self._flat(new, watch | set(map(id, new))))
 
-        *_, out = torch.func.vjp(tracked, *(tensors[i].detach() for i in moving), has_aux=True)
-        return list(cast("tuple[Tensor, ...]", out))
+        return [x.detach() for x in with_graph(of, [tensors[i] for i in seen])[0]]
 
     def _flat(self, tensors: Sequence[Tensor], watch: set[int] | None) -> list[Tensor]:
         out = self.run(tensors, watch)
-        leaves, form = optree.tree_flatten(out)
-        known: dict[int, Any] = {id(x): ("argument", i) for i, x in enumerate(tensors)}
+        places = {id(x): Place("argument", i) for i, x in enumerate(self._captured, self.arguments)}
+        places |= {id(x): Place("argument", i) for i, x in enumerate(tensors)}
+        same = self._same.keys() | set(map(id, self.record.stand_ins.values()))
         found: list[Tensor] = []
-        places = []
-        for leaf in leaves:
-            check_result(leaf)
-            if id(leaf) not in known:
-                known[id(leaf)] = ("result", len(found))
-                found.append(leaf)
-            places.append(known[id(leaf)])
-        self.record.result = form, places
+
+        def place(x: Tensor) -> Any:
+            if id(x) in same:  # a buffer, which stays what it is
+                return x
+            if id(x) not in places:
+                places[id(x)] = Place("result", len(found))
+                found.append(x)
+            return places[id(x)]
+
+        form = form_of(out, place)
+        if watch is not None:
+            self.record.result = form
         return found
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run for the first time, without a graph."""
         # Without a graph a view of a leaf would pass for another leaf.
         tensors = [x.detach() for x in tensors]
-        versions = [_version(x) for x in tensors[: self.arguments]]
-        with self.record.first(tensors):
-            out = self.flat(tensors, watch=set(map(id, tensors)))
+        versions = [version_of(x) for x in tensors[: self.arguments]]
+        with self.record.first(tensors), torch.set_grad_enabled(self._grads):
+            # Not the tensors themselves, which would get the graph of the region.
+            out = [x.detach() for x in self.flat(tensors, watch=set(map(id, tensors)))]
         if self.record.keeper is not None:
             self.record.keeper.finish()
             self.record.keeper.settle(out)
         for i, (x, before) in enumerate(zip(tensors, versions, strict=False)):
-            if _version(x) != before:
+            if version_of(x) != before:
                 raise written_into(self._path(i))
         return out
 
@@ -148,6 +163,7 @@ class Batched:
         self._inner, self._in_dims, self._randomness = inner, tuple(in_dims), randomness
         self.record: Record = inner.record
         self.arguments: int = inner.arguments
+        self._grads: bool = inner._grads
 
     def flat(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> list[Tensor]:
         """See `Region.flat`; results have their batches first."""
@@ -170,7 +186,3 @@ class Batched:
 
     def batched(self, in_dims: Sequence[int | None], randomness: str) -> Batched:
         return Batched(self, in_dims, randomness)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version

@@ -12,7 +12,7 @@ import torch
 from .._check import flag, whole_number
 from ._again import How
 from ._budget import run_block, within_budget
-from ._compiled import compiled
+from ._compiled import compiled, modules_in, reaches_state
 from ._offload import Offload, store_for
 from ._policies import Named, Policy, nothing_saveable
 
@@ -33,12 +33,14 @@ def remat(
     torch.func.functional_call, and within itself. Results and derivatives are those of `fn`. With forward-mode
     derivatives of torch.func, `fn` runs once more in the forward pass and nothing is kept.
 
-    - Arguments and results are pytrees; arguments need not be tensors.
+    - Arguments and results are pytrees, whose leaves need not be tensors. Tensors in attributes of an object that `fn`
+      returns, such as a dataclass, are results too.
     - Derivatives by tensors that `fn` uses without taking them, such as the parameters of a module, are right too.
-    - The second run has the random numbers, autocast, axes and weight of the first one, and buffers that `fn` writes
-      into, such as those of a BatchNorm, are written once.
-    - In torch.compile it is torch.utils.checkpoint, whose policies know no names; where values wait elsewhere, the
-      function is not compiled.
+    - The second run has the random numbers, autocast, modes, axes and weight of the first one, and buffers that `fn`
+      writes into, such as those of a BatchNorm, are written once. Attributes, lists, dicts and variables that it changes
+      are afterwards as the first run has left them.
+    - In torch.compile it is torch.utils.checkpoint, whose policies know no names; a function that reaches buffers, or
+      whose values wait elsewhere, is not compiled.
 
     Args:
         fn: The function, or a module. It must do the same when it runs again.
@@ -58,8 +60,8 @@ def remat(
         A function with the arguments and results of `fn`.
 
     Raises:
-        TypeError: no function; an `offload` of another type; raised by the call: a result that is no tensor; a
-            torch.Generator used inside.
+        TypeError: no function; an `offload` of another type; raised by the call: a result that is an
+            iterator; a torch.Generator used inside.
         ValueError: a folder that does not exist; raised by the call: `fn` writes into an argument; values on the CPU that
             "cpu" should move.
         NotImplementedError: in torch.compile, a policy of one's own that offloads.
@@ -91,11 +93,18 @@ def runner_of(
     offload: Offload | None = None,
     preserve_rng: bool = True,
     budget_bytes: int | None = None,
+    early_stop: bool = True,
 ) -> Runner:
-    """What calls a function as `remat` with these arguments says."""
+    """What calls a function as `remat` with these arguments says.
+
+    Args:
+        policy, offload, preserve_rng, budget_bytes: See `remat`.
+        early_stop: Whether a second run in plain autograd ends once it has what gradients use.
+    """
     if policy is not None and not callable(policy):
         raise TypeError(f"remat: policy must be a function, got {policy!r}")
     flag("preserve_rng", preserve_rng)
+    flag("early_stop", early_stop)
     chosen: Policy = nothing_saveable if policy is None else policy
     store = None if offload is None else store_for(offload)
     if budget_bytes is not None:
@@ -104,13 +113,15 @@ def runner_of(
                 f"remat: budget_bytes chooses what each remat inside keeps, so it takes no policy, got {policy!r}"
             )
         return within_budget(whole_number("budget_bytes", budget_bytes, least=0), store)
-    how = How(chosen, store, preserve_rng)
+    how = How(chosen, store, preserve_rng, early_stop)
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
-    uncompiled = torch.compiler.disable(run_block) if moves else run_block  # type: ignore[no-untyped-call]
+    eager = torch.compiler.disable(run_block)  # type: ignore[no-untyped-call]
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not moves:
-            return compiled(fn, chosen, preserve_rng, args, kwargs)
-        return uncompiled(fn, how, args, kwargs)
+        if torch.compiler.is_compiling():
+            if not moves and not reaches_state(fn, modules_in(args, kwargs)):
+                return compiled(fn, chosen, preserve_rng, args, kwargs)
+            return eager(fn, how, args, kwargs)
+        return run_block(fn, how, args, kwargs)
 
     return run

@@ -19,6 +19,7 @@ from ._abstract import abstract
 from ._kept import listening, memory_of
 from ._modes import run_op
 from ._offload import Handle
+from ._result import tensors_of
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
 
@@ -133,7 +134,7 @@ def _residuals(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool) -
         stack.enter_context(listening(name, add))
         stack.enter_context(saved_tensors_hooks(add, lambda x: x))
         out = fn(*of.args, **of.kwargs)
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in optree.tree_leaves(out)):
+        if not any(x.requires_grad for x in tensors_of(out)):
             return None
     return Residuals(one._replace(name=names.get(memory, one.name)) for memory, one in found.items())
 

@@ -373,11 +373,11 @@ def test_what_is_stored_elsewhere_stays(policy: str) -> None:
 
     x = X.clone().requires_grad_()
     out = tx.remat(f, POLICIES[policy])(x)
-    before = [value.detach().clone() for value in seen[0]]
+    stored = list(seen[0])
+    before = [value.detach().clone() for value in stored]
     out.sum().backward()
-    assert len(seen) == 2
-    for again in seen:
-        torch.testing.assert_close([value.detach() for value in again], before, rtol=0, atol=0)
+    assert len(seen) == 1 and all(a is b for a, b in zip(seen[0], stored, strict=True))
+    torch.testing.assert_close([value.detach() for value in stored], before, rtol=0, atol=0)
 
 
 def test_the_last_layer_does_not_run_again() -> None:
@@ -412,7 +412,7 @@ def test_bad_input() -> None:
     raises_text(TypeError, lambda: tx.save_only_these_names("a", 3), "3")
     raises_text(TypeError, lambda: tx.checkpoint_name(x, ""), "nonempty")
     raises_text(TypeError, lambda: tx.checkpoint_name(3, "x"), "int")
-    raises_text(TypeError, lambda: tx.remat(lambda x: (x * 2, 3))(x), "int")
+    raises_text(TypeError, lambda: tx.remat(lambda x: map(abs, [x * 2]))(x), "returned a map")
     raises_text(ValueError, lambda: tx.remat(lambda tree: tree["a"].add_(1))({"a": x * 1}), "['a']")
     raises_text(TypeError, lambda: tx.remat(lambda x: x * torch.rand(2, generator=generator))(x), "torch.Generator")
     raises_text(TypeError, lambda: tx.remat(lambda xs: sum(xs))(y for y in [x * 1, x]), "argument 0 is an iterator")

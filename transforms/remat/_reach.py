@@ -1,0 +1,201 @@
+"""What a function can reach without taking it as an argument: tensors, modules, and places in which it can leave something."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from ._places import Names, Places, variable
+
+_WIDEST = 10_000  # entries of a container that are looked at
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that are no user's
+_SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
+_HERE = __name__.partition(".")[0]
+# Objects of these packages, such as process groups, are not looked into.
+_CLOSED = ("torch", "builtins", _HERE)
+
+
+def is_tracked(x: Tensor) -> bool:
+    """Whether a transform may differentiate, or batch, by this tensor."""
+    return x.requires_grad or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+
+
+class Slot(NamedTuple):
+    """The place of a parameter or a buffer."""
+
+    held: dict[str, Any]  # of a module
+    key: str
+    value: Tensor
+    name: str  # in the module that the search has met
+
+
+class Found(NamedTuple):
+    """The tensors that can be reached from a function, by id.
+
+    tracked: Those that a transform may differentiate, or batch, by.
+    state: Others, such as buffers.
+    slots: The places of parameters and buffers in modules.
+    modules: The modules.
+    places: Where the function can leave something.
+    """
+
+    tracked: dict[int, Tensor]
+    state: dict[int, Tensor]
+    slots: list[Slot]
+    modules: list[nn.Module]
+    places: Places
+
+
+def captured(fn: Callable[..., Any], *arguments: Any) -> Found:
+    """Search a function's closure, defaults, globals, partial arguments, the object of a method, modules, and containers.
+
+    Args:
+        fn: The function.
+        *arguments: Its arguments. Those that are no tensors are searched too.
+    """
+    found = Found({}, {}, [], [], Places())
+    given: Any = arguments
+    others = [x for x in optree.tree_leaves(given) if not isinstance(x, Tensor)]
+    for x in _reachable((fn, *others), set(), 0, found):
+        (found.tracked if is_tracked(x) else found.state)[id(x)] = x
+    for part in _containers(given):
+        found.places.add(part)
+    return found
+
+
+def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Tensor]:
+    if x is None or isinstance(x, (str, bytes, int, float, complex, types.ModuleType)) or id(x) in seen or depth > 6:
+        return
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        yield x
+        return
+    if isinstance(x, types.GeneratorType):
+        raise TypeError(
+            f"a function in remat uses the generator {x.__name__}, of which nothing is left when it runs again; make a list of it"
+        )
+    if isinstance(x, torch.jit.ScriptModule):
+        yield from (*x.parameters(), *x.buffers())
+        return
+    if isinstance(x, nn.Module):
+        yield from _in_module(x, seen, depth, found)
+        return
+    for part in _inside(x, depth, found.places):
+        yield from _reachable(part, seen, depth + 1, found)
+
+
+def _in_module(x: nn.Module, seen: set[int], depth: int, found: Found) -> Iterator[Tensor]:
+    places = found.places
+    for prefix, module in x.named_modules():
+        seen.add(id(module))
+        found.modules.append(module)
+        places.add(module)
+        for held in (module._parameters, module._buffers):
+            for key, value in held.items():
+                if value is not None:
+                    found.slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
+                    yield value
+        others = [vars(module)[key] for key in vars(module).keys() - _OF_MODULES]
+        for value in (type(module), *others):
+            if value.__class__ not in _SIMPLE and id(value) not in seen:
+                # An activation that an earlier call has left is not used because it can be reached.
+                yield from (t for t in _reachable(value, seen, depth + 1, found) if t.is_leaf or not is_tracked(t))
+
+
+def _inside(x: Any, depth: int, places: Places) -> Iterable[Any]:
+    """The parts of an object; where it can be changed is noted."""
+    inside: list[Any] = []
+    if isinstance(x, functools.partial):
+        inside = [x.func, *x.args, *x.keywords.values()]
+    elif isinstance(x, types.MethodType):
+        inside = [x.__self__, x.__func__]
+    elif isinstance(x, types.FunctionType):
+        for cell in x.__closure__ or ():
+            places.add(variable(cell))
+            inside += [cell.cell_contents] if _filled(cell) else []
+        inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        names = _names(x.__code__)
+        places.add(Names(x.__globals__, tuple(names)))
+        named = (x.__globals__.get(name) for name in names)
+        # Of other files' functions only what they are called with is searched: all of torch would be within reach.
+        inside += [g for g in named if not isinstance(g, types.FunctionType) or _of_same_file(g, x)]
+        if vars(x):
+            places.add(vars(x))
+        if (wrapped := getattr(x, "__wrapped__", None)) is not None:
+            inside.append(wrapped)
+    elif isinstance(x, (dict, list, tuple, set, frozenset, deque)):
+        if not isinstance(x, (tuple, frozenset)):
+            places.add(x)
+        if len(x) <= _WIDEST:
+            inside = list(x.values() if isinstance(x, dict) else x)
+        inside += _attributes(x, depth, places) if hasattr(x, "__dict__") else []
+    else:
+        inside = _attributes(x, depth, places)
+    return inside
+
+
+def _attributes(x: Any, depth: int, places: Places) -> list[Any]:
+    kind = x if isinstance(x, type) else type(x)
+    if depth >= 4 or kind.__module__.partition(".")[0] in _CLOSED:
+        return []
+    if isinstance(x, type):
+        data = {name: value for name, value in vars(x).items() if not _is_code(name, value)}
+        places.add(Names(x, tuple(data)))
+        return list(data.values())
+    held = getattr(x, "__dict__", None)
+    if isinstance(held, dict):
+        places.add(held)
+    slots = slots_of(x)
+    if slots:
+        places.add(Names(x, slots))
+    return [kind, *(held.values() if isinstance(held, dict) else ()), *(getattr(x, name, None) for name in slots)]
+
+
+def _is_code(name: str, value: Any) -> bool:
+    return name.startswith("__") or callable(value) or hasattr(value, "__get__")
+
+
+def slots_of(x: Any) -> tuple[str, ...]:
+    """The names of an object's attributes in slots."""
+    named: list[str] = []
+    for kind in type(x).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        named += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__") and not name.startswith("__"))
+
+
+def _containers(tree: Any) -> Iterator[Any]:
+    """The containers of a pytree that can be changed."""
+    if isinstance(tree, (dict, list, tuple, deque)):
+        if not isinstance(tree, tuple):
+            yield tree
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _containers(part)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals that a function, or one inside it, may use."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _names(const)
+    return found
+
+
+def _of_same_file(value: Any, function: types.FunctionType) -> bool:
+    return isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # not assigned yet
+        return False
+    return True
