@@ -72,6 +72,9 @@ def abstract(fn: Callable[..., Any], args: Any, kwargs: Any, by_first: bool = Fa
             unheard(),
             torch.enable_grad(),
             _typed_errors(fn),
+            torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
+                tuple(x for x in others if not x.is_inference())
+            ),
         ):
             stack.enter_context(context)
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -113,7 +116,8 @@ def _without_hooks() -> Iterator[None]:
 @contextlib.contextmanager
 def _typed_errors(fn: Callable[..., Any]) -> Iterator[None]:
     """A context that says which functions cannot run without values."""
-    where = f"saved_residuals, budget_bytes and min_cut run {fn!r} on tensors without values, and it"
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    where = f"saved_residuals, budget_bytes and min_cut run {name} on tensors without values, and it"
     rather = "use a remat with another policy and without a budget"
     try:
         yield
@@ -154,11 +158,13 @@ class _Lent(TorchFunctionMode):
     """Arrays of numpy are copies."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("numpy", "__array__", "__dlpack__"):
-            if isinstance(args[0], FakeTensor):
-                raise DataDependentOutputException(func)
-            args = args[0].detach().clone(), *args[1:]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in ("numpy", "__array__", "__dlpack__"):
+            return func(*args, **kwargs)
+        if isinstance(args[0], FakeTensor):
+            raise DataDependentOutputException(func)
+        with _disable_current_modes():
+            return func(args[0].detach().clone(), *args[1:], **kwargs)
 
 
 def batches() -> int:

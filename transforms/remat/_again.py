@@ -56,7 +56,7 @@ class _Again(torch.autograd.Function):
                 results = region.again(with_values(tensors, moving, values))
                 return tuple(results[i] for i in used)
 
-            pullback = with_graph(of, [tensors[i] for i in moving])[1]
+            pullback = with_graph(of, [tensors[i] for i in moving], bool(region.levels))[1]
             for i, grad in zip(moving, pullback([grads[i] for i in used]), strict=True):  # type: ignore[misc]
                 out[i] = grad
         return None, *out

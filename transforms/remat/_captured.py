@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,9 @@ class Asked(BaseException):
     """A function asks whether a tensor requires a gradient, in a run without a graph."""
 
 
-_ASKS: Any = tuple(getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn"))
+_TENSOR: Any = torch.Tensor
+_MOVES = _TENSOR.requires_grad.__get__
+_ASKS = _MOVES, _TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__
 
 # Functions of torch that write into some of their arguments without a trailing underscore: their positions, and names.
 _STATISTICS = ("running_mean", "running_var")
@@ -49,6 +52,8 @@ class Substitute(TorchFunctionMode, OfOneRun):
         own: The ids of tensors that may be tracked; None where no others are looked for.
         refuse: Called with the memory of other tensors before an operation writes into them.
         graph: Whether tensors have the graph that they have without `remat`; if not, to ask for it raises `Asked`.
+        moves: id -> whether a tensor of the region requires a gradient without `remat`.
+        levels: Those of the transforms around the region: tensors of others are the function's own.
     """
 
     def __init__(
@@ -59,10 +64,12 @@ class Substitute(TorchFunctionMode, OfOneRun):
         own: set[int] | None,
         refuse: Callable[[int], None] = lambda memory: None,
         graph: bool = True,
+        moves: Mapping[int, bool] = types.MappingProxyType({}),
+        levels: Container[int] = (),
     ) -> None:
         super().__init__()
-        self._of, self._state, self._written, self._own, self._refuse = of, state, written, own, refuse
-        self.graph = graph
+        self.of, self._state, self._written, self._own, self._refuse = of, state, written, own, refuse
+        self.graph, self._moves, self._levels = graph, moves, levels
         self.foreign: dict[int, Tensor] = {}
         self.moves = False  # whether a region inside has moved arguments elsewhere
 
@@ -84,8 +91,10 @@ class Substitute(TorchFunctionMode, OfOneRun):
         finally:
             self._own = own
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _MOVES and id(x := self._swap(args[0])) in self._moves:
+            return self._moves[id(x)]
         if not self.graph and func in _ASKS:
             raise Asked
         lends = getattr(func, "__name__", "") in _LENDS
@@ -93,7 +102,7 @@ class Substitute(TorchFunctionMode, OfOneRun):
             memory = memory_of(x)
             if memory in self._state:
                 old = self._state.pop(memory)
-                self._of[id(old)] = self._written(old)
+                self.of[id(old)] = self._written(old)
             elif not lends:  # most only read
                 self._refuse(memory)
         args = tuple(map(self._swap, args))
@@ -103,7 +112,7 @@ class Substitute(TorchFunctionMode, OfOneRun):
 
     def _swap(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            new = self._of.get(id(x))
+            new = self.of.get(id(x))
             if new is not None:
                 return new
             if self._own is not None and id(x) not in self._own and self._is_foreign(x):
@@ -122,8 +131,9 @@ class Substitute(TorchFunctionMode, OfOneRun):
         level = torch._C._functorch.maybe_get_level(x)
         if level > 0:
             active = {one.level() for one in torch._C._functorch.get_interpreter_stack() or ()}
-            return level not in active
-        return x.requires_grad and x.is_leaf
+            return level in self._levels and level not in active
+        ended = torch._C._functorch.is_functorch_wrapped_tensor(x)  # of a transform that the function has used itself
+        return not ended and x.requires_grad and x.is_leaf
 
 
 class _Threads(threading.local):
@@ -132,6 +142,11 @@ class _Threads(threading.local):
 
 
 _THREADS = _Threads()
+
+
+def as_seen(x: Tensor) -> Tensor:
+    """What a tensor is in the region around this one."""
+    return _THREADS.running[-1].of.get(id(x), x) if _THREADS.running else x
 
 
 def without_graph() -> bool:

@@ -34,13 +34,16 @@ def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: A
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, context_fn=contexts, **kwargs)
 
 
+_captured = torch.compiler.disable(captured)  # type: ignore[no-untyped-call]
+
+
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def reaches_state(fn: Callable[..., Any], modules: tuple[nn.Module, ...]) -> bool:
     """Whether a function reaches buffers or other tensors that it may write into; found when it is compiled.
 
     torch.compile computes again from what is in a buffer after the write.
     """
-    return bool(captured(fn, *modules).state)
+    return bool(_captured(fn, *modules).state)
 
 
 def modules_in(args: Any, kwargs: Any) -> tuple[nn.Module, ...]:

@@ -8,7 +8,7 @@ stops at the last one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
-from ._captured import Substitute, note_moves
+from ._captured import Substitute, note_moves, within
 from ._kept import memory_of, note_moved
 from ._messages import Saved, differs, path_words, written_into
 from ._modes import uncounted
@@ -160,7 +160,7 @@ class PlainRegion:
         if keeper is not None:
             keeper.values = []
         if left or kept:
-            with torch.enable_grad():
+            with torch.enable_grad(), within([]):
                 anchor = torch.empty(0, requires_grad=True)
                 self._saver = _Save.apply(anchor, *(x.detach() for x in (*left, *kept))).grad_fn  # type: ignore[no-untyped-call]
 
@@ -182,17 +182,18 @@ class PlainRegion:
 
     def _arguments(self) -> list[Tensor]:
         """The arguments of a second run."""
-        with torch.no_grad():
+        with torch.no_grad(), self._record.surroundings.subclasses():
             leaves = [x.detach().requires_grad_(moves) for x, moves in zip(self._saved(), self._moves, strict=True)]
-        with torch.enable_grad():
+        with torch.enable_grad(), self._record.surroundings.subclasses():
             # A region inside that moves its arguments asks whether they are views of leaves.
             result_of = torch.clone if self._moves_inside else lambda x: x.view_as(x)
             found = [result_of(x) if result else x for x, result in zip(leaves, self._results, strict=True)]
         return [found[i] for i in self._first_place]
 
-    def _is_outside(self, x: Tensor, own: Any) -> bool:
+    def _is_outside(self, x: Tensor, own: Any, stand_ins: Collection[int] = ()) -> bool:
         memory = memory_of(x)
-        return memory not in own and (memory in self._outside or x.is_leaf and x.requires_grad)
+        outside = memory in self._outside or memory in stand_ins
+        return memory not in own and (outside or x.is_leaf and x.requires_grad)
 
     # -- the backward pass -----------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class PlainRegion:
         own = {memory_of(x) for x in tensors}
 
         def pack(x: Tensor) -> Tensor:
-            if self._is_outside(x, own):
+            if self._is_outside(x, own, stand_ins):
                 return x
             number = len(found)
             if number >= len(self._forms) or self._forms[number] != Saved(x.shape, x.dtype, x.device):
@@ -237,7 +238,7 @@ class PlainRegion:
             leaves[i] = x
         args, kwargs = cast("tuple[Any, Any]", optree.tree_unflatten(self._form, leaves))
         with self._record.again():
-            self._outside |= {memory_of(x) for x in self._record.stand_ins.values()}
+            stand_ins = {memory_of(x) for x in self._record.stand_ins.values()}
             of = {memory_of(x): x for x in self._state.values()}
             mode = Substitute(dict(self._record.stand_ins), of, self._record.before, None)
             try:

@@ -23,13 +23,17 @@ def with_values(tensors: Sequence[Tensor], places: Sequence[int], values: Sequen
 
 
 def with_graph(
-    of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+    of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], functional: bool
 ) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor]], Sequence[Tensor | None]]]:
     """The results of a function and its pullback, from the gradients of the results to those of the inputs.
 
-    Outside of all transforms it is a graph of plain autograd, in which everything works that works there.
+    Args:
+        of: The function.
+        inputs: Its arguments.
+        functional: Whether torch.func makes the graph, as for calls under its transforms. In one of plain autograd
+            everything works that works there.
     """
-    if torch._C._are_functorch_transforms_active():
+    if functional or torch._C._are_functorch_transforms_active():
         made: Any = torch.func.vjp(of, *inputs)
         out, vjp = made
         return out, lambda grads: vjp(tuple(grads))
@@ -46,3 +50,12 @@ def with_graph(
         return torch.autograd.grad(outs, starts, given, create_graph=higher, allow_unused=True)
 
     return results, pullback
+
+
+def run_with_graph(of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The results of a function that runs with a graph, which is then gone. They may be of any dtype."""
+    if not torch._C._are_functorch_transforms_active():
+        return tuple(x.detach() for x in with_graph(of, inputs, False)[0])
+    nothing = torch.zeros(())
+    made: Any = torch.func.vjp(lambda *values: (nothing, of(*values)), *inputs, has_aux=True)
+    return tuple(made[2])

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from ._captured import as_seen
 from ._places import Names, Places, variable
 
 _WIDEST = 10_000  # entries of a container that are looked at
@@ -23,8 +24,12 @@ _CLOSED = ("torch", "builtins", _HERE)
 
 
 def is_tracked(x: Tensor) -> bool:
-    """Whether a transform may differentiate, or batch, by this tensor."""
-    return x.requires_grad or bool(torch._C._functorch.is_functorch_wrapped_tensor(x))
+    """Whether a transform may differentiate, or batch, by this tensor, or by what it is in the region around."""
+    new = as_seen(x)
+    if x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(new):
+        return True
+    with torch._C.DisableTorchFunction():  # the tensor itself
+        return new is not x and (x.requires_grad or bool(torch._C._functorch.is_functorch_wrapped_tensor(x)))
 
 
 class Slot(NamedTuple):
@@ -87,8 +92,10 @@ def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Ten
     if isinstance(x, nn.Module):
         yield from _in_module(x, seen, depth, found)
         return
+    # Functions inside of functions, such as those that decorators make, are no deeper.
+    deeper = depth if isinstance(x, (functools.partial, types.MethodType, types.FunctionType)) else depth + 1
     for part in _inside(x, depth, found.places):
-        yield from _reachable(part, seen, depth + 1, found)
+        yield from _reachable(part, seen, deeper, found)
 
 
 def _in_module(x: nn.Module, seen: set[int], depth: int, found: Found) -> Iterator[Tensor]:
@@ -103,7 +110,8 @@ def _in_module(x: nn.Module, seen: set[int], depth: int, found: Found) -> Iterat
                     found.slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
                     yield value
         others = [vars(module)[key] for key in vars(module).keys() - _OF_MODULES]
-        for value in (type(module), *others):
+        kinds = [kind for kind in type(module).__mro__ if id(kind) not in seen]
+        for value in (*kinds, *(f for kind in kinds for f in _code(kind)), *others):
             if value.__class__ not in _SIMPLE and id(value) not in seen:
                 # An activation that an earlier call has left is not used because it can be reached.
                 yield from (t for t in _reachable(value, seen, depth + 1, found) if t.is_leaf or not is_tracked(t))
@@ -122,7 +130,7 @@ def _inside(x: Any, depth: int, places: Places) -> Iterable[Any]:
             inside += [cell.cell_contents] if _filled(cell) else []
         inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         names = _names(x.__code__)
-        places.add(Names(x.__globals__, tuple(names)))
+        places.add(Names(x.__globals__, names))
         named = (x.__globals__.get(name) for name in names)
         # Of other files' functions only what they are called with is searched: all of torch would be within reach.
         inside += [g for g in named if not isinstance(g, types.FunctionType) or _of_same_file(g, x)]
@@ -155,7 +163,19 @@ def _attributes(x: Any, depth: int, places: Places) -> list[Any]:
     slots = slots_of(x)
     if slots:
         places.add(Names(x, slots))
-    return [kind, *(held.values() if isinstance(held, dict) else ()), *(getattr(x, name, None) for name in slots)]
+    return [
+        kind,
+        *_code(kind),
+        *(held.values() if isinstance(held, dict) else ()),
+        *(getattr(x, name, None) for name in slots),
+    ]
+
+
+def _code(kind: type) -> list[types.FunctionType]:
+    """The functions of a user's class."""
+    if kind.__module__.partition(".")[0] in _CLOSED:
+        return []
+    return [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]
 
 
 def _is_code(name: str, value: Any) -> bool:
@@ -180,13 +200,11 @@ def _containers(tree: Any) -> Iterator[Any]:
             yield from _containers(part)
 
 
-def _names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
     """The globals that a function, or one inside it, may use."""
-    found = set(code.co_names)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            found |= _names(const)
-    return found
+    inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
 
 
 def _of_same_file(value: Any, function: types.FunctionType) -> bool:

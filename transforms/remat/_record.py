@@ -88,7 +88,10 @@ class Record:
             if self._random is not None:
                 stack.enter_context(self._random.again())
             stack.enter_context(self._places.unchanged())
-            self._changed.undo()
+            if self._before:  # the first run has not ended, and asks for a gradient
+                self._places.write(self._before)
+            else:
+                self._changed.undo()
             with uncounted():
                 stand_ins = {i: _copy(before, buffer) for i, (buffer, before) in self._written.items()}
             self._again, self.stand_ins = True, stand_ins

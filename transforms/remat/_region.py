@@ -15,7 +15,7 @@ from ._captured import Captured, Substitute
 from ._kept import memory_of
 from ._messages import path_words, written_into
 from ._plain import version_of
-from ._pullback import is_differentiable, with_graph, with_values
+from ._pullback import is_differentiable, run_with_graph, with_values
 from ._reach import Found
 from ._record import Record
 from ._result import Place, form_of
@@ -34,6 +34,7 @@ class Region:
     Attributes:
         record: What the first run leaves for later runs.
         tensors: The list, until the first run has ended.
+        levels: Those of the transforms around the call.
     """
 
     def __init__(
@@ -53,8 +54,14 @@ class Region:
         self._tokens = [name for name, axis in self._axes.items() if axis.token is not None]
         tokens = [self._axes[name].token for name in self._tokens]
         self.tensors: list[Tensor] = [*given, *self._captured, *tokens]  # type: ignore[list-item]
-        # The tensors of which the function sees that they require a gradient.
-        self._seen = [i for i, x in enumerate(self.tensors) if x.requires_grad and is_differentiable(x)]
+        self.levels = [level.level() for level in torch._C._functorch.get_interpreter_stack() or ()]
+        self._moves = [x.requires_grad for x in self.tensors]
+        # Those of which the function sees results that require a gradient: the others belong to outer transforms.
+        here = max(self.levels, default=-1)
+        of = torch._C._functorch.maybe_get_level
+        self._seen = [
+            i for i, x in enumerate(self.tensors) if self._moves[i] and is_differentiable(x) and of(x) == here
+        ]
         self._with_graph = bool(self._seen) and (graph or record.keeper is not None)
         self.arguments = len(given)  # the number of tensors in the arguments
 
@@ -87,7 +94,9 @@ class Region:
             axes[name] = copy.copy(axes[name])
             axes[name].token = token
         graph = watch is None or self._with_graph or not self._seen
-        mode = Substitute(of, dict(self._state), self.record.before, watch, graph=graph)
+        moves = dict(zip(map(id, tensors), self._moves, strict=False))
+        state = dict(self._state)
+        mode = Substitute(of, state, self.record.before, watch, graph=graph, moves=moves, levels=self.levels)
         with bind_axes(axes), bind_weight(self._weight):
             out = self.record.call(self._fn, args, kwargs, mode)
         if mode.foreign:
@@ -105,7 +114,7 @@ class Region:
             new = with_values(tensors, seen, values)
             return tuple(self._flat(new, watch | set(map(id, new))))
 
-        return [x.detach() for x in with_graph(of, [tensors[i] for i in seen])[0]]
+        return list(run_with_graph(of, [tensors[i] for i in seen]))
 
     def _flat(self, tensors: Sequence[Tensor], watch: set[int] | None) -> list[Tensor]:
         out = self.run(tensors, watch)
@@ -164,6 +173,7 @@ class Batched:
         self.record: Record = inner.record
         self.arguments: int = inner.arguments
         self._grads: bool = inner._grads
+        self.levels: list[int] = inner.levels
 
     def flat(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> list[Tensor]:
         """See `Region.flat`; results have their batches first."""

@@ -28,6 +28,7 @@ def _pair(get: str, put: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     return getattr(_C, get), getattr(_C, put)
 
 
+_SUBCLASSES = "functions of tensor subclasses"
 # What a later run finds as the first one did: how to read it, and how to set it.
 FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
@@ -50,7 +51,7 @@ FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "opt_einsum.strategy": _of(opt_einsum, "strategy"),
     "cached parametrizations": _of(parametrize, "_cache_enabled"),
     "the cache of parametrizations": (lambda: dict(parametrize._cache), lambda cache: setattr(parametrize, "_cache", cache)),  # type: ignore[attr-defined]
-    "functions of tensor subclasses": _pair("_get_torch_function_state", "_set_torch_function_state"),
+    _SUBCLASSES: _pair("_get_torch_function_state", "_set_torch_function_state"),
 }  # fmt: skip
 
 
@@ -82,6 +83,16 @@ class Surroundings:
                 stack.callback(_pop_mode)
             stack.enter_context(function_modes([m for m in self.functions if not isinstance(m, OfOneRun)]))
             yield
+
+    @contextlib.contextmanager
+    def subclasses(self) -> Iterator[None]:
+        """A context in which tensors of subclasses stay of them, if they do here: a backward pass may begin in one of theirs."""
+        now = _C._get_torch_function_state()
+        _C._set_torch_function_state(self._values[_SUBCLASSES])
+        try:
+            yield
+        finally:
+            _C._set_torch_function_state(now)
 
     def call(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function with the values that variables of Python's contexts have here."""

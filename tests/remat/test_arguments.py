@@ -1,0 +1,141 @@
+"""The arguments of torch.utils.checkpoint.checkpoint in checkpoint_wrapper: served, or an error that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as torchs
+from helpers import raises_text
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import fjoin
+from fjoin import transforms as tx
+
+
+def selective() -> Any:
+    """Every second product of matrices is kept, counted anew in each call."""
+    counts = itertools.count()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = op is torch.ops.aten.addmm.default and next(counts) % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+SERVED: dict[str, list[Any]] = {
+    "use_reentrant": [True, False, None],
+    "context_fn": [
+        selective,
+        functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
+    ],
+    "determinism_check": ["default", "none"],
+    "debug": [False],
+    "early_stop": [True, False],
+    "preserve_rng_state": [True, False],
+}
+REFUSED: dict[str, list[tuple[Any, type[Exception], str]]] = {
+    "use_reentrant": [("no", ValueError, "leave it out")],
+    "context_fn": [(3, TypeError, "must be a function")],
+    "determinism_check": [("strict", ValueError, "compared with the first")],
+    "debug": [(True, ValueError, "names the first tensor")],
+    "early_stop": [("no", TypeError, "early_stop")],
+    "preserve_rng_state": [("no", TypeError, "preserve_rng")],
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    module(torch.ones(3, 4)).sin().sum().backward()
+    return [p.grad for p in module.parameters()]  # type: ignore[misc]
+
+
+def test_the_tables_have_all_arguments_of_torch() -> None:
+    own = [p.name for p in inspect.signature(torchs.checkpoint).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    named = {*own} or {*SERVED} - {"preserve_rng_state"}
+    assert named | {"preserve_rng_state"} == {*SERVED} == {*REFUSED}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SERVED.items() for value in values])
+def test_served(name: str, value: Any) -> None:
+    wrapped = fjoin.checkpoint_wrapper(model(), **{name: value})
+    for _ in range(2):
+        torch.testing.assert_close(gradients(wrapped), gradients(model()), rtol=0, atol=0)
+        wrapped.zero_grad()
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in REFUSED.items() for case in cases])
+def test_refused(name: str, case: tuple[Any, type[Exception], str]) -> None:
+    value, kind, text = case
+    raises_text(kind, lambda: fjoin.checkpoint_wrapper(model(), **{name: value}), text)
+
+
+def test_contexts_that_are_no_policy_are_refused_by_the_call() -> None:
+    both = fjoin.checkpoint_wrapper(model(), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
+    raises_text(TypeError, lambda: both(torch.ones(3, 4)), "create_selective_checkpoint_contexts", "policy=")
+    raises_text(
+        ValueError, lambda: fjoin.checkpoint_wrapper(model(), context_fn=selective, policy=tx.dots_saveable), "policy"
+    )
+    raises_text(
+        TypeError, lambda: fjoin.checkpoint_wrapper(model(), preserve_rng=True, preserve_rng_state=True), "one argument"
+    )
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def products(module: nn.Module) -> int:
+    """How many run in the backward pass."""
+    out = module(torch.ones(3, 4)).sin().sum()
+    with Products() as products:
+        out.backward()
+    return products.count
+
+
+def test_a_policy_of_torch_keeps_what_it_keeps_there() -> None:
+    own, of_torch = fjoin.checkpoint_wrapper(model(), context_fn=selective), OfTorch(model(), selective)
+    assert products(own) == 1 < products(fjoin.checkpoint_wrapper(model())) == 2
+    assert products(of_torch) == 1
+
+
+def test_early_stop() -> None:
+    runs = itertools.count()
+
+    class Ends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out = x.sin().sin()
+            next(runs)
+            return out
+
+    for early, want in ((True, 1), (False, 2)):
+        before = next(runs)
+        fjoin.checkpoint_wrapper(Ends(), early_stop=early)(torch.ones(2, requires_grad=True)).sum().backward()
+        assert next(runs) - before - 1 == want
+
+
+class OfTorch(nn.Module):
+    def __init__(self, inner: nn.Module, context_fn: Any) -> None:
+        super().__init__()
+        self.inner, self._context_fn = inner, context_fn
+
+    def forward(self, x: Tensor) -> Any:
+        return torchs.checkpoint(self.inner, x, use_reentrant=False, context_fn=self._context_fn)

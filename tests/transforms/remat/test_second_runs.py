@@ -1,0 +1,310 @@
+"""Second runs in torch.func, in torch.compile, and of functions that use torch.func or return objects."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import raises_text
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fjoin import transforms as tx
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "dots": {"policy": tx.dots_saveable},
+    "zeros": {"policy": lambda op, *args, **kwargs: op is torch.ops.aten.zeros.default},
+    "ones": {"policy": lambda op, *args, **kwargs: "new_ones" in str(op) or "aten.ones" in str(op)},
+    "clones": {"policy": lambda op, *args, **kwargs: "clone" in str(op) or "empty" in str(op) or "detach" in str(op)},
+    "all to a file": {"policy": tx.everything_saveable, "offload": tempfile.gettempdir()},
+}
+X = torch.linspace(-1, 1, 12).view(3, 4)
+W = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+COUNT = torch.zeros(4)
+
+
+class Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+def force(x: Tensor) -> Tensor:
+    return torch.func.grad(lambda z: (z.sin() * z).sum())(x) * x
+
+
+def counted(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        COUNT.add_(1)
+    y = x.clone() * 2
+    return y.mul_(3).sin() * COUNT.clone()
+
+
+# Own operations of `remat` are of these kinds too, and must not be counted as the function's.
+LIKE_OWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: x.sin() * torch.zeros(12).numel() + torch.zeros(3, 4),
+    "two zeros": lambda x: (x.sin() * torch.zeros(7).numel()) * (torch.zeros(2).numel() + torch.zeros(3, 4)),
+    "one_hot": lambda x: F.one_hot(torch.tensor([0, 1, 2]), 4).mul(x).sin(),
+    "embedding": lambda x: F.embedding(torch.tensor([0, 2]), x).sin(),
+    "scatter_add": lambda x: torch.zeros(3, 4).scatter_add(0, torch.tensor([[0, 1, 2, 0]] * 3), x).sin(),
+    "index_select": lambda x: x.index_select(0, torch.tensor([2, 0])).sin(),
+    "detach": lambda x: x.detach().sin() * x.detach().clone() * x.sin(),
+    "empty": lambda x: x.sin() * torch.empty(5).numel() * torch.empty(3, 4).fill_(2.0),
+    "ones": lambda x: x.sin() * torch.ones(4) * torch.ones(3, 1) * x.new_ones(4),
+    "writes": counted,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", ["plain", "grad", "vmap(grad)"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", LIKE_OWN)
+def test_own_operations_are_not_counted(name: str, policy: str, transform: str) -> None:
+    if name == "writes" and transform != "plain":
+        pytest.skip("torch.func refuses writes into tensors of a closure")
+    found = []
+    for wrap in (lambda f: f, lambda f: tx.remat(f, **POLICIES[policy])):
+        COUNT.zero_()
+        f = wrap(LIKE_OWN[name])
+        if transform == "plain":
+            x = X.clone().requires_grad_()
+            grad = torch.autograd.grad(f(x).sum(), x)[0]
+        elif transform == "grad":
+            grad = torch.func.grad(lambda x: f(x).sum())(X)  # noqa: B023
+        else:
+            grad = torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([X, X + 1]))  # noqa: B023
+        found.append((grad, COUNT.clone()))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+# Functions that return what they reach.
+RETURNS: dict[str, Callable[[Tensor], Any]] = {
+    "parameter": lambda x: (x * W, W),
+    "view of a parameter": lambda x: (x * W, W.view(2, 2)),
+    "argument": lambda x: (x * W, x),
+    "tensor": lambda x: (x * W, COUNT),
+    "twice": lambda x: (x * W, W, W),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", RETURNS)
+def test_functions_that_return_what_they_reach(name: str, policy: str) -> None:
+    f, again = RETURNS[name], tx.remat(RETURNS[name], **POLICIES[policy])
+
+    def loss(run: Any) -> Any:
+        return lambda x: sum(t.sin().sum() for t in run(x))
+
+    COUNT.zero_()
+    torch.testing.assert_close(torch.func.grad(loss(again))(X), torch.func.grad(loss(f))(X), rtol=0, atol=0)
+    if name in ("parameter", "tensor", "twice"):
+        results = []
+        torch.func.grad(lambda x: results.append(again(x)) or results[-1][0].sum())(X)  # type: ignore[func-returns-value]
+        assert results[0][1] is (COUNT if name == "tensor" else W)
+    assert not COUNT.requires_grad and COUNT.grad_fn is None
+
+
+# What a function sees of the graph.
+SEES: dict[str, Callable[[Tensor], Tensor]] = {
+    "requires_grad": lambda x: x.sin() * 2 if x.requires_grad else x.sin() * 3,
+    "of a result": lambda x: x.sin() * 2 if x.cos().requires_grad else x.sin() * 3,
+    "of a parameter": lambda x: x.sin() * 2 if (W * x.detach()).requires_grad else x.sin() * 3,
+    "grad_fn": lambda x: x.sin() * 2 if x.cos().grad_fn is not None else x.sin() * 3,
+    "is_leaf": lambda x: x.sin() * 2 if x.cos().is_leaf else x.sin() * 3,
+    "is_grad_enabled": lambda x: x.sin() * 2 if torch.is_grad_enabled() else x.sin() * 3,
+}
+func = torch.func
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "jvp": lambda f: func.jvp(f, (X,), (X,)),
+    "vjp": lambda f: (lambda pair: (pair[0], pair[1](X)))(func.vjp(f, X)),
+    "vmap": lambda f: func.vmap(f)(X),
+    "grad": lambda f: func.grad(lambda x: f(x).sum())(X),
+    "grad by another": lambda f: func.grad(lambda w: (f(X) * w).sum())(X),
+    "vmap(grad)": lambda f: func.vmap(func.grad(lambda x: f(x).sum()))(X),
+    "grad(vmap)": lambda f: func.grad(lambda x: func.vmap(f)(x).sum())(X),
+    "jacfwd": lambda f: func.jacfwd(lambda x: f(x).sum())(X),
+    "jacrev": lambda f: func.jacrev(lambda x: f(x).sum())(X),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("policy", ["nothing", "dots"])
+@pytest.mark.parametrize("name", SEES)
+def test_a_function_sees_the_graph_that_it_sees_without_remat(name: str, policy: str, transform: str) -> None:
+    want, got = (TRANSFORMS[transform](f) for f in (SEES[name], tx.remat(SEES[name], **POLICIES[policy])))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+INSIDE: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "grad": lambda: force,
+    "vmap": lambda: lambda x: torch.func.vmap(lambda row: row.sin() * row.sum())(x) * x,
+    "jacrev": lambda: lambda x: torch.func.jacrev(lambda z: z.sin().sum())(x) * x,
+    "old form": lambda: lambda x: force(x) * Old.apply(x),  # type: ignore[no-untyped-call,no-any-return]
+    "buffer": lambda: (lambda m: lambda x: m(x) * force(x))(nn.BatchNorm1d(4)),
+    "dropout": lambda: lambda x: F.dropout(force(x), 0.5) * x,
+    "parameter": lambda: lambda x: force(x * W) * W,
+    "nested": lambda: lambda x: tx.remat(lambda x: force(x).sin())(x) * x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "min_cut"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_torch_func_inside(name: str, policy: str) -> None:
+    how = {"policy": tx.min_cut} if policy == "min_cut" else POLICIES[policy]
+    found = []
+    for wrap in (lambda f: f, lambda f: tx.remat(f, **how)):
+        torch.manual_seed(0)
+        f, x = wrap(INSIDE[name]()), X.clone().requires_grad_()
+        try:
+            found.append(torch.autograd.grad(f(x).square().sum(), (x, W), allow_unused=True))
+        except ValueError as error:
+            assert policy == "min_cut" and "min_cut cannot keep values of a function that writes" in str(error)
+            return
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+# -- results ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    h: Tensor
+    more: list[Tensor]
+    name: str = "frozen"
+
+
+class Pair(NamedTuple):
+    h: Tensor
+    n: int
+
+
+class Cache:
+    """Holds values of layers, as caches of keys do."""
+
+    __slots__ = ("layers", "__dict__")
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.length = 0
+
+    def update(self, h: Tensor) -> Cache:
+        self.layers[0] = h.sin(), h.cos()
+        self.length += 1
+        return self
+
+
+def of(out: Any) -> Tensor:
+    """A number that depends on all tensors of a result."""
+    if isinstance(out, Frozen):
+        return of([out.h, *out.more])
+    if isinstance(out, Cache):
+        return of([*out.layers[0]])
+    if isinstance(out, dict):
+        return of(list(out.values()))
+    return sum((x.sin().sum() for x in out if isinstance(x, Tensor)), start=torch.zeros(()))
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "frozen dataclass": lambda x: Frozen(x.sin(), [x.cos(), x * 2]),
+    "named tuple": lambda x: Pair(x.sin(), 3),
+    "object": lambda x: Cache().update(x),
+    "others": lambda x: (x.sin(), 3, "text", None, 1.5, torch.float32, {"a": x.cos()}),
+    "set": lambda x: (x.sin(), {1, 2}),
+    "distribution": lambda x: (torch.distributions.Normal(x.sin(), 1.0).mean, 1),
+    "ordered": lambda x: collections.OrderedDict(a=x.sin(), b="text"),
+    "max": lambda x: x.sin().max(-1),
+    "dataclass of an argument": lambda x: Frozen(x, [x.cos()]),
+    "dataclass of a parameter": lambda x: Frozen(x.sin(), [W]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_results_of_all_kinds(name: str, policy: str) -> None:
+    f, again = OUTPUTS[name], tx.remat(OUTPUTS[name], **POLICIES[policy])
+    x = X.clone().requires_grad_()
+    assert type(again(x)) is type(f(x))
+    (want,), (got,) = (torch.autograd.grad(of(run(x)), x) for run in (f, again))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    for transform in ("grad", "vmap(grad)", "grad(vmap)"):
+        if name in ("object", "frozen dataclass", "dataclass of an argument", "others", "set", "named tuple", "max"):
+            want, got = (TRANSFORMS[transform](lambda x, run=run: of(run(x)).reshape(1)) for run in (f, again))
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_an_object_that_a_function_returns_is_the_one_that_it_got() -> None:
+    cache = Cache()
+    for run in (lambda f: f(X), lambda f: torch.func.grad(lambda x: of(f(x)))(X)):
+        found: list[Any] = []
+        run(lambda x, found=found: found.append(tx.remat(cache.update)(x)) or found[-1])
+        assert found[-1] is cache
+    assert cache.length == 2
+
+
+def test_results_that_have_not_been_computed_are_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    for f in (lambda x: (y for y in [x * 1]), lambda x: (x, map(abs, [x])), lambda x: {"a": iter([x])}):
+        raises_text(TypeError, lambda: tx.remat(f)(x), "return a list")  # noqa: B023
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------------------
+
+
+class Mean(nn.Module):
+    """Writes into a buffer that it reads."""
+
+    def __init__(self, write: bool = True) -> None:
+        super().__init__()
+        self.linear, self._write = nn.Linear(4, 4), write
+        self.register_buffer("mean", torch.zeros(4))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.mean.add_(y.detach().mean(0))
+        return (y * self.mean).sin()
+
+
+def compiled(wrap: Callable[[nn.Module], Any]) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module, x = Mean(), X.clone().requires_grad_()
+    torch.compile(wrap(module), backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None
+    return [round(v, 5) for v in x.grad.flatten().tolist()], [round(v, 5) for v in module.mean.tolist()]
+
+
+@pytest.mark.parametrize("policy", ["nothing", "dots"])
+def test_compiled_functions_that_write_into_buffers(policy: str) -> None:
+    want = compiled(lambda module: module)
+    assert compiled(lambda module: tx.remat(module, **POLICIES[policy])) == want
+    assert compiled(lambda module: tx.remat(lambda x: module(x), **POLICIES[policy])) == want
+    assert compiled(lambda module: tx.remat(module.forward, **POLICIES[policy])) == want
+    of_argument = tx.remat(lambda module, x: module(x), **POLICIES[policy])
+    assert compiled(lambda module: lambda x: of_argument(module, x)) == want
+
+
+def test_torchs_checkpoint_compiles_them_to_other_gradients() -> None:
+    want = compiled(lambda module: module)
+    got = compiled(lambda module: lambda x: checkpoint(module, x, use_reentrant=False))
+    assert got[1] == want[1] and got[0] != want[0]
+
+
+def test_functions_without_buffers_are_compiled() -> None:
+    torch._dynamo.reset()
+    x = X.clone().requires_grad_()
+    linear = nn.Linear(4, 4)
+    run = torch.compile(tx.remat(lambda x: linear(x).sin()), backend="aot_eager", fullgraph=True)
+    run(x).sum().backward()
