@@ -76,7 +76,7 @@ class Residuals(tuple[Residual, ...]):
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """What a function keeps for its backward pass. Nothing is computed, and no memory is used.
+    """What a function keeps for its backward pass. Nothing is computed, changed or left behind, and no memory is used.
 
     Derivatives are by the arguments, parameters and other tensors that require a gradient; where the result depends on
     none, by the first argument, as in torch.func.grad. What a `remat` inside the function keeps is what its policy says.
@@ -91,7 +91,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
 
     Raises:
         TypeError: no function.
-        torch._subclasses.fake_tensor.DataDependentOutputException: what is kept depends on the values of tensors.
+        ValueError: the function depends on the values of tensors, or uses torch.func inside.
 
     >>> from fjoin import transforms as tx
     >>> def block(w, x):
