@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
-from ._captured import Asked, Captured, within, without_graph
+from ._captured import Captured, within
 from ._form import remembered
 from ._kept import Keeper
 from ._messages import refuse_iterators
@@ -127,8 +127,6 @@ def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
     if how.policy is everything_saveable and how.store is None:
         return fn(*args, **kwargs)
     refuse_iterators(args, kwargs)
-    if without_graph():
-        return fn(*args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         return _call_transformed(fn, how, args, kwargs)
     if not torch.is_grad_enabled():
@@ -142,19 +140,17 @@ def call(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
 
 
 def _call_transformed(fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any:
-    found, graph = captured(fn, args, kwargs), False
+    found = captured(fn, args, kwargs)
     for _ in range(_MOST):
         record = Record(how.preserve_rng, found.places, how.keeper(fn, args, kwargs), uncached=True)
-        region = Region(fn, args, kwargs, found, record, graph)
+        region = Region(fn, args, kwargs, found, record)
         try:
             with within(region.tensors) as tensors, function_modes(()):
                 out = _Again.apply(region, *tensors)  # type: ignore[no-untyped-call]
             break
         except Captured as more:
+            record.undo()
             found.tracked.update({id(x): x for x in more.found})
-        except Asked:
-            graph = True
-        record.undo()
     else:
         raise RuntimeError(
             f"remat: each of {_MOST} runs of {fn!r} has used other tensors that require a gradient; pass them as arguments"

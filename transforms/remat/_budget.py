@@ -192,7 +192,7 @@ class _Measured:
                     leaf if memory_of(x) in self._outside else leaf.clone()
                 )  # a result of an operation, as in a run
         again: Any = optree.tree_unflatten(form, leaves)
-        sources += captured(fn).tracked.values()
+        sources += (x for x in captured(fn).tracked.values() if x.requires_grad)
         found: dict[int, int] = {}
         holds: list[Any] = []
         clock = Clock()

@@ -26,13 +26,7 @@ class Captured(Exception):
         self.found = found
 
 
-class Asked(BaseException):
-    """A function asks whether a tensor requires a gradient, in a run without a graph."""
-
-
-_TENSOR: Any = torch.Tensor
-_MOVES = _TENSOR.requires_grad.__get__
-_ASKS = _MOVES, _TENSOR.is_leaf.__get__, _TENSOR.grad_fn.__get__
+_MOVES: Any = cast(Any, torch.Tensor).requires_grad.__get__
 
 # Functions of torch that write into some of their arguments without a trailing underscore: their positions, and names.
 _STATISTICS = ("running_mean", "running_var")
@@ -51,7 +45,6 @@ class Substitute(TorchFunctionMode, OfOneRun):
             operation gets instead.
         own: The ids of tensors that may be tracked; None where no others are looked for.
         refuse: Called with the memory of other tensors before an operation writes into them.
-        graph: Whether tensors have the graph that they have without `remat`; if not, to ask for it raises `Asked`.
         moves: id -> whether a tensor of the region requires a gradient without `remat`.
         levels: Those of the transforms around the region: tensors of others are the function's own.
     """
@@ -63,13 +56,12 @@ class Substitute(TorchFunctionMode, OfOneRun):
         written: Callable[[Tensor], Tensor],
         own: set[int] | None,
         refuse: Callable[[int], None] = lambda memory: None,
-        graph: bool = True,
         moves: Mapping[int, bool] = types.MappingProxyType({}),
         levels: Container[int] = (),
     ) -> None:
         super().__init__()
         self.of, self._state, self._written, self._own, self._refuse = of, state, written, own, refuse
-        self.graph, self._moves, self._levels = graph, moves, levels
+        self._moves, self._levels = moves, levels
         self.foreign: dict[int, Tensor] = {}
         self.moves = False  # whether a region inside has moved arguments elsewhere
 
@@ -95,8 +87,6 @@ class Substitute(TorchFunctionMode, OfOneRun):
         kwargs = kwargs or {}
         if func == _MOVES and id(x := self._swap(args[0])) in self._moves:
             return self._moves[id(x)]
-        if not self.graph and func in _ASKS:
-            raise Asked
         lends = getattr(func, "__name__", "") in _LENDS
         for x in _targets(func, args, kwargs):
             memory = memory_of(x)
@@ -147,11 +137,6 @@ _THREADS = _Threads()
 def as_seen(x: Tensor) -> Tensor:
     """What a tensor is in the region around this one."""
     return _THREADS.running[-1].of.get(id(x), x) if _THREADS.running else x
-
-
-def without_graph() -> bool:
-    """Whether the region around this one runs without a graph, so that nothing would be kept."""
-    return bool(_THREADS.running) and not _THREADS.running[-1].graph
 
 
 def note_moves() -> None:

@@ -99,6 +99,9 @@ def _same_dict(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a.values(), b.values())) and all(map(is_, a, b))
 
 
+_EMPTY: dict[Any, Any] = {}
+
+
 def _write_dict(held: dict[Any, Any], copy: dict[Any, Any]) -> None:
     kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict  # methods of a user's class may do more
     kind.clear(held)
@@ -107,15 +110,15 @@ def _write_dict(held: dict[Any, Any], copy: dict[Any, Any]) -> None:
 
 
 def _read_module(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return vars(module).copy(), module._parameters.copy(), module._buffers.copy()
+    held = vars(module)  # most have no parameters or no buffers of their own
+    parameters, buffers = held["_parameters"], held["_buffers"]
+    return held.copy(), parameters.copy() if parameters else _EMPTY, buffers.copy() if buffers else _EMPTY
 
 
 def _same_module(module: nn.Module, copy: tuple[dict[str, Any], ...]) -> bool:
-    return (
-        _same_dict(vars(module), copy[0])
-        and _same_dict(module._parameters, copy[1])
-        and _same_dict(module._buffers, copy[2])
-    )
+    held = vars(module)
+    parts = held, held["_parameters"], held["_buffers"]
+    return all(_same_dict(a, b) for a, b in zip(parts, copy, strict=True) if a or b)
 
 
 def _write_module(module: nn.Module, copy: tuple[dict[str, Any], ...]) -> None:

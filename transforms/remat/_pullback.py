@@ -52,10 +52,12 @@ def with_graph(
     return results, pullback
 
 
-def run_with_graph(of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The results of a function that runs with a graph, which is then gone. They may be of any dtype."""
-    if not torch._C._are_functorch_transforms_active():
+def run_with_graph(
+    of: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], functional: bool
+) -> tuple[Tensor, ...]:
+    """The results of a function that runs as in `with_graph`; the graph is gone then. They may be of any dtype."""
+    if not functional:
         return tuple(x.detach() for x in with_graph(of, inputs, False)[0])
-    nothing = torch.zeros(())
-    made: Any = torch.func.vjp(lambda *values: (nothing, of(*values)), *inputs, has_aux=True)
+    nothing = torch.zeros(())  # vjp takes at least one input
+    made: Any = torch.func.vjp(lambda _, *values: (nothing, of(*values)), nothing, *inputs, has_aux=True)
     return tuple(made[2])

@@ -29,7 +29,6 @@ class Region:
         args, kwargs: Its arguments.
         found: The tensors that it can reach.
         record: What the first run leaves for later runs.
-        graph: Whether the first run has a graph too, as later runs have.
 
     Attributes:
         record: What the first run leaves for later runs.
@@ -37,9 +36,7 @@ class Region:
         levels: Those of the transforms around the call.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record, graph: bool = False
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, found: Found, record: Record) -> None:
         given_tree: Any = (args, kwargs)
         leaves, self._form = optree.tree_flatten(given_tree, none_is_leaf=True)
         self._fn, self.record = fn, record
@@ -62,7 +59,13 @@ class Region:
         self._seen = [
             i for i, x in enumerate(self.tensors) if self._moves[i] and is_differentiable(x) and of(x) == here
         ]
-        self._with_graph = bool(self._seen) and (graph or record.keeper is not None)
+        # Many operations, and the order of random numbers, are others below a level or with a graph: the first run has
+        # what later runs have. A vmap alone takes no level: torch.func would refuse writes into buffers.
+        levels = torch._C._functorch.get_interpreter_stack() or ()
+        leveled = record.keeper is not None or any(
+            one.key() != torch._C._functorch.TransformType.Vmap for one in levels
+        )
+        self._with_graph = leveled if self.levels else bool(self._seen)
         self.arguments = len(given)  # the number of tensors in the arguments
 
     def run(self, tensors: Sequence[Tensor], watch: set[int] | None = None) -> Any:
@@ -93,10 +96,8 @@ class Region:
         for name, token in zip(self._tokens, tensors[end:], strict=True):
             axes[name] = copy.copy(axes[name])
             axes[name].token = token
-        graph = watch is None or self._with_graph or not self._seen
         moves = dict(zip(map(id, tensors), self._moves, strict=False))
-        state = dict(self._state)
-        mode = Substitute(of, state, self.record.before, watch, graph=graph, moves=moves, levels=self.levels)
+        mode = Substitute(of, dict(self._state), self.record.before, watch, moves=moves, levels=self.levels)
         with bind_axes(axes), bind_weight(self._weight):
             out = self.record.call(self._fn, args, kwargs, mode)
         if mode.foreign:
@@ -107,14 +108,13 @@ class Region:
         """Call the function: the tensors in its result that are no arguments, each once."""
         if watch is None or not self._with_graph:
             return self._flat(tensors, watch)
-        # Some operations are made of others than without a graph, so a run that records has one, as later runs have.
         seen = self._seen
 
         def of(*values: Tensor) -> tuple[Tensor, ...]:
             new = with_values(tensors, seen, values)
             return tuple(self._flat(new, watch | set(map(id, new))))
 
-        return list(run_with_graph(of, [tensors[i] for i in seen]))
+        return list(run_with_graph(of, [tensors[i] for i in seen], bool(self.levels)))
 
     def _flat(self, tensors: Sequence[Tensor], watch: set[int] | None) -> list[Tensor]:
         out = self.run(tensors, watch)
@@ -137,7 +137,7 @@ class Region:
         return found
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run for the first time, without a graph."""
+        """Run for the first time; the graph of the run, if any, is gone after it."""
         # Without a graph a view of a leaf would pass for another leaf.
         tensors = [x.detach() for x in tensors]
         versions = [version_of(x) for x in tensors[: self.arguments]]

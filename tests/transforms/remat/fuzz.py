@@ -94,7 +94,7 @@ def _copy(value: Any) -> Any:
 
 def op_count(m: World, h: Tensor) -> Tensor:
     m.n += 1
-    return h * m.n
+    return h * m.n.clone()
 
 
 def op_mean(m: World, h: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def op_lerp(m: World, h: Tensor) -> Tensor:
 
 def op_plain(m: World, h: Tensor) -> Tensor:
     m.plain.mul_(1.5)
-    return h * m.plain
+    return h * m.plain.clone()
 
 
 def op_plain_anew(m: World, h: Tensor) -> Tensor:
@@ -151,14 +151,14 @@ def op_dict(m: World, h: Tensor) -> Tensor:
 def op_slots(m: World, h: Tensor) -> Tensor:
     m.slotted.count += 1
     m.slotted.mean.add_(0.5)
-    return (h * m.slotted.mean).cos() * m.slotted.count
+    return (h * m.slotted.mean.clone()).cos() * m.slotted.count
 
 
 def op_global(m: World, h: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
     TOTAL.add_(0.25)
-    return h * TOTAL + CALLS
+    return h * TOTAL.clone() + CALLS
 
 
 def op_force(m: World, h: Tensor) -> Tensor:
@@ -182,6 +182,14 @@ def op_asks(m: World, h: Tensor) -> Tensor:
 
 def op_asks_grad_mode(m: World, h: Tensor) -> Tensor:
     return h * 2 if torch.is_grad_enabled() else h * 3
+
+
+def op_device(m: World, h: Tensor) -> Tensor:
+    return h.sin() * 2 if torch.empty(0).device.type == "meta" else h.sin() * 3
+
+
+def op_branch(m: World, h: Tensor) -> Tensor:
+    return h.sin() * 2 if h.detach().sum() > 0 else h.cos()
 
 
 def op_one_hot(m: World, h: Tensor) -> Tensor:

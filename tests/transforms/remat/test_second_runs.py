@@ -175,6 +175,22 @@ def test_torch_func_inside(name: str, policy: str) -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_dropout_of_a_transposed_value(policy: str) -> None:
+    """Random numbers are laid out in the order of memory, which differs below a transform."""
+    w = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+
+    def linear(x: Tensor) -> Tensor:
+        return F.dropout(torch.einsum("ij,jk->ki", x, w).t(), 0.5)
+
+    for run in (linear, tx.remat(linear, **POLICIES[policy])):
+        torch.manual_seed(1)
+        out, pullback = func.vjp(run, X)
+        torch.testing.assert_close((pullback(X)[0] * X).sum(), (out * X).sum())
+        torch.testing.assert_close(*func.jvp(run, (X,), (X,)))  # it is linear
+
+
 # -- results ------------------------------------------------------------------------------------------------------------
 
 
