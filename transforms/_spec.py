@@ -144,19 +144,25 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
         except TypeError as error:
             raise TypeError(f"{name}: {error}; it takes {', '.join(signature.parameters)}") from None
         bound.apply_defaults()
+        bound.arguments = {key: _number(value) for key, value in bound.arguments.items()}
         spec = Spec(name, tuple(bound.arguments.items()))
         if spec.depth > DEEPEST:
             raise ValueError(
                 f"{name} would be nested {spec.depth} deep, expected at most {DEEPEST}; several stages stand side by side in "
                 f"chain(...)"
             )
-        made: Any = function(*args, **kwargs)
+        made: Any = function(*bound.args, **bound.kwargs)
         if not made.spec.name:  # a result with a name was made by another factory
             made = made.with_spec(spec)
         return made  # type: ignore[no-any-return]
 
     _FACTORIES[name] = make
     return make
+
+
+def _number(value: Any) -> Any:
+    """A number of numpy as one of Python, which has a JSON form; other values are unchanged."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
 
 
 def is_ours(name: str) -> bool:
@@ -208,6 +214,7 @@ def _loosely(value: Any) -> Any:
 
 def _code_hash(function: Any) -> str:
     """A hash of a function's code and default arguments."""
+    function = getattr(function, "adapts", function)  # what an adapted `update` calls
     function = getattr(function, "__func__", function)
     if not hasattr(function, "__code__") and callable(function):
         function = type(function).__call__

@@ -106,6 +106,7 @@ class Transform(Specified):
     def __post_init__(self) -> None:
         if not isinstance(self.needs, Needs):
             raise TypeError(f"needs must be a Needs, such as Needs.LEAVES | Needs.PATHS, got {self.needs!r}")
+        object.__setattr__(self, "update", adapted(self.update))
         children = [child for child in self.spec.children if isinstance(child, Transform)]
         object.__setattr__(
             self, "needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs)
@@ -192,6 +193,35 @@ class Inner:
         return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
 
 
+def adapted(update: Callable[..., Any]) -> Callable[..., Any]:
+    """An `update` that ignores the keywords that are not in its signature, as optax's do.
+
+    Raises:
+        TypeError: it does not take gradients and a state.
+    """
+    try:
+        parameters = inspect.signature(update).parameters
+    except (TypeError, ValueError):  # a builtin
+        return update
+    kinds = [p.kind for p in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return update
+    named = {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    many = inspect.Parameter.VAR_POSITIONAL in kinds
+    places = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+    if places < 2 and not many:
+        raise TypeError(
+            f"update is called as update(grads, state, params=None, ...), but {update!r} takes {places} arguments"
+        )
+
+    @functools.wraps(update)
+    def with_known(*args: Any, **kwargs: Any) -> Any:
+        return update(*(args if many else args[:places]), **{n: v for n, v in kwargs.items() if n in named})
+
+    with_known.adapts = update  # type: ignore[attr-defined]
+    return with_known
+
+
 def other_state(state: Any, expected: str = "the state") -> ValueError:
     """The error for the state of another transform."""
     return ValueError(
@@ -243,7 +273,9 @@ def check_transform(value: Any, where: str) -> Transform:
     """Raise TypeError unless `value` is a Transform."""
     if isinstance(value, Transform):
         return value
-    if hasattr(type(value), "instead_of_transform"):
+    if type(value).__name__.startswith("GradientTransformation"):
+        hint = "a transformation of optax becomes a stage by from_optax(...)"
+    elif hasattr(type(value), "instead_of_transform"):
         hint = type(value).instead_of_transform
     elif callable(value):
         hint = "did you forget to call the factory, or do you want stateless(function)?"

@@ -233,7 +233,8 @@ def _alike(a: Tree, b: Tree) -> bool:
 def check_dense(name: str, leaf: Any) -> None:
     """Raise TypeError unless `leaf` is a strided, real, floating-point tensor."""
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; expected a tensor")
+        hint = "; torch.from_dlpack(array) makes one of it" if hasattr(leaf, "__dlpack__") else ""
+        raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; expected a tensor{hint}")
     if leaf.layout is not torch.strided:
         raise TypeError(
             f"{name} has layout {leaf.layout}; sparse gradients are not supported, use a dense one "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,7 +113,7 @@ def user_sums(aux: Any) -> dict[str, Any]:
                     f"aux['sum'][{name!r}] must be a real scalar, got a tensor of shape {tuple(value.shape)}, {value.dtype}"
                 )
             sums[name] = host_number(value)
-        elif isinstance(value, (int, float)):
+        elif isinstance(value, numbers.Real):
             sums[name] = as_float(f"aux['sum'][{name!r}]", value)
         else:
             raise TypeError(f"aux['sum'][{name!r}] must be a number or a 0-d tensor, got {value!r}")

@@ -106,7 +106,6 @@ class TrainStep:
         """
         self._run.close()
         self._left.warn(stacklevel=2)
-        self._left.failed = self._broken is not None
 
     def flush(self, state: TrainState) -> TrainState:
         """Average what the ranks have trained since the last average; for the end of training, on all ranks.

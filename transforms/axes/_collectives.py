@@ -136,6 +136,7 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
 
     Raises:
         UnboundAxis: nothing binds the axis.
+        ValueError: `dim` is no dimension of the result.
 
     >>> from fjoin import transforms as tx
     >>> tx.simulate(lambda x: tx.all_gather(x, "data"), {"data": 2}, [1.0, 2.0])
@@ -153,7 +154,16 @@ def all_gather(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) ->
 
 def place_gathered(x: Tree, dim: int, tiled: bool) -> Tree:
     """The result of all_gather from leaves (n, ...), which have one entry for each rank."""
-    return optree.tree_map(lambda leaf: torch.cat(leaf.unbind(0), dim) if tiled else leaf.movedim(0, dim), x)
+
+    def place(path: tuple[Any, ...], leaf: Tensor) -> Tensor:
+        dims = leaf.dim() - tiled
+        if not -dims <= dim < dims:
+            raise ValueError(
+                f"all_gather: dim is {dim}, but the result for the leaf at {'.'.join(map(str, path))!r} has {dims} dimensions"
+            )
+        return torch.cat(leaf.unbind(0), dim) if tiled else leaf.movedim(0, dim)
+
+    return optree.tree_map_with_path(place, x)
 
 
 def psum_scatter(x: Tree, axis: AxisName, *, dim: int = 0, tiled: bool = False) -> Tree:

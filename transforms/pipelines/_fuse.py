@@ -99,10 +99,12 @@ def fuse(
     """
     check_transform(hook, "fuse: hook")
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"fuse: optimizer must be an Optimizer, got {optimizer!r}; write fuse(hook, optimizer), for example "
-            f"fuse(mean('data'), sgd(0.1))"
-        )
+        hint = "write fuse(hook, optimizer), for example fuse(mean('data'), sgd(0.1))"
+        if type(optimizer).__name__.startswith("GradientTransformation"):
+            hint = (
+                "write fuse(chain(mean('data'), from_optax(...)), sgd(1.0, maximize=True)), which adds optax's updates"
+            )
+        raise TypeError(f"fuse: optimizer must be an Optimizer, got {optimizer!r}; {hint}")
     if after is not None:
         check_transform(after, "fuse: after")
     if on_state is not None:

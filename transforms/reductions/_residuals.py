@@ -52,6 +52,11 @@ class ResidualMemory:
         found = []
         for path, leaf in of.items():
             error = self._error[path] if path in self._error else torch.zeros_like(leaf, dtype=torch.float32)
+            if error.shape != leaf.shape:
+                raise ValueError(
+                    f"the residual of {path!r} in the state has shape {tuple(error.shape)}, but the gradient {tuple(leaf.shape)}; it "
+                    f"is the state of other parameters: start from init(params)"
+                )
             found.append(_times(error, factors[rows[path]]) if path in rows else error)
         return found
 

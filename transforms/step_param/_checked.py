@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -156,6 +157,7 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
     """
     if getattr(kernel, "checks", None) is forms.init_param:  # by dataclasses.replace
         return kernel
+    kernel = guarded(kernel, lists)
 
     def check(param: Tensor, grad: Tensor, state: State, guards: dict[str, Tensor | None]) -> None:
         check_dense("param", param)
@@ -185,10 +187,61 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
     return made  # type: ignore[no-any-return]
 
 
+def guarded(step: Callable[..., None], lists: bool) -> Callable[..., None]:
+    """A kernel with the keywords `grad_scale` and `found_inf`, from one that has them or not.
+
+    Args:
+        lists: Whether it takes lists of parameters, gradients and states.
+
+    Raises:
+        TypeError: it does not take a parameter, a gradient and a state.
+    """
+    words = _keywords(step, "step_params_" if lists else "step_param_")
+    if words is None or {"grad_scale", "found_inf"} <= words:
+        return step
+
+    def with_guards(
+        params: Any, grads: Any, states: Any, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        divisors = [] if grad_scale is None else grads if lists else [grads]
+        for grad in divisors:
+            grad.div_(grad_scale)
+        given: Any = (params, states)
+        held = [leaf for leaf in optree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        before = [] if found_inf is None else [leaf.clone() for leaf in held]
+        step(params, grads, states)
+        for leaf, old in zip(held, before, strict=False):
+            leaf.copy_(torch.where(found_inf != 0, old, leaf))  # type: ignore[arg-type]
+
+    return with_guards
+
+
+def _keywords(step: Callable[..., Any], name: str) -> set[str] | None:
+    """The keywords of a function of a parameter, a gradient and a state; None where it takes any.
+
+    Raises:
+        TypeError: it is none.
+    """
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a builtin
+        return None
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise TypeError(
+            f"Optimizer: {name} is called as {name}(param, grad, state), but {step!r} takes {signature}: {error}"
+        ) from None
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return None
+    return set(signature.parameters)
+
+
 def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
     """A formula that first checks the parameter's dtype and the state's count of steps; `unchecked` returns the original formula."""
     if hasattr(step_param, "unchecked"):  # by dataclasses.replace
         return step_param
+    _keywords(step_param, "step_param")
 
     def checked_step_param(param: Tensor, grad: Tensor, state: State) -> tuple[Tensor, State]:
         if not param.is_floating_point():

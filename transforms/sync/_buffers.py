@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from .._axis_env import AxisName
 from .._check import some_axes
 from .._spec import factory
 from .._transform import Needs, Transform, init_empty
-from .._tree import State, Tree, device_of, map_with_path, named_leaves, to_device
+from .._tree import State, Tree, device_of, map_with_path, named_leaves, readable_without_sync, to_device
 from .._weights import check_weight
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
@@ -33,6 +35,9 @@ def average_buffers(axis: AxisName) -> Transform:
         A `Transform` without state, for `fjoin.train_step(..., on_buffers=...)`: it takes a tree of buffers in place of
         gradients.
 
+    Warns:
+        UserWarning: at `init`: a buffer is a vector of length 1, which its mean would not be.
+
     Raises:
         TypeError: at `update`: a buffer of uint64 or of a quantized dtype.
         ValueError, UnboundAxis: at `update`, as `mean`.
@@ -44,6 +49,10 @@ def average_buffers(axis: AxisName) -> Transform:
     {'var': tensor(2.), 'n': tensor(7)}
     """
     some_axes("average_buffers", axis)
+
+    def init(buffers: Tree) -> State:
+        warn_of_unit_vectors(named_leaves(buffers))
+        return ()
 
     def update(buffers: Tree, state: State, params: Tree = None, *, weight: Any = None, **extra: Any) -> Any:
         del params, extra
@@ -58,7 +67,20 @@ def average_buffers(axis: AxisName) -> Transform:
         new = {path: torch.where(total > 0, _narrow(found[path], b), b) for path, b in held.items()}
         return map_with_path(lambda path, _: new[path], buffers), state
 
-    return Transform(init_empty, update, Needs.LEAVES)
+    return Transform(init, update, Needs.LEAVES)
+
+
+def warn_of_unit_vectors(buffers: Mapping[str, Tensor]) -> None:
+    """Warn of buffers that are vectors of length 1, as spectral_norm's: the mean of several is shorter."""
+    for path, b in buffers.items():
+        if b.dim() == 1 and b.numel() > 1 and b.is_floating_point() and readable_without_sync(b):
+            if abs(float(torch.linalg.vector_norm(b.double())) - 1) < 1e-4 and b.count_nonzero() > 1:
+                warnings.warn(
+                    f"the buffer {path!r} is a vector of length 1, as spectral_norm's, and the mean of the ranks' vectors is shorter; "
+                    f"take it from one rank: partition({{{path!r}: broadcast_buffers(axis), '*': average_buffers(axis)}})",
+                    stacklevel=2,
+                )
+                return
 
 
 @factory

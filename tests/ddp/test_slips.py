@@ -1,0 +1,132 @@
+"""Slips around a module that steps in its backward pass, and around the end of a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers import max_diff
+from pool import Pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+
+X = torch.ones(4, 3)
+
+
+def _model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Linear(3, 1))
+
+
+def stepped_twice(kind: Any) -> list[str]:
+    ddp = _model()
+    if kind == "a part":  # the optimizer steps only what the pipeline leaves alone
+        pipeline = tx.fuse(tx.mean("data"), tx.partition({"weight": tx.sgd(0.1), "*": tx.frozen()}))
+        optimizer = torch.optim.SGD([ddp.module.bias], lr=0.1)  # type: ignore[list-item]
+    else:
+        pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
+        other = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD((other if kind == "another model" else ddp).parameters(), lr=0.1)
+    fjoin.ddp.register(ddp, tx.mean("data") if kind == "only a hook" else pipeline)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            ddp(X).square().mean().backward()
+            optimizer.step()
+    return [str(one.message) for one in seen if "steps" in str(one.message)]
+
+
+@pytest.mark.parametrize("kind", ["the same", "only a hook", "another model", "a part"])
+def test_an_optimizer_beside_a_registered_pipeline_is_warned_of_once(pool: Pool, kind: str) -> None:
+    for found in pool.run(2, stepped_twice, kind):
+        assert len(found) == (kind == "the same") and all("remove optimizer.step()" in text for text in found)
+
+
+def without_zero_grad(zero_grad: Any, view: Any, window: Any) -> Any:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 1), gradient_as_bucket_view=view)
+    fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9)))
+    for i in range(6):
+        if zero_grad and i % window == 0:
+            ddp.zero_grad()
+        if (i + 1) % window:
+            with ddp.no_sync():
+                ddp(X + i).square().mean().backward()
+        else:
+            ddp(X + i).square().mean().backward()
+            assert ddp.module.weight.grad is not None, "it can be read after the pass"  # type: ignore[union-attr]
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_loop_without_zero_grad_steps_as_one_with_it(pool: Pool, view: bool, window: int) -> None:
+    (with_it,), (without,) = (pool.run(1, without_zero_grad, zero, view, window) for zero in (True, False))
+    assert max_diff(with_it, without) == 0
+
+
+def test_a_loss_that_reads_its_module_is_warned_of() -> None:
+    model = nn.Linear(4, 1)
+    apply, params, _ = fjoin.functional(model)
+    x = torch.ones(8, 4)
+
+    def loss(p: Any, x: Any) -> Any:
+        return apply(p, {}, x).square().mean() + 10 * model.weight.square().sum()
+
+    step = fjoin.train_step(loss, tx.fuse(tx.mean("data"), tx.sgd(0.01)))
+    with pytest.warns(UserWarning, match=r"'weight' of the module itself.*params\['weight'\]") as seen:
+        state, _ = step(step.init(params), x)
+    assert seen[0].filename == __file__
+    step(state, x)  # once
+    with pytest.warns(UserWarning, match="of the module itself"):
+        fjoin.value_and_grad(loss)(params, x)
+    fine = fjoin.train_step(lambda p, x: apply(p, {}, x).mean() + p["weight"].square().sum(), step.pipeline)
+    fine(fine.init(params), x)
+
+
+PROGRAM = """
+import torch, fjoin
+from fjoin import transforms as tx
+pipeline = {"average": tx.local_sgd(tx.sgd(0.1), "data", every=4), "window": tx.fuse(tx.mean("data"), tx.sgd(0.1)),
+            "ended": tx.local_sgd(tx.sgd(0.1), "data", every=3)}[kind]
+
+def train():
+    step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), pipeline, accumulate=2 if kind == "window" else 1)
+    state = step.init({"w": torch.ones(2)})
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2))
+    if end == "flush":
+        state = step.flush(state)
+    if end == "close":
+        step.close()
+    if end == "raise":
+        raise KeyError
+    return step
+
+kept = train() if end != "dropped" else train() and None
+"""
+
+
+@pytest.mark.parametrize("kind", ["average", "window", "ended"])
+@pytest.mark.parametrize("end", ["", "dropped", "close", "flush", "raise"])
+def test_a_program_that_leaves_a_window_open_says_so(kind: str, end: str) -> None:
+    if kind == "window" and end == "flush":
+        pytest.skip("flush refuses an open accumulation window")
+    text = f"kind, end = {kind!r}, {end!r}\n{PROGRAM}"
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, env=dict(os.environ), timeout=120
+    )
+    assert (done.returncode == 0) == (end != "raise")
+    says = kind != "ended" and end not in ("flush", "raise")
+    assert ("UserWarning" in done.stderr) == says, done.stderr
+    if says:
+        part = "step.flush(state)" if kind == "average" else "unfinished accumulation window"
+        assert done.stderr.count(part) == 1 and ("at the end of the program" in done.stderr) == (end != "close")
