@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
+from .transforms._errors import DesyncError as DesyncError
 from .transforms._errors import DonatedState as _DonatedState
-
-
-class FjoinError(RuntimeError):
-    """Base of the shell's errors.
-
-    Attributes:
-        rank: The rank that is at fault, or None.
-        step: The step in which the error was detected, or None.
-    """
-
-    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
-        super().__init__(message)
-        self.rank, self.step = rank, step
+from .transforms._errors import FjoinError as FjoinError
 
 
 class PeerLost(FjoinError):
@@ -24,10 +13,6 @@ class PeerLost(FjoinError):
 
 class CollectiveTimeout(FjoinError):
     """Another rank did not arrive in time."""
-
-
-class DesyncError(FjoinError):
-    """The ranks do not run the same program: another pipeline, shape, dtype, order or parameter value."""
 
 
 class TransportError(FjoinError):

@@ -1,4 +1,23 @@
-"""Errors of pure code and its interpreters; the errors of the shell are in fjoin."""
+"""Errors of pure code and its interpreters; the other errors of the shell are in fjoin."""
+
+from __future__ import annotations
+
+
+class FjoinError(RuntimeError):
+    """Base of the errors that name a rank and a step.
+
+    Attributes:
+        rank: The rank that is at fault, or None.
+        step: The step in which the error was detected, or None.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.step = rank, step
+
+
+class DesyncError(FjoinError):
+    """The ranks do not run the same program: another pipeline, shape, dtype, order or parameter value."""
 
 
 class CollectiveMismatch(RuntimeError):

@@ -6,19 +6,15 @@ The sum over the ranks tells each of them whether all have called the same step 
 from __future__ import annotations
 
 import weakref
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from .._errors import DesyncError
 from ..groups._mesh import Mesh
+from ..transforms.pipelines._rates import Rates, number_of
 
-Rates = Sequence[tuple[str, float]]  # hyperparameters by name
-
-# Numbers in [2^19, 2^20): none is a multiple of another, and their sums over 2^14 ranks are exact in the lane.
-_LEAST = 2**19
 _KEPT = 1000  # steps, whose lanes may be read late
 
 
@@ -51,8 +47,7 @@ class StepIds:
 
     def of(self, step: int) -> float:
         """The number of a step that this rank has begun."""
-        text = repr((self.number, step, self._rates.get(step, ())))
-        return float(_LEAST + zlib.crc32(text.encode()) % _LEAST)
+        return number_of(self.number, step, self._rates.get(step, ()))
 
     def check(self, step: int, sums: dict[str, Any], late: int) -> None:
         """Raise DesyncError unless all ranks have called the same step; sums on a device are not read.

@@ -167,16 +167,35 @@ def test_in_a_registered_module(pool: Pool) -> None:
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a registered pipeline and a pure step compare no rates after the first step")
+@pytest.mark.xfail(strict=True, reason="a registered pipeline compares no rates after the first step")
 def test_in_a_registered_module_later(pool: Pool) -> None:
     assert all("lr" in text for text in pool.run(2, registered, True))
 
 
-@pytest.mark.xfail(strict=True, reason="a registered pipeline and a pure step compare no rates after the first step")
-def test_in_a_pure_step() -> None:
-    def rank(lr: float) -> Any:
-        pipeline, params = tx.fuse(tx.mean("data"), tx.sgd(lambda step: lr)), {"w": torch.ones(2)}
-        return pipeline.step(params, params, pipeline.init(params))[0]["w"]
+PURE = [name for name in HOOKS if name not in ("zero", "local")]
 
-    a, b = tx.simulate(rank, {"data": 2}, [0.1, 0.2])
-    assert torch.equal(a, b)
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("hook", PURE)
+def test_in_a_pure_step(hook: str, name: str) -> None:
+    make, _ = WAYS[name]
+
+    def rank(lr: float) -> Any:
+        pipeline, params = HOOKS[hook](make(lr)), {"w": torch.ones(3, 2), "b": torch.ones(2)}
+        state = pipeline.init(params)
+        for i in range(5):
+            if "injected values" in name and i > 1:
+                state = tx.with_hyperparameters(state, lr=lr)
+            params, state = pipeline.step(params, {k: p.clone() for k, p in params.items()}, state, weight=1.0)
+        return params
+
+    text = raises_text(
+        fjoin.DesyncError,
+        lambda: tx.simulate(rank, {"data": 3}, [0.1, 0.1, 0.3]),
+        "rank 2 steps with",
+        "=0.3",
+        "rank 0",
+        "=0.1",
+    )
+    assert ("weight_decay" if "schedule" in name else "lr") in text
+    tx.simulate(rank, {"data": 3}, [0.3] * 3)

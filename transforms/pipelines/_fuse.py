@@ -37,6 +37,7 @@ from ..step_param._lift import matched
 from ..step_param._lift import step as step_tree
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
+from . import _rates as rates_check
 from ._donation import are_apart, in_own_memory, use
 from ._effect import FLUSH, Effect, flag
 from ._pipeline import Pipeline, Skips
@@ -179,12 +180,15 @@ def pipeline_of(
         outer, old = state, inside(state)
         check_same("grads", grads, "params", params)
         check_lane(lane)
-        if lane and "weight" in lane:
-            raise ValueError("'weight' in the lane is taken by the ranks' weights; choose another name")
+        for taken in ("weight", rates_check.NAME):
+            if lane and taken in lane:
+                raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
         own, pieces = check_weight(weight), pieces_of(params, old)
+        rates = rates_check.rates_of(optimizer, held_of(pieces, params, old), old.optimizer)
+        given = {**(lane or {}), "weight": own, **({rates_check.NAME: rates_check.number_of(rates)} if rates else {})}
         with bind_pieces(pieces):
             grads, hook_state = hook.update(
-                prepare(grads, outer), old.hook, params, weight=weight, lane={**(lane or {}), "weight": own}, step=old.step,
+                prepare(grads, outer), old.hook, params, weight=weight, lane=given, step=old.step,
                 **donate_kwargs(hook, donate), **extra,
             )  # fmt: skip
         own = old.window + own
@@ -194,7 +198,7 @@ def pipeline_of(
         axes = tuple((name, axis.size) for name, axis in bound().items())
         if axes not in plans:
             plans[axes] = make_plan(hook, dict(axes))
-        effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, bool(skips))
+        effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, bool(skips), rates)
         held = held_of(pieces, params, old)
         new = held, old.optimizer
         if donate and pieces is None and effect.steps is not False and are_apart(held):
@@ -252,7 +256,9 @@ def pipeline_of(
     return Pipeline(init, step, flush, hook, optimizer, after, on_state, sharding, skips=skips)
 
 
-def _judge(plan: Plan, hook_state: State, grads: Tree, step: int, own: Tensor, skips: bool) -> tuple[Effect, Tensor]:
+def _judge(
+    plan: Plan, hook_state: State, grads: Tree, step: int, own: Tensor, skips: bool, rates: rates_check.Rates
+) -> tuple[Effect, Tensor]:
     """The effect of a step on this rank, and the weight of all ranks that share its gradients.
 
     Args:
@@ -261,15 +267,23 @@ def _judge(plan: Plan, hook_state: State, grads: Tree, step: int, own: Tensor, s
         step: The number of steps before this one.
         own: The weight of this rank.
         skips: Whether the gradients must be finite.
+        rates: The hyperparameters of this rank.
     """
     axes, equal = plan.reduced(step)
     agreed, fine = own, all_finite(grads) if skips else torch.ones((), dtype=torch.bool)
     if equal:
         assert plan.hook.sums is not None
-        agreed = plan.hook.sums(hook_state).lane["weight"]
+        sums = plan.hook.sums(hook_state).lane
+        agreed = sums["weight"]
+        if rates:
+            rates_check.check_sum(rates, sums[rates_check.NAME], axes, step)
     elif axes:
-        agreed, bad = psum(torch.stack([to_device(fine.device, own), (~fine).to(own.dtype)]), axes)
+        words = [to_device(fine.device, own), (~fine).to(own.dtype)]
+        words += [own.new_full((), rates_check.number_of(rates)).to(fine.device)] if rates else []
+        agreed, bad, *numbers = psum(torch.stack(words), axes)
         fine = bad == 0
+        if rates:
+            rates_check.check_sum(rates, numbers[0], axes, step)
     if skips and equal and (sharded := plan.hook.sharded_over):
         fine = psum((~fine).to(torch.float64), sharded) == 0
     return Effect(flag(agreed > 0), flag(fine)), agreed

@@ -1,0 +1,63 @@
+"""The hyperparameters of a pure step, which must be the same on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._errors import DesyncError
+from .._tree import State, Tree, named_leaves, plain
+from ..axes._collectives import all_gather, axis_size
+from ..optimizers._inject import InjectState, injected
+from ..schedules._rates import check_rates
+from ..step_param._optimizer import Optimizer
+
+Rates = Sequence[tuple[str, float]]
+NAME = "rates"  # in the lane
+# Numbers in [2^19, 2^20): none is a multiple of another, and their sums over 2^14 ranks are exact in the lane.
+LEAST = 2**19
+
+
+def number_of(*parts: object) -> float:
+    """A number that tells values apart where it is summed over ranks: the sum is a multiple only where all are equal."""
+    return float(LEAST + zlib.crc32(repr(parts).encode()) % LEAST)
+
+
+def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> Rates:
+    """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
+    if not plain(params, slots):
+        return ()
+    leaves, structure = optree.tree_flatten(params)
+    parts: dict[int, tuple[tuple[tuple[str, Any], ...], Any]] = {}
+    for path, state in zip(named_leaves(params), structure.flatten_up_to(slots), strict=True):
+        part = optimizer.at(path)
+        if part.watched or isinstance(state, InjectState) or hasattr(state, "inner"):
+            parts[id(part)] = (*part.watched, *injected(state)), state.step
+    return [rate for hypers, step in parts.values() if hypers for rate in check_rates(hypers, step)]
+
+
+def check_sum(rates: Rates, summed: Tensor, axes: AxisName, step: int) -> None:
+    """Raise DesyncError on all ranks of some axes unless they have these hyperparameters.
+
+    Args:
+        summed: The sum of `number_of(rates)` over the ranks, one or more times.
+    """
+    if float(summed) % (axis_size(axes) * number_of(rates)) == 0:
+        return
+    values = torch.tensor([value for _, value in rates], dtype=torch.float64)
+    ranks = all_gather(values, axes)
+    for rank, there in enumerate(ranks.tolist()):
+        for (name, _), value, first in zip(rates, there, ranks[0].tolist(), strict=True):
+            if value != first:
+                raise DesyncError(
+                    f"step {step}: rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend "
+                    f"on the rank or its data, and with_hyperparameters(...) takes equal values on all ranks",
+                    rank=rank,
+                    step=step,
+                )
