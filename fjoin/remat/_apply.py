@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
 
 from ._checkpoint_wrapper import checkpoint_wrapper
 
@@ -42,6 +41,8 @@ def apply_activation_checkpointing(
     for name, fn in (("checkpoint_wrapper_fn", checkpoint_wrapper_fn), ("check_fn", check_fn)):
         if not callable(fn):
             raise TypeError(f"apply_activation_checkpointing: {name} must be a function, got {fn!r}")
+    from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap  # here, since its import takes as long as torch's
+
     chosen: dict[nn.Module, dict[str, Any]] = {}
     if auto_wrap_policy is None:
         chosen = {module: {} for module in model.modules() if check_fn(module)}

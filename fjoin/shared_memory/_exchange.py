@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._errors import DesyncError
+from ..transforms._uncompiled import uncompiled
 from ._memory import HostMemory, Region
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Exchange:
     def is_done(self) -> bool:
         return self.taken and self.failed is None and (not self._settles or self.is_settled)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def wait(self, limit_s: float | None = None) -> None:
         """Wait for the parts, and where `settles` until all have taken theirs.
 

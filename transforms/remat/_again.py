@@ -15,7 +15,6 @@ from ._captured import Captured, within
 from ._form import remembered
 from ._kept import Keeper
 from ._messages import refuse_iterators
-from ._min_cut import minimum_cut
 from ._offload import HOST, Store
 from ._plain import HooksRefused, PlainRegion
 from ._policies import AtPlaces, Keep, Policy, everything_saveable, min_cut, nothing_saveable
@@ -114,6 +113,8 @@ class How(NamedTuple):
         if policy is nothing_saveable:
             return None
         if policy is min_cut:
+            from ._min_cut import minimum_cut  # here, since it takes torch's compiler, which takes seconds to import
+
             policy = AtPlaces(
                 remembered(fn, min_cut, args, kwargs, lambda: minimum_cut(fn, self.preserve_rng, args, kwargs))
             )

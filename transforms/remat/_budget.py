@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .._uncompiled import uncompiled
 from ._abstract import abstract, batches
 from ._again import How, call
 from ._cost import Clock, rates_of
@@ -240,7 +241,7 @@ def measured(
 def within_budget(budget: int, store: Store | None) -> Callable[[Callable[..., Any], Any, Any], Any]:
     """What calls a function with a plan for each form of its arguments."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or _THREADS.walk is not None:
             return fn(*args, **kwargs)

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from .._uncompiled import uncompiled
 from ._policies import Keep, Policy, everything_saveable, keep_of, min_cut, nothing_saveable
 from ._reach import captured
 
@@ -34,16 +34,18 @@ def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: A
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng, context_fn=contexts, **kwargs)
 
 
-_captured = torch.compiler.disable(captured)  # type: ignore[no-untyped-call]
+_captured = uncompiled(captured)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def reaches_state(fn: Callable[..., Any], modules: tuple[nn.Module, ...]) -> bool:
     """Whether a function reaches buffers or other tensors that it may write into; found when it is compiled.
 
     torch.compile computes again from what is in a buffer after the write.
     """
     return bool(_captured(fn, *modules).state)
+
+
+reaches_state._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
 
 
 def modules_in(args: Any, kwargs: Any) -> tuple[nn.Module, ...]:

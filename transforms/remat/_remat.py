@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 
 from .._check import flag, whole_number
+from .._uncompiled import uncompiled
 from ._again import How
 from ._budget import run_block, within_budget
 from ._compiled import compiled, modules_in, reaches_state
@@ -115,7 +116,7 @@ def runner_of(
         return within_budget(whole_number("budget_bytes", budget_bytes, least=0), store)
     how = How(chosen, store, preserve_rng, early_stop)
     moves = offload is not None or isinstance(policy, Named) and policy.offloads
-    eager = torch.compiler.disable(run_block)  # type: ignore[no-untyped-call]
+    eager = uncompiled(run_block)
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
