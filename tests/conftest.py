@@ -1,4 +1,5 @@
 import os
+import signal
 import zlib
 from collections.abc import Iterator
 
@@ -9,6 +10,9 @@ from pool import Pool
 # The same examples in every run, and no time limits on a busy machine.
 settings.register_profile("fjoin", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.load_profile("fjoin")
+
+# A shell that starts a program in the background has it ignore this signal, and so would all processes of the tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs another transport; without --long also the long tables, and most of what is to be sampled."""
-    long, gloo = config.getoption("--long"), os.environ.get("FJOIN_TRANSPORT", "gloo") == "gloo"
+    """Leave out what needs another transport; without --long also the long tables, and most of what is to be sampled.
+
+    Tests that are named, by -k or by their paths with "::", are run whole.
+    """
+    named = bool(config.option.keyword) or any("::" in str(arg) for arg in config.args)
+    long, gloo = config.getoption("--long") or named, os.environ.get("FJOIN_TRANSPORT", "gloo") == "gloo"
 
     def is_out(item: pytest.Item) -> bool:
         sample = item.get_closest_marker("sample")

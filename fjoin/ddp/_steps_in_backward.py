@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -33,18 +34,33 @@ def guard(model: DistributedDataParallel, run: DDPRun) -> None:
         _STEPPED[p] = path
     if _watch is None:
         _watch = register_optimizer_step_pre_hook(_warn_of_second_step)
-    of, used = weakref.ref(run), run.step
+    model.register_forward_pre_hook(_DropSpent(run, list(stepped.values())))
 
-    def drop_spent(module: Any, args: Any) -> None:
-        nonlocal used
-        now = of()
-        if now is None or now.step == used or not torch.is_grad_enabled():
+
+class _DropSpent:
+    """Before a forward pass: drops the gradients that the last step has used. In a copy of the module it does nothing."""
+
+    def __init__(self, run: DDPRun, params: list[Tensor]) -> None:
+        self._run, self._params, self._used = weakref.ref(run), params, run.step
+
+    def __call__(self, module: Any, args: Any) -> None:
+        run = self._run()
+        if run is None or run.step == self._used or not torch.is_grad_enabled():
             return
-        used = now.step
-        for p in stepped.values():
+        self._used = run.step
+        for p in self._params:
             p.grad = None
 
-    model.register_forward_pre_hook(drop_spent)
+    def __reduce__(self) -> Any:
+        return _nothing_to_drop, ()
+
+
+def _nothing_to_drop() -> Any:
+    return _nothing
+
+
+def _nothing(module: Any, args: Any) -> None:
+    """The hook of a copy, in which nothing is registered."""
 
 
 def _warn_of_second_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -233,7 +233,6 @@ def _cases(table: dict[str, list[Any]], laws_: list[Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.sample(16)
 @pytest.mark.parametrize(("make", "law"), _cases(TRANSFORMS, TRANSFORM_LAWS))
 def test_transform(make: Any, law: Any) -> None:
     law(make)
@@ -242,19 +241,16 @@ def test_transform(make: Any, law: Any) -> None:
 CODED = {name: [lambda make=make: tx.quantized_mean("data", make()) for make in rows] for name, rows in CODECS.items()}
 
 
-@pytest.mark.sample(8)
 @pytest.mark.parametrize(("make", "law"), _cases({**LOSSY, **CODED}, FEEDBACK_LAWS))
 def test_error_feedback(make: Any, law: Any) -> None:
     law(make)
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("make", "law"), _cases(OPTIMIZERS, OPTIMIZER_LAWS))
 def test_optimizer(make: Any, law: Any) -> None:
     law(make)
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize(("make", "law"), _cases(CODECS, CODEC_LAWS))
 def test_codec(make: Any, law: Any) -> None:
     law(make)
@@ -296,3 +292,13 @@ def test_what_is_right_of_ones_own_passes() -> None:
     fjoin.testing.check_transform(lambda: tx.chain(tx.mean("data"), tx.stateless(torch.neg)))
     fjoin.testing.check_transform(transform)
     fjoin.testing.check_codec(codec)
+
+
+def test_all_laws_run_on_all_rows() -> None:
+    """Always: only tables that multiply options are sampled."""
+    for test in (test_transform, test_error_feedback, test_optimizer, test_codec):
+        marks = getattr(test, "pytestmark", [])
+        assert {mark.name for mark in marks} == {"parametrize"}
+        (cases,) = (mark.args[1] for mark in marks)
+        rows, laws = {id(case.values[0]) for case in cases}, {id(case.values[1]) for case in cases}
+        assert len(cases) == len(rows) * len(laws)
