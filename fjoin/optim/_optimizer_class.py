@@ -39,8 +39,9 @@ _OURS: dict[type, Any] = {
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # arguments that choose torch's kernels
 
 
-# Names of states that differ.
-_TORCHS_NAMES = {torch.optim.SGD: {"momentum": "momentum_buffer"}}
+# States whose names differ, and those that count no steps.
+_TORCHS_NAMES = dict.fromkeys((torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon), {"momentum": "momentum_buffer"})
+_WITHOUT_STEP = (torch.optim.SGD, torch.optim.Muon)
 
 
 def torchs_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +49,8 @@ def torchs_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
     names = _TORCHS_NAMES.get(optimizer_class)
     if names is None:
         return state
-    return {names.get(name, name): value for name, value in state.items() if name != "step"}
+    left_out = "step" if optimizer_class in _WITHOUT_STEP else None
+    return {names.get(name, name): value for name, value in state.items() if name != left_out}
 
 
 def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
         return state
     ours = {theirs: own for own, theirs in names.items()}
     return {
-        "step": torch.ones(()),
+        **({"step": torch.ones(())} if optimizer_class in _WITHOUT_STEP else {}),
         **{ours.get(name, name): value for name, value in state.items() if value is not None},
     }
 
