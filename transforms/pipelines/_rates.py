@@ -6,16 +6,16 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
 from .._errors import DesyncError
-from .._tree import State, Tree, named_leaves, plain
+from .._tree import State, Tree, plain
 from ..axes._collectives import all_gather, axis_size
 from ..optimizers._inject import InjectState, injected
 from ..schedules._rates import check_rates
+from ..step_param._lift import states_of
 from ..step_param._optimizer import Optimizer
 
 Rates = Sequence[tuple[str, float]]
@@ -33,10 +33,10 @@ def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> Rates:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
     if not plain(params, slots):
         return ()
-    leaves, structure = optree.tree_flatten(params)
+    names, _, states, _ = states_of(params, slots)
     parts: dict[int, tuple[tuple[tuple[str, Any], ...], Any]] = {}
-    for path, state in zip(named_leaves(params), structure.flatten_up_to(slots), strict=True):
-        part = optimizer.at(path)
+    for name, state in zip(names, states, strict=True):
+        part = optimizer.at(name)
         if part.watched or isinstance(state, InjectState) or hasattr(state, "inner"):
             parts[id(part)] = (*part.watched, *injected(state)), state.step
     return [rate for hypers, step in parts.values() if hypers for rate in check_rates(hypers, step)]

@@ -53,15 +53,24 @@ def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str]
     Raises:
         ValueError: a state of other parameters, or of another optimizer.
     """
+    names, leaves, states, structure = states_of(params, state)
+    for name, param, own in zip(names, leaves, states, strict=True):
+        optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
+    return names, leaves, states, structure
+
+
+def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
+    """As `matched`, without a look into the states.
+
+    Raises:
+        ValueError: a state of other parameters.
+    """
     paths, leaves, structure = optree.tree_flatten_with_path(params)
     try:
         states = structure.flatten_up_to(state)
     except ValueError as error:
         raise ValueError(f"state does not fit params, it is of another tree or another pipeline: {error}") from None
-    names = list(map(path_string, paths))
-    for name, param, own in zip(names, leaves, states, strict=True):
-        optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
-    return names, leaves, states, structure
+    return list(map(path_string, paths)), leaves, states, structure
 
 
 def step(
