@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..groups._consistency import same_hook
 from ..groups._transport import linked_mesh
 from ..optim._optimizer_class import WholeLeaves
 from ..optim._param_groups import WithValues, own_by_group, resizing, values_of
+from ..optim._zero_load import WholeState, slice_state
 from ..optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from ..transforms._state_dict import to_state_dict
 from ..transforms._transform import Transform
@@ -136,28 +137,31 @@ class _States:
         """Give states the fields that the hyperparameters of this pass need."""
         if self._sizes != (sizes := self._nonzero()):
             self._sizes = sizes
-            self._run.pipeline_step.stepper.fit(self._items({p: None for p in self._paths}))  # type: ignore[union-attr]
+            step = self._run.pipeline_step
+            assert step is not None
+            at = step.pipeline.optimizer.at
+            step.stepper.fit([(path, at(path), own, None) for path, own in self._own().items()])
 
-    def _items(self, of: Mapping[Tensor, Any]) -> list[Any]:
-        """(path, optimizer, slice, value) of each parameter with its value."""
-        step, pieces = self._run.pipeline_step, self._run.pieces
-        assert step is not None and pieces is not None
-        own = pieces.own({path: p.detach() for p, path in self._paths.items()})
-        return [
-            (path, step.pipeline.optimizer.at(path), own[path], value)
-            for p, value in of.items()
-            if (path := self._paths.get(p)) is not None
-        ]
+    def _own(self) -> dict[str, Tensor]:
+        """Path -> this rank's slice of a parameter."""
+        pieces = self._run.pieces
+        assert pieces is not None
+        own: dict[str, Tensor] = pieces.own({path: p.detach() for p, path in self._paths.items()})
+        return own
 
     def state_of(self, param: Tensor) -> tuple[dict[str, Any], tuple[int, int]]:
         """This rank's state of a parameter by name, and the slice that it is of."""
         step, pieces, path = self._run.pipeline_step, self._run.pieces, self._paths.get(param)
-        if path is None or step is None or pieces is None:
+        if path is None or step is None or pieces is None or path not in step.stepper.states:
             return {}, (0, 0)
         return to_state_dict(step.stepper.states[path]), pieces.slices[path]
 
-    def load_states(self, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Take these states, by name, of this rank's slices."""
-        items = self._items({p: state for p, state in states if state})
-        stepper = self._run.pipeline_step.stepper  # type: ignore[union-attr]
-        stepper.adopt(stepper.prepared(items))
+    def load_states(self, states: Iterable[WholeState]) -> None:
+        """Take this rank's slices of these whole states."""
+        step, pieces = self._run.pipeline_step, self._run.pieces
+        assert step is not None and pieces is not None
+        own, items = self._own(), []
+        for p, part, state in states:
+            if state and (path := self._paths.get(p)) is not None:
+                items.append((path, part, own[path], slice_state(part, state, p, own[path], *pieces.slices[path])))
+        step.stepper.adopt(step.stepper.prepared(items))

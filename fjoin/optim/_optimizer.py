@@ -13,7 +13,7 @@ from ..transforms._tree import check_dense
 from ..transforms.step_param import _optimizer
 from ._foreach import ForeachStepper, Item
 from ._grad_scaler import guards_of
-from ._param_groups import WithValues, check_group, own_by_group, resizing, values_of
+from ._param_groups import WithValues, check_group, own_by_group, part_of_state, resizing, values_of
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -162,25 +162,18 @@ class Optimizer(torch.optim.Optimizer):
         saved = state_dict["state"]  # in the saved dtypes; torch would convert them to the parameters' dtypes
         for group in state_dict["param_groups"]:
             check_group(self._optimizer, self._names, group)
-        states = self._stepper.prepared(
-            (param, self._of_saved(name, param, {**mine, **its}, saved[key]), param, saved[key])
-            for (key, its), (name, param, mine) in zip(keys, order, strict=False)
-            if saved.get(key)
-        )
+        given = []
+        for (key, its), (name, param, mine) in zip(keys, order, strict=False):
+            if one := saved.get(key):
+                at, group = self._optimizer.at(name), {**mine, **its}
+                given.append((param, part_of_state(at, self._with, group, self._resizing, param, one), param, one))
+        states = self._stepper.prepared(given)
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for name in self._names:
                 group.setdefault(name, self.defaults[name])
         self._stepper.adopt(states, self._show)
         self._sizes = None
-
-    def _of_saved(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> _optimizer.Optimizer:
-        """The optimizer with the saved hyperparameters, where these determine the fields of a state."""
-        part = self._optimizer.at(name)
-        if not self._resizing:
-            return part
-        other = self._with(part, values_of(group, self._names))
-        return other if set(other.forms.of(param).filled()) == saved.keys() else part
 
 
 def _names(group: dict[str, Any]) -> list[str]:

@@ -76,6 +76,23 @@ class WithValues:
         return self._made[key]
 
 
+def part_of_state(
+    part: Optimizer, made: WithValues, hyperparameters: Mapping[str, Any], sized: Iterable[str], param: Tensor,
+    saved: Mapping[str, Any],
+) -> Optimizer:  # fmt: skip
+    """The optimizer with the saved hyperparameters, where these determine the fields of a saved state.
+
+    Args:
+        hyperparameters: By name, of the saved group.
+        sized: See `resizing`.
+        saved: The state by name.
+    """
+    if not sized:
+        return part
+    other = made(part, values_of(hyperparameters, own_by_group(part)))
+    return other if set(other.forms.of(param).filled()) == saved.keys() else part
+
+
 def check_group(optimizer: Optimizer, names: Iterable[str], group: Mapping[str, Any]) -> None:
     """Raise where a group has another value of a hyperparameter that is the same for all groups.
 

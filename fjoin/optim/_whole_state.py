@@ -29,7 +29,7 @@ class Owned(NamedTuple):
     number: int  # of the parameter
     start: int  # its slice of the flat parameter
     stop: int
-    state: dict[str, Any]  # name -> tensor or number; tensors are of the slice, of the whole leaf, or 0-d
+    state: dict[str, Any]  # name -> value; tensors are of the slice, of the whole leaf, or 0-d
     sliced: bool = True  # whether tensors of the slice are flat
 
 
@@ -43,28 +43,24 @@ def gather_states(
         shapes: The shapes of the parameters.
 
     Raises:
-        TypeError: on all ranks: some rank has a state that is neither tensor nor number, string or None.
+        TypeError: on all ranks: some rank has a state that does not consist of tensors, numbers, strings, None, and lists,
+            tuples and dicts of these.
     """
     rows: list[Any] = []
-    parts, bad = [], ""
+    parts: list[Tensor] = []
+    bad = ""
     for number, start, stop, own, sliced in owned:
-        named: list[Any] = []
-        for name, value in own.items():
-            if isinstance(value, Tensor):
-                raw = value.detach().to(device).contiguous()
-                parts.append(raw.reshape(-1).view(torch.uint8))
-                named.append([name, str(raw.dtype).removeprefix("torch."), list(raw.shape)])
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                named.append([name, "", value])
-            else:
-                bad = f"{name!r} is a {type(value).__name__}"
-        rows.append([number, start, stop, named, sliced])
+        try:
+            rows.append([number, start, stop, _described(own, device, parts), sliced])
+        except TypeError as error:
+            bad = str(error)
     head = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(device)
     body = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *parts])
     sizes = axis.run("all_gather", torch.tensor([len(head), len(body), bool(bad)], device=device), None).tolist()
     if refusing := [rank for rank, (*_, refuses) in enumerate(sizes) if refuses]:
         raise TypeError(
-            f"consolidate_state_dict: the state of an optimizer must consist of tensors, numbers and strings; it does not on ranks "
+            "consolidate_state_dict: the state of an optimizer must consist of tensors, numbers and strings, in lists, tuples and "
+            f"dicts; it does not on ranks "
             f"{refusing}{f', here {bad}' if bad else ''}"
         )
     here = axis.rank == to
@@ -78,17 +74,41 @@ def gather_states(
     for (n, *_), data in zip(sizes, received.split(all_sizes), strict=True):
         at = n
         for number, start, stop, named, sliced in json.loads(bytes(data[:n].cpu().numpy())):
-            state: dict[str, Any] = {}
-            for name, dtype, value in named:
-                if dtype:
-                    kind = getattr(torch, dtype)
-                    width = math.prod(value) * kind.itemsize
-                    state[name] = data[at : at + width].clone().view(kind).reshape(value)
-                    at += width
-                else:
-                    state[name] = value
+            state, at = _rebuilt(named, data, at)
             found.setdefault(number, []).append(Owned(number, start, stop, state, sliced))
     return {number: _joined(some, shapes[number]) for number, some in sorted(found.items())}
+
+
+def _described(value: Any, device: torch.device, parts: list[Tensor], where: str = "state") -> Any:
+    """A value for JSON, as one kind and its content; the bytes of its tensors are appended to `parts`."""
+    if isinstance(value, Tensor):
+        raw = value.detach().to(device).contiguous()
+        parts.append(raw.reshape(-1).view(torch.uint8))
+        return [str(raw.dtype).removeprefix("torch."), list(raw.shape)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["", value]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_described(one, device, parts, f"{where}[{i}]") for i, one in enumerate(value)]]
+    if isinstance(value, dict) and all(isinstance(key, (int, str)) for key in value):
+        return ["dict", [[key, _described(one, device, parts, f"{where}[{key!r}]")] for key, one in value.items()]]
+    raise TypeError(f"{where} is a {type(value).__name__}")
+
+
+def _rebuilt(described: Any, data: Tensor, at: int) -> tuple[Any, int]:
+    """What `_described` described, and the place in `data` behind its bytes."""
+    kind, content = described
+    if kind in ("list", "tuple", "dict"):
+        found = []
+        for one in content:
+            key, one = one if kind == "dict" else (None, one)
+            value, at = _rebuilt(one, data, at)
+            found.append((key, value) if kind == "dict" else value)
+        return {"list": list, "tuple": tuple, "dict": dict}[kind](found), at
+    if not kind:
+        return content, at
+    dtype = getattr(torch, kind)
+    end = at + math.prod(content) * dtype.itemsize
+    return data[at:end].clone().view(dtype).reshape(content), end
 
 
 def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:
@@ -106,24 +126,3 @@ def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:
         else value
         for name, value in first.items()
     }
-
-
-def slice_state(
-    state: dict[str, Any], sliced: dict[str, Any], p: Tensor, own: Tensor, start: int, stop: int
-) -> dict[str, Any]:
-    """The part of a parameter's state that belongs to a slice of it.
-
-    Args:
-        sliced: The names of the tensors that are cut, with tensors of the slice's shape.
-        own: The slice, from `start` to `stop` in the flat parameter `p`.
-    """
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor) and name in sliced and sliced[name].shape == own.shape:
-            if value.shape != p.shape:
-                raise ValueError(
-                    f"the state has {name!r} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
-                )
-            value = value.reshape(-1)[start:stop].view(own.shape)
-        found[name] = value.to(p.device, copy=True) if isinstance(value, Tensor) and value.dim() else value
-    return found

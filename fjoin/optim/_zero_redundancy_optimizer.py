@@ -15,15 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._group_mesh import mesh_from_group
 from ..reducer._gather_pieces import gather_leaves
-from ..transforms._state_dict import to_state_dict
 from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import cut
 from ._grad_scaler import guarded, guards_of
 from ._optimizer import Optimizer
-from ._optimizer_class import WholeLeaves, optimizer_of, our_state, torchs_state
+from ._optimizer_class import WholeLeaves, optimizer_of, torchs_state
 from ._param_groups import check_group, own_by_group, without_params
-from ._whole_state import NoState, Owned, gather_states, slice_state
+from ._whole_state import NoState, Owned, gather_states
 from ._zero_join import Shard, ZeroHook, gradients
+from ._zero_load import WholeState, on_device, packed_slices, whole_states
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
@@ -89,12 +89,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         self._as_views, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
         self._shards: list[Shard] = []
         self._local: torch.optim.Optimizer | None = None  # on this rank's slices
-        self._groups: list[int] = []  # the index of the group behind each group of `_local`
         self._whole: dict[int, Any] | None = None
         self._uneven: Any = None  # the mesh of a Join of torch
         self._watch: Any = None  # of the forward passes in a Join
         self._notified = False  # whether a Join has been notified of this iteration
-        self._loaded: list[tuple[Tensor, dict[str, Any]]] = []  # states for the hook, which is not there yet
+        self._loaded: list[WholeState] = []  # states for the hook, which is not there yet
         self.run: Any = None  # of a module's hook, which steps; see `hook_with_zero_step`
         torch.optim.Optimizer.__init__(self, params, hyperparameters)
         torch_join.Joinable.__init__(self)
@@ -127,10 +126,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                 flats.append(flat)
             own = pieces.own({path: p.detach() for path, p in params.items()})
         slices = {path: piece.detach().requires_grad_(params[path].requires_grad) for path, piece in own.items()}
-        chosen = [one for one in slices.values() if one.numel()]
-        if chosen and not self.overlap_with_ddp:
-            self._add_local({**without_params(group), "params": chosen})
-            self._groups.append(len(self._shards))
+        if not self.overlap_with_ddp:
+            # On all ranks, since an optimizer may keep values in its groups, such as a count.
+            self._add_local({**without_params(group), "params": [one for one in slices.values() if one.numel()]})
         self._shards.append(Shard(pieces, params, slices, flats))
 
     def _add_local(self, local: dict[str, Any]) -> None:
@@ -197,11 +195,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                     whole = grad is not None and grad.shape == p.shape
                     own.grad = grad.reshape(-1)[start:stop].view(own.shape) if whole and grad is not None else grad
         if local is not None:
-            for group, i in zip(local.param_groups, self._groups, strict=True):
-                group.update(without_params(self.param_groups[i]))
+            pairs = list(zip(local.param_groups, self.param_groups, strict=True))
+            for mine, group in pairs:
+                mine.update(without_params(group))
             with guarded(local, guards_of(self)) as steps:
                 if steps:
                     local.step(**arguments)
+            for mine, group in pairs:  # what the optimizer keeps there
+                group.update(without_params(mine))
         for shard in self._shards:
             for own in shard.slices.values():
                 own.grad = None
@@ -212,7 +213,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         self.run = run
         if self._loaded:
             run.load_states(self._loaded)
-        self._loaded = []
+            self._loaded = []
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -268,6 +269,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
 
     def _owned(self) -> Iterator[Owned]:
         """This rank's part of the state."""
+        if self.rank == 0:  # of a state that the hook has not taken yet
+            numbers = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+            for p, _, state in self._loaded:
+                yield Owned(numbers[p], 0, p.numel(), torchs_state(self._class, state), False)
         first = 0
         for shard in self._shards:
             for number, (path, own) in enumerate(shard.slices.items()):
@@ -280,14 +285,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                 if state and start < stop:
                     yield Owned(first + number, start, stop, state, self.part.elementwise)
             first += len(shard.slices)
-
-    def _own_state(self, shard: Shard, path: str, p: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """This rank's slices of a parameter's state; {} for another rank's parameter."""
-        (start, stop), own = shard.pieces.slices[path], shard.slices[path]
-        if not stop or not state:
-            return {}
-        sliced = to_state_dict(self.part.init_param(own.detach())) if self.part.elementwise else {}
-        return slice_state(state, sliced, p, own, start, stop)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on one rank, on which `state_dict` can then be called; all ranks must call this.
@@ -319,30 +316,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         """Load a whole state, of any number of ranks; all ranks must be given it.
 
         Raises:
-            ValueError: other groups, or states of another shape.
+            ValueError: other groups, or states of another optimizer or shape; nothing is loaded.
         """
-        groups, saved = state_dict["param_groups"], state_dict["state"]
-        sizes, own = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
-        if sizes != own:
-            raise ValueError(f"the state has groups of {sizes} parameters, but the optimizer of {own}")
-        for given in groups if not isinstance(self.part, WholeLeaves) else ():
-            check_group(self.part, own_by_group(self.part), given)
-        for group, given in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in given.items() if name != "params"})
-        keys, found = iter([key for group in groups for key in group["params"]]), []
-        for shard in self._shards:
-            for path, p in shard.params.items():
-                given = our_state(self._class, saved.get(next(keys), {}))
-                found.append((shard, path, self._own_state(shard, path, p, given)))
-        if self.overlap_with_ddp:
-            self._loaded = [(shard.params[path], state) for shard, path, state in found]
-            if self.run is not None:
-                self.attach(self.run)
-        elif self._local is not None:
-            of = {id(shard.slices[path]): state for shard, path, state in found}
-            packed = self._local.state_dict()
-            order = [p for group in self._local.param_groups for p in group["params"]]
-            indices = [i for group in packed["param_groups"] for i in group["params"]]
-            states = {i: of[id(p)] for i, p in zip(indices, order, strict=True) if of[id(p)]}
-            self._local.load_state_dict({**packed, "state": states})
+        groups, states = whole_states(self.part, self._class, self.param_groups, state_dict)
+        if self._local is not None:
+            self._local.load_state_dict(packed_slices(self._shards, groups, states))
+        elif self.run is not None:
+            self.run.load_states(states)
+        else:
+            self._loaded = [(p, part, on_device(state, p.device)) for p, part, state in states if state]
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
         self._whole = None

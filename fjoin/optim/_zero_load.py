@@ -1,0 +1,117 @@
+"""The whole state that a ZeroRedundancyOptimizer is given, and each rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from ..transforms._check import is_number
+from ..transforms._state_dict import restored, to_state_dict
+from ..transforms.step_param._checked import refuse_count
+from ..transforms.step_param._optimizer import Optimizer
+from ._optimizer_class import WholeLeaves, our_state
+from ._param_groups import WithValues, check_group, own_by_group, part_of_state, resizing, without_params
+from ._zero_join import Shard
+
+# A parameter, the optimizer with the hyperparameters of the state, and the state of the whole parameter by our names.
+WholeState = tuple[Tensor, Any, dict[str, Any]]
+
+
+def whole_states(
+    part: Any, optimizer_class: Any, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], list[WholeState]]:
+    """The groups with the loaded hyperparameters, and the states of all parameters in order; {} for none.
+
+    Args:
+        part: The optimizer, or `WholeLeaves`.
+        groups: The present groups.
+        state_dict: In torch's form.
+
+    Raises:
+        ValueError, TypeError: other groups, or states of another optimizer or shape; alike on ranks that own no part of it.
+    """
+    given, saved = state_dict["param_groups"], state_dict["state"]
+    sizes, own = ([len(group["params"]) for group in some] for some in (given, groups))
+    if sizes != own:
+        raise ValueError(f"the state has groups of {sizes} parameters, but the optimizer of {own}")
+    known = not isinstance(part, WholeLeaves)
+    names = own_by_group(part) if known else {}
+    for group in given if known else ():
+        check_group(part, names, group)
+    merged, found = [], []
+    made, sized = WithValues(), resizing(part, names) if known else ()
+    for mine, theirs in zip(groups, given, strict=True):
+        values = {**mine, **theirs, "params": mine["params"]}
+        merged.append(values)
+        for p, key in zip(mine["params"], theirs["params"], strict=True):
+            state, own_part = our_state(optimizer_class, saved.get(key, {})), part
+            if known and state:
+                own_part = part_of_state(part, made, values, sized, p, state)
+                _check_whole(own_part, p, state)
+            found.append((p, own_part, state))
+    return merged, found
+
+
+def packed_slices(
+    shards: Iterable[Shard], groups: Iterable[dict[str, Any]], states: Iterable[WholeState]
+) -> dict[str, Any]:
+    """The state dict of the optimizer of this rank's slices, from those of whole parameters in order."""
+    packed: list[dict[str, Any]] = []
+    given: dict[int, Any] = {}
+    rest, count = iter(states), 0
+    for shard, group in zip(shards, groups, strict=True):
+        first = count
+        for path, own in shard.slices.items():
+            p, part, state = next(rest)
+            if own.numel():
+                if state:
+                    given[count] = slice_state(part, state, p, own, *shard.pieces.slices[path])
+                count += 1
+        packed.append({**without_params(group), "params": list(range(first, count))})
+    return {"state": given, "param_groups": packed}
+
+
+def _check_whole(part: Optimizer, p: Tensor, state: dict[str, Any]) -> None:
+    what = f"the state of a parameter of shape {tuple(p.shape)}"
+    named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in state.items()}
+    restored(what, part.init_param(torch.empty_like(p, device="meta")), named)
+    refuse_count(named["step"].item(), lambda: f"in {what}, step")
+
+
+def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start: int, stop: int) -> dict[str, Any]:
+    """The part of a parameter's state that belongs to a slice of it.
+
+    Args:
+        state: The state of the whole parameter, by name.
+        own: The slice, from `start` to `stop` in the flat parameter `p`, or empty where another rank owns `p` as a whole.
+    """
+    if isinstance(part, WholeLeaves):
+        return on_device(state, p.device)
+    form, here = part.forms.of(p), to_state_dict(part.init_param(own.detach()))
+    found: dict[str, Any] = {}
+    for name, kind, common in zip(form.names, form.fields, part.common, strict=True):
+        if kind is None:
+            continue
+        value, like = state[name], here[name]
+        if not common and isinstance(value, Tensor) and part.elementwise and kind[0] == p.shape:
+            value = value.reshape(-1)[start:stop].view(own.shape)
+        elif not common and own.shape != p.shape:  # of the empty slice of a parameter that another rank owns
+            value = like
+        found[name] = value
+    return on_device(found, p.device)
+
+
+def on_device(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A copy of a state, of any nesting, with its tensors on a device; 0-d tensors stay where they are."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().to(device if value.dim() else value.device, copy=True)
+
+    tree: Any = state
+    return cast("dict[str, Any]", optree.tree_map(copied, tree, none_is_leaf=True))
