@@ -64,13 +64,13 @@ class Failures:
                 self._store.set(_ANSWER_S, f"{self._name}/failure", json.dumps(report))
 
     def reported(self) -> FjoinError | None:
-        """The failure that another rank has reported, if any."""
+        """The failure that another rank has reported, or that it has left a loop in which this one goes on, if any."""
         with contextlib.suppress(RuntimeError):
             text = self._store.get(_ANSWER_S, f"{self._name}/failure")
             report = None if text is None else json.loads(text)
             if report and report["by"] != self._rank and (self._leaves or report["rank"] != self._rank):
                 return _KINDS[report["kind"]](report["text"], rank=report["rank"], step=report["step"])
-        return None
+        return self._left_alone()
 
     def gone(self) -> set[int]:
         """The ranks that have ended, judging by connections; if none has, those that have closed their mesh."""
@@ -171,8 +171,6 @@ class Failures:
         before, self._gone_before = self._gone_before, self.gone()
         # A report precedes the end of a connection, so read the report after the connections.
         if (failure := self.reported()) is not None:
-            raise failure
-        if (failure := self._left_alone()) is not None:
             raise failure
         if awaited and set(awaited) <= before & self._gone_before:
             _raise(self.lost(None, ""))
