@@ -25,6 +25,7 @@ def to_state_dict(state: State) -> dict[str, Any]:
 
     Raises:
         ValueError: two leaves have the same name, as those of {"a": {"b": ...}, "a.b": ...} would.
+        TypeError: a leaf is neither tensor nor number, nor text.
 
     Same as: flax.serialization.to_state_dict, but flat.
 
@@ -109,6 +110,12 @@ def _named(state: State) -> tuple[list[str], list[Any], Any]:
     """Names, leaves and the structure; empty dicts are leaves."""
     accessors, leaves, structure = optree.tree_flatten_with_accessor(state, is_leaf=_is_empty)
     names = [".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors]
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, (Tensor, int, float, str, dict)):
+            raise TypeError(
+                f"{f'the state has at {name!r}' if name else 'the state is'} a {type(leaf).__name__}, which cannot be saved; expected a "
+                f"pytree of tensors and numbers, such as the state of a transform, or state.pipeline of a train_step"
+            )
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
         raise ValueError(f"several leaves of the state are called {twice}; rename a parameter")

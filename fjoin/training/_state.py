@@ -69,13 +69,14 @@ class TrainState:
 
     A step takes the memory of the state it is given, as with JAX's donate_argnums: the old state
     cannot be used afterwards. Tensors taken out of it are views that the next step overwrites;
-    `clone` makes copies to keep.
+    `clone` makes copies to keep. Where only some tensors are saved, save copies of them, `tensor.clone()`: a file
+    gets the whole memory that a view is of.
 
     Each read of `state.params` makes new containers, such as a dict, which no step reads: the next use of the state
     detects an assigned entry. Write into the tensors, or start from other tensors by `step.init`.
 
     Raises:
-        TypeError: on the next use after an entry of `state.params` has been assigned or deleted.
+        TypeError: on the next use after an entry of `state.params` has been assigned or deleted; where it is pickled.
         DonatedState, TornState: on any use after a step has taken it, or has failed while changing it.
 
     >>> from fjoin import transforms as tx
@@ -166,6 +167,11 @@ class TrainState:
         return state if body.outer is None else body.outer._replace(inner=state)
 
     @property
+    def on_buffers(self) -> Any:
+        """The state of the transform `on_buffers`; () without one."""
+        return self._claim().buffers_state
+
+    @property
     def step(self) -> int:
         """The number of steps taken."""
         return self._claim().step
@@ -181,6 +187,18 @@ class TrainState:
     def clone(self) -> TrainState:
         """A copy in memory of its own, which steps of this state do not overwrite."""
         return TrainState(self._arrived().clone())
+
+    def __copy__(self) -> TrainState:
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a TrainState cannot be pickled, since it belongs to its step and its ranks; save state.params, state.buffers, "
+            "tx.to_state_dict(state.pipeline) and tx.to_state_dict(state.on_buffers)"
+        )
 
     def with_hyperparameters(self, **values: float) -> TrainState:
         """The state with other hyperparameters, for an optimizer that is wrapped in `inject_hyperparameters`.

@@ -214,3 +214,30 @@ def test_what_is_refused() -> None:
         fjoin.DesyncError, lambda: tx.simulate(other_choices, {"data": 3}, [True, True, False]),
         "rank 2 differs", "transform of buffers", "identity()", "average_buffers('data')",
     )  # fmt: skip
+
+
+def test_the_state_of_the_transform_of_buffers_can_be_read() -> None:
+    apply, params, buffers = fjoin.functional(make_model())
+
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+        out, new = apply.with_buffers(params, buffers, batch)
+        return out.square().mean(), None, new
+
+    data = batches_of([[4] * 5])[0]
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)), on_buffers=tx.ema(0.9))
+    state = step.init(params, buffers)
+    raises_text(ValueError, lambda: tx.ema_params(state.buffers, state.pipeline), "state.on_buffers")
+    module = torch.optim.swa_utils.AveragedModel(
+        make_model(), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    model = make_model()
+    for batch in data:
+        state, _ = step(state, batch)
+        model(batch)
+        module.update_parameters(model)
+    average = tx.ema_params(state.buffers, state.on_buffers)
+    torch.testing.assert_close(average["1.running_mean"], module.module[1].running_mean)
+    names = tx.to_state_dict(state.on_buffers)
+    assert any("running_mean" in name for name in names)
+    plain = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(0.0)))
+    assert plain.init(params, buffers).on_buffers == ()

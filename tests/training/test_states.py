@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import weakref
 from typing import Any
 
@@ -24,6 +27,26 @@ def test_a_donated_state_cannot_be_used_again() -> None:
     assert same_bits(kept.params, start())
     again, _ = step(kept, X)
     assert same_bits(again.params, second.params)
+
+
+def test_a_state_is_copied_but_not_pickled() -> None:
+    step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1, momentum=0.9)))
+    for _ in range(2):  # before and after a step
+        for save in (lambda: torch.save(state, io.BytesIO()), lambda: pickle.dumps({"state": state})):  # noqa: B023
+            raises_text(TypeError, save, "state.params", "tx.to_state_dict(state.pipeline)", "state.on_buffers")
+        raises_text(TypeError, lambda: tx.to_state_dict(state), "the state is a TrainState", "state.pipeline")  # noqa: B023
+        raises_text(TypeError, lambda: tx.to_state_dict({"a": state}), "at 'a' a TrainState")  # noqa: B023
+        raises_text(TypeError, lambda: tx.from_state_dict(state, {}), "the state is a TrainState")  # noqa: B023
+        kept, also = copy.deepcopy(state), copy.copy(state)
+        before = state.clone().params
+        state, _ = step(state, X)
+        assert same_bits(kept.params, before) and same_bits(also.params, before)
+        again, _ = step(kept, X)
+        assert same_bits(again.params, state.params)
+    saved = io.BytesIO()
+    torch.save(tx.to_state_dict(state.pipeline), saved)
+    saved.seek(0)
+    assert same_bits(torch.load(saved, weights_only=True), tx.to_state_dict(state.pipeline))
 
 
 def test_a_state_belongs_to_its_step() -> None:

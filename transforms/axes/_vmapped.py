@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import Axis, bind_axes
+from .._errors import NotVmappable
 
 
 class VmappedAxis(Axis):
@@ -30,7 +31,12 @@ class VmappedAxis(Axis):
 
 
 def vmapped(function: Callable[..., Any], shape: dict[str, int], args: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run `function` on all ranks at once; values that are no tensors must be equal on all ranks."""
+    """Run `function` on all ranks at once; values that are no tensors must be equal on all ranks.
+
+    Raises:
+        ValueError: arguments that differ in more than the values of tensors.
+        NotVmappable: torch.func.vmap cannot run the function, since it reads a value, say.
+    """
     sizes = tuple(shape.values())
     n = len(args)
     flat: list[Any] = [optree.tree_flatten(a) for a in args]  # type: ignore[arg-type]
@@ -83,7 +89,15 @@ def vmapped(function: Callable[..., Any], shape: dict[str, int], args: Sequence[
     run: Callable[..., Any] = body
     for name, size in reversed(list(shape.items())):
         run = nest(run, name, size)
-    out_tensors = [t.reshape(n, *t.shape[len(sizes) :]).unbind(0) for t in run(*tensors)]
+    try:
+        out_tensors = [t.reshape(n, *t.shape[len(sizes) :]).unbind(0) for t in run(*tensors)]
+    except RuntimeError as error:
+        if not str(error).startswith("vmap: "):
+            raise
+        raise NotVmappable(
+            "the function reads a value of a tensor, branches on one, or writes one into a tensor that all ranks have in common; use "
+            "simulate(..., engine='lockstep')"
+        ) from error
     results = []
     for rank in range(n):
         rest = iter(out_tensors)

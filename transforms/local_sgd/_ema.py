@@ -79,7 +79,8 @@ def ema_params(params: Tree, state: State) -> Tree:
 
     Args:
         params: The parameters.
-        state: A state that holds an `EmaState` somewhere: that of a pipeline, `train_state.pipeline`, or of `after`.
+        state: A state that holds an `EmaState` somewhere: that of a pipeline, `train_state.pipeline`, or of `after`; for the
+            average of buffers `train_state.on_buffers`.
 
     Returns:
         A tree with the structure, dtypes and devices of `params`; `params` itself before the first average.
@@ -98,7 +99,10 @@ def ema_params(params: Tree, state: State) -> Tree:
         if isinstance(node, EmaState)
     ]
     if len(found) != 1:
-        raise ValueError(f"the state holds {len(found)} averages of ema(...), expected one; pass the state of that ema")
+        raise ValueError(
+            f"the state holds {len(found)} averages of ema(...), expected one; pass the state that has it, "
+            f"such as state.pipeline of a train_step, or state.on_buffers for the average of its buffers"
+        )
     started, average = found[0]
     if named_leaves(params).keys() != average.keys():
         raise ValueError(f"the average is of {sorted(average)}, but params has {sorted(named_leaves(params))}")

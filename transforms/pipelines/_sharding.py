@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .._axis_env import under_vmap
+from .._errors import NotVmappable
 from .._transform import Needs, Transform
 from .._tree import Tree, flatten_in_insertion_order, map_with_path, named_leaves
 from ..axes._collectives import axis_index, axis_size
@@ -39,7 +41,13 @@ class Sharding:
 
         Raises:
             ValueError: two leaves have one path, or they are on several devices.
+            NotVmappable: under the vmap engine.
         """
+        if under_vmap():
+            raise NotVmappable(
+                f"a pipeline that shards over {self.axis!r}, such as zero(...), does not run under the vmap engine, where all ranks have "
+                f"tensors of one shape; use simulate(..., engine='lockstep')"
+            )
         ranks, rank = axis_size(self.axis), int(axis_index(self.axis))
         paths, leaves, _ = flatten_in_insertion_order(params)
         key = (

@@ -87,8 +87,7 @@ def test_lockstep_allows_what_vmap_cannot() -> None:
     assert tx.simulate(in_place, {"data": 2}, xs)[0].tolist() == [3.0, 0.0]
     assert tx.simulate(branch, {"data": 2}, xs)[0].item() == 5.0
     for fn in (in_place, branch):
-        with pytest.raises(RuntimeError):
-            tx.simulate(fn, {"data": 2}, xs, engine="vmap")
+        raises_text(tx.NotVmappable, lambda fn=fn: tx.simulate(fn, {"data": 2}, xs, engine="vmap"), "engine='lockstep'")
 
 
 def test_vmap_says_what_it_needs() -> None:
@@ -160,6 +159,23 @@ def test_a_transform_that_needs_lockstep_says_so() -> None:
         lambda: tx.simulate(lambda x: picky.update(x, ())[0], {"data": 2}, [1.0, 2.0], engine="vmap"), "lockstep",
     )  # fmt: skip
     assert tx.simulate(lambda x: picky.update(x, ())[0], {"data": 2}, [1.0, 2.0]) == [1.0, 2.0]
+
+
+def test_what_reads_values_needs_lockstep() -> None:
+    pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
+    p = {"w": torch.ones(4)}
+    state = tx.simulate(lambda: pipeline.init(p), {"data": 2})[0]
+    for function, part in [
+        (lambda x: pipeline.init(p) and x, "zero(...)"),
+        (lambda x: pipeline.step(p, {"w": x}, state)[0]["w"], "zero(...)"),
+        (lambda x: x * x.sum().item(), "reads a value"),
+        (lambda x: x if x.sum() > 1 else -x, "reads a value"),
+    ]:
+        run = lambda function=function: tx.simulate(function, {"data": 2}, [torch.ones(4)] * 2, engine="vmap")  # noqa: E731
+        raises_text(tx.NotVmappable, run, part, "engine='lockstep'")
+    other = lambda: tx.simulate(lambda x: x @ torch.ones(9), {"data": 2}, [torch.ones(4)] * 2, engine="vmap")  # noqa: E731
+    with pytest.raises(RuntimeError, match="size|shape"):
+        other()
 
 
 def test_a_step_inside_the_simulator_must_use_its_axes() -> None:
