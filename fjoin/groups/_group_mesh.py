@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from .._errors import CollectiveTimeout, FjoinError, JoinError, PeerLost
+from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, PeerLost
 from ..shared_memory._links import HostLinks
 from ._axis import GroupAxis
 from ._connections import Connections, shut
@@ -31,6 +31,8 @@ from ._store import Store
 TIMEOUT_S = 600.0
 # How long closing a mesh waits for the device.
 _LAST_S = 10.0
+# How long a rank that fails waits for messages that it has begun. Others come for them within one step.
+_SETTLE_S = 5.0
 # Stores of meshes that have failed: the rank that hosts one must keep it, since other ranks still look up the failure.
 _KEPT: list[Any] = []
 # All meshes. They release a group together: a group that one mesh still held would keep its connections open.
@@ -175,11 +177,15 @@ class GroupMesh(Mesh):
     def report_failure(self, error: BaseException, step: int | None) -> None:
         if self._down or self._process != os.getpid():
             return
-        self.report(error, step)
-        opened = self._connections.opened()
-        self._take_down()
-        # Last, since gloo first waits for the messages under way, and may not notice connections that are cut.
-        shut(opened)
+        try:
+            if self._links is not None and not isinstance(error, (CollectiveTimeout, DesyncError)):
+                self._links.settle(_SETTLE_S)
+        finally:
+            self.report(error, step)
+            opened = self._connections.opened()
+            self._take_down()
+            # Last, since gloo first waits for the messages under way, and may not notice connections that are cut.
+            shut(opened)
 
     def leave_together(self, text: str, limit_s: float | None = None) -> bool:
         if self._down or self._process != os.getpid() or self.lost() is not None:
@@ -203,6 +209,8 @@ class GroupMesh(Mesh):
             event = torch.cuda.Event()
             event.record()
             failed = not _comes(event, _LAST_S)  # a peer may have ended before it reached the same message
+        if self._links is not None:
+            self._links.settle(_SETTLE_S)
         self._take_down(failed)
 
     def _take_down(self, failed: bool = True) -> None:

@@ -131,7 +131,7 @@ class Exchange:
 
     def ends(self) -> bool:
         """`arrived`, as far as packets have been read."""
-        return self.is_done() or self.failed is not None or self._links.lost(self._needed())
+        return self.is_done() or self.failed is not None or self._links.lost(self.needed())
 
     def is_done(self) -> bool:
         return self.taken and self.failed is None and (not self._settles or self.is_settled)
@@ -143,11 +143,12 @@ class Exchange:
         Args:
             limit_s: Seconds; by default the time-out of the links.
         """
-        self._links.wait(lambda: self.failed is not None or self.is_done(), self._needed, self._failing, limit_s)
+        self._links.wait(lambda: self.failed is not None or self.is_done(), self.needed, self._failing, limit_s)
         if self.failed is not None:
             raise self.failed
 
-    def _needed(self) -> list[int]:
+    def needed(self) -> list[int]:
+        """The ranks that a wait would wait for."""
         peers = self._links.peers
         if not self.taken:
             return [rank for rank in self.given if self.key not in peers[rank].parts]

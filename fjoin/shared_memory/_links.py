@@ -185,6 +185,8 @@ class HostLinks:
         end, looks = now + limit_s, now + _LOOK_S
         while True:
             with self._lock:
+                if self.closed and done():  # a message that had come before
+                    return
                 self._open()
                 self._move_or_fail()
                 if done():
@@ -203,6 +205,19 @@ class HostLinks:
                 check()
                 now = time.monotonic()
                 looks = now + _LOOK_S
+
+    def settle(self, limit_s: float) -> None:
+        """Wait, before this rank closes its connections, for all messages under way that no lost rank is needed for.
+
+        Messages move only while their ranks wait, and the other ranks come to wait for each message that this one has begun.
+        Without this wait they would lose what it has given them, such as gathered parameters.
+        """
+
+        def done() -> bool:
+            return all(exchange.failed or self.lost(exchange.needed()) for exchange in self._under_way)
+
+        with contextlib.suppress(PeerGone, Late, JoinError):
+            self.wait(done, lambda: (), lambda: None, limit_s)
 
     def wake(self) -> None:
         """Let a thread that waits look again."""
