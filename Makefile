@@ -4,7 +4,7 @@ BIN = .venv/bin
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-all test-frameworks lint bench clean
+.PHONY: demo test test-all test-newest test-oldest test-frameworks lint bench clean
 
 demo: .venv/installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/uneven_text.py
@@ -15,6 +15,23 @@ test: .venv/installed lint
 
 test-all: .venv/installed lint
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal --long
+
+# The two ends of the range of torch: the newest release that pip finds, and the least that pyproject.toml allows.
+test-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
+.venv-newest/installed: TORCH = torch
+.venv-oldest/installed: TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/torch==\1.*/p' pyproject.toml)
+.venv-newest/installed .venv-oldest/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/pip --disable-pip-version-check --quiet install '$(TORCH)'
+	$(@D)/bin/pip --disable-pip-version-check --quiet install -c $(@D)/constraints.txt -e '.[test]'
+	$(@D)/bin/python -c "import torch; print('torch', torch.__version__)"
+	touch $@
 
 # The examples for other frameworks, which are installed for it.
 test-frameworks: .venv/installed
@@ -36,4 +53,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache examples/out
+	rm -rf .venv .venv-newest .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache examples/out
