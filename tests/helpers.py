@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+import torch
+
 from fjoin.testing._compare import assert_untouched as assert_untouched
 from fjoin.testing._compare import leaves as leaves
 from fjoin.testing._compare import max_diff as max_diff
 from fjoin.testing._compare import params_like as params_like
 from fjoin.testing._compare import same_bits as same_bits
 from fjoin.testing._compare import snapshot as snapshot
+
+
+def torch_before(version: str) -> pytest.MarkDecorator:
+    """Marks a test of a fault of torch that this version has mended."""
+    return pytest.mark.skipif(torch_has(version), reason=f"torch has mended this in {version}")
+
+
+def torch_has(version: str) -> bool:
+    """Whether torch is of this version, or newer."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= tuple(map(int, version.split(".")))
 
 
 def raises_text(kind: type[BaseException], function: Callable[[], object], *parts: str) -> str:

@@ -22,6 +22,10 @@ _KEPT = {
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_reentrant": ((True, False, None), "both forms are one here: leave it out"),
     "determinism_check": (("default", "none"), "a second run is compared with the first in any case: leave it out"),
+    "respect_saved_tensors_hooks": (
+        (True, None),
+        "torch.autograd.graph.saved_tensors_hooks around the module get what a policy keeps, in any case: leave it out",
+    ),
     "debug": (
         (False,),
         "the error of a second run that differs names the first tensor that does: leave it out, or run in "

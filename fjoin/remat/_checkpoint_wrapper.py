@@ -54,7 +54,7 @@ def checkpoint_wrapper(
         **checkpoint_fn_kwargs: Arguments of `remat`: policy, offload, preserve_rng, budget_bytes; or those of
             torch.utils.checkpoint.checkpoint: preserve_rng_state; context_fn, of torch's
             create_selective_checkpoint_contexts; early_stop; use_reentrant and determinism_check, which have no effect;
-            debug=False.
+            respect_saved_tensors_hooks=True; debug=False.
 
     Returns:
         The module's twin.

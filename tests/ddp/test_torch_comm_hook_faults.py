@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from comm_hook_problem import SIZES, TORCHS, called, holder
-from helpers import raises_text
+from helpers import raises_text, torch_before
 from oracle import comm_hooks as oracle
 from oracle.comm_hooks import Bucket
 from oracle.whole_batch import make_model
@@ -62,6 +62,7 @@ def named() -> Any:
     return reported, all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
 
 
+@torch_before("2.14")
 def test_bfloat16_is_still_refused_by_the_name_of_a_function(pool: Any) -> None:
     """Under another name it runs on gloo."""
     for reported, equal in pool.run(2, named):
@@ -122,7 +123,7 @@ def no_subgroup() -> str:
 def test_a_subgroup_is_still_not_found_without_a_gpu(pool: Any) -> None:
     """Not when the state is made, but in the first backward pass that needs it; ours is an axis of a mesh from the beginning."""
     for reported in pool.run(2, no_subgroup):
-        assert "only takes effect when CUDA is available" in reported, "torch finds one now"
+        assert "only takes effect when CUDA" in reported, "torch finds one now"
 
 
 def forgets() -> Any:

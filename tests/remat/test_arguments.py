@@ -38,6 +38,7 @@ SERVED: dict[str, list[Any]] = {
         functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
     ],
     "determinism_check": ["default", "none"],
+    "respect_saved_tensors_hooks": [True, None],
     "debug": [False],
     "early_stop": [True, False],
     "preserve_rng_state": [True, False],
@@ -46,6 +47,7 @@ REFUSED: dict[str, list[tuple[Any, type[Exception], str]]] = {
     "use_reentrant": [("no", ValueError, "leave it out")],
     "context_fn": [(3, TypeError, "must be a function")],
     "determinism_check": [("strict", ValueError, "compared with the first")],
+    "respect_saved_tensors_hooks": [(False, ValueError, "in any case")],
     "debug": [(True, ValueError, "names the first tensor")],
     "early_stop": [("no", TypeError, "early_stop")],
     "preserve_rng_state": [("no", TypeError, "preserve_rng")],
@@ -65,7 +67,17 @@ def gradients(module: nn.Module) -> list[Tensor]:
 def test_the_tables_have_all_arguments_of_torch() -> None:
     own = [p.name for p in inspect.signature(torchs.checkpoint).parameters.values() if p.kind is p.KEYWORD_ONLY]
     named = {*own} or {*SERVED} - {"preserve_rng_state"}
-    assert named | {"preserve_rng_state"} == {*SERVED} == {*REFUSED}
+    of_newer_torch = {"respect_saved_tensors_hooks"}  # from 2.14 on
+    assert named | {"preserve_rng_state"} | of_newer_torch == {*SERVED} == {*REFUSED}
+
+
+def test_hooks_around_a_module_get_what_a_policy_keeps() -> None:
+    seen: list[torch.Size] = []
+    module = fjoin.checkpoint_wrapper(model(), policy=tx.dots_saveable)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(x.shape), x)[1], lambda x: x):
+        out = module(torch.ones(3, 4)).sum()
+    assert seen.count(torch.Size([3, 8])) == 2, "the results of two products"
+    out.backward()
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SERVED.items() for value in values])

@@ -218,7 +218,8 @@ def with_a_time_out(way: str) -> tuple[str, float]:
     dist.barrier(group=group)
     text, start, limit = "", time.monotonic(), datetime.timedelta(seconds=0.5)
     if dist.get_rank() == 0:
-        dist.distributed_c10d._set_pg_timeout(limit, group) if way == "torch" else group.set_timeout(limit)
+        of_torch = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # the first from 2.14 on
+        of_torch(limit, group) if way == "torch" else group.set_timeout(limit)
         try:
             if way == "future":
                 dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future().wait()  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, params_like, raises_text, same_bits
+from helpers import max_diff, params_like, raises_text, same_bits, torch_before
 from optimizer_table import OPTIMIZERS
 from oracle import optim
 from torch import Tensor
@@ -197,6 +197,7 @@ def _with_grad(grad: Tensor) -> Tensor:
     return leaf
 
 
+@torch_before("2.14")
 def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
     """The reason for going through float32: where this fails, torch has fixed it."""
     for dtype in (torch.bfloat16, torch.float16):
