@@ -86,7 +86,7 @@ class PlainRegion:
         self._forms: list[Saved] = []  # of the tensors that the graph has saved, by number
         self._values: dict[int, Any] = {}  # those computed again and not yet read
         self._unpack_outer: Callable[[Any], Tensor] = _same
-        self._saver: Any = None  # the node that saves the arguments, and what a policy keeps
+        self._saver: Any = None  # the result of a node that saves the arguments, and what a policy keeps
         self._handles: dict[int, Handle] = {}  # arguments that wait elsewhere
         self._kept: list[Any] = []
         self._lock = threading.RLock()
@@ -162,13 +162,14 @@ class PlainRegion:
         if left or kept:
             with torch.enable_grad(), within([]):
                 anchor = torch.empty(0, requires_grad=True)
-                self._saver = _Save.apply(anchor, *(x.detach() for x in (*left, *kept))).grad_fn  # type: ignore[no-untyped-call]
+                # The node alone would not keep what it has saved, before torch 2.13.
+                self._saver = _Save.apply(anchor, *(x.detach() for x in (*left, *kept)))  # type: ignore[no-untyped-call]
 
     def _saved(self) -> list[Tensor]:
         """The arguments; what is kept goes to the record."""
         if self._now is not None:
             return self._now
-        saved = [] if self._saver is None else list(self._saver.saved_tensors)
+        saved = [] if self._saver is None else list(self._saver.grad_fn.saved_tensors)
         tensors: list[Any] = [None] * len(self._places)
         for i, x in zip(self._tensors, saved, strict=False):
             tensors[i] = x
