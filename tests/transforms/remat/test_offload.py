@@ -72,9 +72,12 @@ def test_after_a_fork(tmp_path: Path) -> None:
     out = tx.remat(lambda x: torch.tanh(torch.sin(x) * 2).exp(), tx.everything_saveable, tmp_path)(x)
     child = os.fork()
     if not child:  # what it does with its copies of the values does not reach the parent
-        (tx.remat(torch.exp, tx.everything_saveable, tmp_path)(x + 3) + out).sum().backward()
+        try:
+            (tx.remat(torch.exp, tx.everything_saveable, tmp_path)(x + 3) + out).sum().backward()
+        except BaseException:
+            os._exit(1)
         os._exit(0)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0
     out.sum().backward()
     torch.testing.assert_close(x.grad, torch.full((64, 64), 2.0))
 
