@@ -1,0 +1,33 @@
+"""What supported versions of torch lack, and newer ones have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY: Any = None  # its rules hold as long as it is referred to
+
+
+def add_missing_rules() -> None:
+    """Add the rule of `Tensor.view(dtype)` under torch.func.vmap where torch has none, as in 2.11."""
+    global _LIBRARY
+    if _LIBRARY is not None or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+        return
+    try:
+        torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(1, 1))
+    except RuntimeError:
+        _LIBRARY = torch.library.Library("aten", "IMPL")
+        _LIBRARY.impl("view.dtype", _view_dtype, "FuncTorchBatched")
+
+
+def _view_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    functorch, keys = torch._C._functorch, torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)
+    level = retrieve_current_functorch_interpreter().level()
+    inner, dim = functorch._unwrap_batched(x, level)
+    with torch._C._ExcludeDispatchKeyGuard(keys):  # so that the next level sees the call
+        out = inner.view(dtype)
+    return out if dim is None else functorch._add_batch_dim(out, dim, level)
