@@ -10,13 +10,17 @@ from torch import Tensor
 _LIBRARY: Any = None  # its rules hold as long as it is referred to
 
 
-def add_missing_rules() -> None:
-    """Add the rule of `Tensor.view(dtype)` under torch.func.vmap where torch has none, as in 2.11."""
+def complete() -> None:
+    """Do once what torch before 2.13 does not."""
     global _LIBRARY
     if _LIBRARY is not None or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         return
-    try:
+    # A FakeTensorMode does this at its first use; if that is in a thread, the next one crashes once the thread has ended.
+    if torch.version.cuda and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+    try:  # whether torch.func.vmap has a rule for this
         torch.func.vmap(lambda x: x.view(torch.int32))(torch.ones(1, 1))
+        _LIBRARY = True
     except RuntimeError:
         _LIBRARY = torch.library.Library("aten", "IMPL")
         _LIBRARY.impl("view.dtype", _view_dtype, "FuncTorchBatched")

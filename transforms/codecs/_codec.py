@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .._check import flag, whole_number
-from .._old_torch import add_missing_rules
+from .._old_torch import complete
 from .._spec import Spec, Specified, factory
 from ._random_bits import Key, Noise
 
-add_missing_rules()  # codecs reinterpret bits, under vmap too
+complete()  # before any function of this package runs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
