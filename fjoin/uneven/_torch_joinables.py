@@ -217,11 +217,13 @@ class DDPHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self.ddp
         assert self._join.last_joiner is not None
+        # Older versions of torch have the same by another name.
+        syncs = ddp.forward_sync_buffers if hasattr(ddp, "forward_sync_buffers") else ddp.broadcast_buffers
         kept = {*ddp.parameters_to_ignore, *REGISTERED.get(ddp, ())}  # a pipeline has stepped its own on this rank too
         _sync_module_states(
             module=ddp.module, process_group=ddp.process_group, broadcast_bucket_size=ddp.broadcast_bucket_size,
             src=self._join.last_joiner, params_and_buffers_to_ignore=kept,
-            broadcast_buffers=ddp.forward_sync_buffers,
+            broadcast_buffers=syncs,
         )  # fmt: skip
 
     def release(self) -> None:

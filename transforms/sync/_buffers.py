@@ -64,7 +64,7 @@ def average_buffers(axis: AxisName) -> Transform:
         counts = {path: torch.where(has, b, _LEAST) for path, b in wide.items() if path not in terms}
         terms, total = psum((terms, factor), axis)
         found = {**{path: b / total for path, b in terms.items()}, **pmax(counts, axis)}
-        new = {path: torch.where(total > 0, _narrow(found[path], b), b) for path, b in held.items()}
+        new = {path: _narrow(torch.where(total > 0, found[path], wide[path]), b) for path, b in held.items()}
         return map_with_path(lambda path, _: new[path], buffers), state
 
     return Transform(init, update, Needs.LEAVES)
