@@ -211,9 +211,9 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
 
     Returns:
         apply: An `Apply`, called as `apply(params, buffers, *args, **kwargs)`.
-        params: Path -> tensor, the trained values: the parameters that require a gradient, detached, in
+        params: Path -> tensor, copies of the trained values: the parameters that require a gradient, in
             the order of registration. A shared parameter appears once, under its first path.
-        buffers: Path -> tensor, the untrained values: the module's buffers and its frozen parameters.
+        buffers: Path -> tensor, copies of the untrained values: the module's frozen parameters and its buffers.
 
     Raises:
         TypeError: `module` is no nn.Module, or holds one of torch.jit.
@@ -238,8 +238,7 @@ def functional(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, T
     trained = {path: p for path, p in module.named_parameters() if p.requires_grad}
     for path, p in trained.items():
         TAKEN[p] = path
-    frozen = {path: p.detach() for path, p in module.named_parameters() if not p.requires_grad}
-    # Copies, since the module's own calls update its buffers in place.
-    buffers = {path: b.detach().clone() for path, b in module.named_buffers()}
-    params = {path: p.detach() for path, p in trained.items()}
-    return Apply(module, frozenset(params)), params, {**frozen, **buffers}
+    # Copies, since optimizers of torch and the module's own calls write into its tensors in place.
+    values = {path: t.detach().clone() for path, t in (*module.named_parameters(), *module.named_buffers())}
+    params = {path: values.pop(path) for path in trained}
+    return Apply(module, frozenset(params)), params, values

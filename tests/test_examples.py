@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from ranks import Ranks
 
+import fjoin
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 # The packages that an example needs in addition to fjoin.
 NEEDS = {"with_accelerate.py": "accelerate", "with_lightning.py": "lightning"}
@@ -64,6 +66,26 @@ def test_commands(launcher: list[str]) -> None:
 def test_alone(name: str) -> None:
     done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _run_checks(rank: int, report: Any) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    import _checks as checks
+
+    make_pipeline = runpy.run_path(str(EXAMPLES / "uneven_text.py"))["make_pipeline"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        made = checks.Report(fjoin.mesh({"data": -1}))
+        checks.equal_to_one_process(made, make_pipeline)
+        checks.next_to_torch_join(made, make_pipeline)
+    report((made.failed, out.getvalue()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_checks_of_the_demo_hold(ranks: int) -> None:
+    with Ranks(ranks, _run_checks) as run:
+        for _ in range(ranks):
+            _, _, (failed, text) = run.next(120)
+            assert not failed, text
 
 
 def test_each_is_in_the_table() -> None:

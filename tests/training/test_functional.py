@@ -76,6 +76,17 @@ def test_a_shared_tensor_gets_one_gradient() -> None:
     assert max_diff(got, {k: p.grad for k, p in module.named_parameters() if p.requires_grad}) < 1e-4
 
 
+def test_the_values_are_copies() -> None:
+    module = nn.BatchNorm1d(3)
+    module.bias.requires_grad_(False)
+    _, params, buffers = fjoin.functional(module)
+    before = {k: v.clone() for k, v in {**params, **buffers}.items()}
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.add_(1)
+    assert same_bits({**params, **buffers}, before), "training the module changes them not"
+
+
 def test_an_ensemble_through_vmap() -> None:
     apply, params, _ = fjoin.functional(nn.Linear(3, 2))
     many = {k: torch.stack([p, p * 2]) for k, p in params.items()}
