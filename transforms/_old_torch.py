@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_IS_OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+HAS_CONSTANT_MODULES = not _IS_OLD  # whether functions that run while torch.compile traces get modules
 _LIBRARY: Any = None  # its rules hold as long as it is referred to
 
 
 def complete() -> None:
     """Do once what torch before 2.13 does not."""
     global _LIBRARY
-    if _LIBRARY is not None or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+    if _LIBRARY is not None or not _IS_OLD:
         return
     # A FakeTensorMode does this at its first use; if that is in a thread, the next one crashes once the thread has ended.
     if torch.version.cuda and not torch.cuda.is_available():

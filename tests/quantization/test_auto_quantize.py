@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value
-from helpers import raises_text, same_bits
+from helpers import raises_text, same_bits, torch_has
 from traffic import watched
 
 import fjoin
@@ -81,7 +81,8 @@ def pieces(codec: str) -> Any:
         text = raises_text(
             RuntimeError, lambda: dist.all_to_all([torch.zeros(r) for r in range(n)], [torch.zeros(me)] * n)
         )
-        assert "invalid tensor size" in text, "gloo takes pieces of different sizes now"
+        refused = "invalid tensor size" if torch_has("2.13") else "does not support alltoall"
+        assert refused in text, "gloo takes pieces of different sizes now"
         dist.barrier()
     outs = [place((r, 2)) for r in range(n)]
     fjoin.auto_quantize(dist.all_gather, qtype)(outs, value((me, 2), me))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import torch_has
 from torch.testing._internal.distributed import fake_pg as fake_pg  # which registers the backend
 from traffic import announced, watched
 
@@ -51,6 +52,7 @@ def fake_group(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(not torch_has("2.13"), reason="the fake group leaves the result of all_to_all unwritten")
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("fake_group", [2, 8, 64, 512], indirect=True)

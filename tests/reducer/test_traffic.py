@@ -59,6 +59,7 @@ def counted(model: str, hook: str, batches_of_rank: list[int]) -> tuple[list[tup
         watched() as seen,
         torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
+            acc_events=True,  # else some versions of torch warn
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         ) as profile,
     ):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import torch_has
 from torch import Tensor
 
 import fjoin
@@ -153,8 +154,8 @@ def both(layout: str) -> list[str]:
 
         own = Calls(ours, make, (lambda start: make(start).clone()) if layout in INPUTS else make)
         for name in [name for name in vars(Calls) if not name.startswith("_")]:
-            if dtype is torch.bool and "reduce" in name:
-                continue
+            if dtype is torch.bool and "reduce" in name or name == "all_to_all" and not torch_has("2.13"):
+                continue  # gloo has none
             got, want = plain(getattr(own, name)()), getattr(Calls(gloo, copied, copied), name)()
             try:
                 torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -181,7 +181,7 @@ def messages_in_join(kind: str) -> float:
         with join:
             for i in range(6):
                 if i == 3:  # after the buckets have been rebuilt
-                    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+                    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
                     profile.__enter__()
                 loss(ddp, torch.ones(2, 4, dtype=torch.float64)).backward()
                 optimizer.step()

@@ -175,7 +175,7 @@ def packed(
                 [leaves[i].reshape((*leaves[i].shape[:lead], math.prod(leaves[i].shape[lead:]))) for i in members],
                 dim=-1,
             )
-        result = run_(flat) if run_ and len(members) > 1 and plain(flat) else run(flat)
+        result = run_(flat) if run_ is not None and len(members) > 1 and plain(flat) else run(flat)
         sizes = [math.prod(leaves[i].shape[lead:]) for i in members]
         for i, piece in zip(members, result.split(sizes, dim=-1), strict=True):
             out[i] = piece.reshape((*result.shape[:-1], *leaves[i].shape[lead:]))

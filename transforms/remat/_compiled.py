@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from .._old_torch import HAS_CONSTANT_MODULES
 from .._uncompiled import uncompiled
 from ._policies import Keep, Policy, everything_saveable, keep_of, min_cut, nothing_saveable
 from ._reach import captured
@@ -37,17 +39,19 @@ def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: A
 _captured = uncompiled(captured)
 
 
-def reaches_state(fn: Callable[..., Any], modules: tuple[nn.Module, ...]) -> bool:
-    """Whether a function reaches buffers or other tensors that it may write into; found when it is compiled.
+def reaches_state(fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a function reaches buffers or other tensors that it may write into; asked when it is compiled.
 
     torch.compile computes again from what is in a buffer after the write.
     """
+    modules = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
+    if not HAS_CONSTANT_MODULES and (modules or isinstance(fn, (nn.Module, types.MethodType))):
+        return True  # it cannot be found out
+    return _reaches_state(fn, *modules)
+
+
+def _reaches_state(fn: Callable[..., Any], *modules: nn.Module) -> bool:
     return bool(_captured(fn, *modules).state)
 
 
-reaches_state._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
-
-
-def modules_in(args: Any, kwargs: Any) -> tuple[nn.Module, ...]:
-    """The modules in a function's arguments."""
-    return tuple(x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module))
+_reaches_state._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does

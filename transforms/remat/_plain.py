@@ -80,9 +80,9 @@ class PlainRegion:
         self._results = [not x.is_leaf for x in tensors]
         self._axes, self._weight = bound(), current_weight()
         own = {memory_of(leaves[i]) for i in self._places}
-        reached = (*found.tracked.values(), *found.state.values())
-        self._outside = {memory_of(x) for x in reached} - own
-        self._state = {memory_of(x): x for x in reached if memory_of(x) not in own}
+        reached = {memory_of(x): x for x in (*found.tracked.values(), *found.state.values())}
+        self._state = {memory: x for memory, x in reached.items() if memory not in own}
+        self._outside = set(self._state)
         self._forms: list[Saved] = []  # of the tensors that the graph has saved, by number
         self._values: dict[int, Any] = {}  # those computed again and not yet read
         self._unpack_outer: Callable[[Any], Tensor] = _same

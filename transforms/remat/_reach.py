@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections import deque
@@ -21,6 +22,8 @@ _SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
 _HERE = __name__.partition(".")[0]
 # Objects of these packages, such as process groups, are not looked into.
 _CLOSED = ("torch", "builtins", _HERE)
+# Globals of these kinds are imported or defined, not changed while functions run, unless by a statement that tells.
+_DEFINED = (types.ModuleType, types.FunctionType, type)
 
 
 def is_tracked(x: Tensor) -> bool:
@@ -110,7 +113,8 @@ def _in_module(x: nn.Module, seen: set[int], depth: int, found: Found) -> Iterat
                     found.slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
                     yield value
         others = [vars(module)[key] for key in vars(module).keys() - _OF_MODULES]
-        kinds = [kind for kind in type(module).__mro__ if id(kind) not in seen]
+        own: Any = type(module)
+        kinds = [kind for kind in _open_kinds(own) if id(kind) not in seen]
         for value in (*kinds, *(f for kind in kinds for f in _code(kind)), *others):
             if value.__class__ not in _SIMPLE and id(value) not in seen:
                 # An activation that an earlier call has left is not used because it can be reached.
@@ -125,15 +129,19 @@ def _inside(x: Any, depth: int, places: Places) -> Iterable[Any]:
     elif isinstance(x, types.MethodType):
         inside = [x.__self__, x.__func__]
     elif isinstance(x, types.FunctionType):
-        for cell in x.__closure__ or ():
-            places.add(variable(cell))
-            inside += [cell.cell_contents] if _filled(cell) else []
+        cells = x.__closure__ or ()
+        inside = [cell.cell_contents for cell in cells if _filled(cell)]
         inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        names = _names(x.__code__)
-        places.add(Names(x.__globals__, names))
-        named = (x.__globals__.get(name) for name in names)
+        if x.__globals__.get("__name__", "").partition(".")[0] in _CLOSED:
+            return inside  # it has wrapped a user's function
+        for cell in cells:
+            places.add(variable(cell))
+        names, stored = _names(x.__code__)
+        named = {name: x.__globals__[name] for name in names if name in x.__globals__}
+        if kept := (*stored, *(name for name, g in named.items() if not isinstance(g, _DEFINED))):
+            places.add(Names(x.__globals__, kept))
         # Of other files' functions only what they are called with is searched: all of torch would be within reach.
-        inside += [g for g in named if not isinstance(g, types.FunctionType) or _of_same_file(g, x)]
+        inside += [g for g in named.values() if not isinstance(g, types.FunctionType) or _of_same_file(g, x)]
         if vars(x):
             places.add(vars(x))
         if (wrapped := getattr(x, "__wrapped__", None)) is not None:
@@ -151,11 +159,12 @@ def _inside(x: Any, depth: int, places: Places) -> Iterable[Any]:
 
 def _attributes(x: Any, depth: int, places: Places) -> list[Any]:
     kind = x if isinstance(x, type) else type(x)
-    if depth >= 4 or kind.__module__.partition(".")[0] in _CLOSED:
+    if depth >= 4 or _is_closed(kind):
         return []
     if isinstance(x, type):
         data = {name: value for name, value in vars(x).items() if not _is_code(name, value)}
-        places.add(Names(x, tuple(data)))
+        if data:
+            places.add(Names(x, tuple(data)))
         return list(data.values())
     held = getattr(x, "__dict__", None)
     if isinstance(held, dict):
@@ -173,7 +182,7 @@ def _attributes(x: Any, depth: int, places: Places) -> list[Any]:
 
 def _code(kind: type) -> list[types.FunctionType]:
     """The functions of a user's class."""
-    if kind.__module__.partition(".")[0] in _CLOSED:
+    if _is_closed(kind):
         return []
     return [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]
 
@@ -201,10 +210,22 @@ def _containers(tree: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function, or one inside it, may use."""
+def _is_closed(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _CLOSED
+
+
+@functools.lru_cache(4096)
+def _open_kinds(kind: type) -> list[type]:
+    return [base for base in kind.__mro__ if not _is_closed(base)]
+
+
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The globals that a function, or one inside it, may use, and those among them that it assigns or deletes."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
-    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
+    stored = [one.argval for one in dis.get_instructions(code) if one.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]
+    all_names = dict.fromkeys((*code.co_names, *(name for names, _ in inner for name in names)))
+    return tuple(all_names), tuple(dict.fromkeys((*stored, *(name for _, names in inner for name in names))))
 
 
 def _of_same_file(value: Any, function: types.FunctionType) -> bool:

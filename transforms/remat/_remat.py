@@ -13,7 +13,7 @@ from .._check import flag, whole_number
 from .._uncompiled import uncompiled
 from ._again import How
 from ._budget import run_block, within_budget
-from ._compiled import compiled, modules_in, reaches_state
+from ._compiled import compiled, reaches_state
 from ._offload import Offload, store_for
 from ._policies import Named, Policy, nothing_saveable
 
@@ -120,7 +120,7 @@ def runner_of(
 
     def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if not moves and not reaches_state(fn, modules_in(args, kwargs)):
+            if not moves and not reaches_state(fn, args, kwargs):
                 return compiled(fn, chosen, preserve_rng, args, kwargs)
             return eager(fn, how, args, kwargs)
         return run_block(fn, how, args, kwargs)

@@ -274,3 +274,33 @@ def test_functions_that_no_plan_can_run_are_a_value_error(name: str) -> None:
         raises_text(ValueError, lambda: tx.remat(f, tx.min_cut)(x), "without values")
     (want,), (got,) = (torch.autograd.grad(run(x).sum(), x) for run in (f, tx.remat(f)))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def _sin(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def _cos(x: Tensor) -> Tensor:
+    return x.cos()
+
+
+CURRENT = _sin
+
+
+def _turns(x: Tensor) -> Tensor:
+    global CURRENT
+    y = CURRENT(x).exp()
+    CURRENT = _cos if CURRENT is _sin else _sin
+    return y
+
+
+def test_a_function_that_is_assigned_to_a_global() -> None:
+    x = torch.randn(3)
+    want = [torch.func.grad(lambda x, f=f: f(x).exp().sum())(x) for f in (_sin, _cos, _sin)]
+    for _ in range(2):
+        given = [x.clone().requires_grad_() for _ in want]
+        for one in [(tx.remat(_turns)(x), x) for x in given]:
+            one[0].sum().backward()
+        assert all(torch.equal(x.grad, w) for x, w in zip(given, want, strict=True) if x.grad is not None)
+        assert CURRENT is _cos
+        _turns(x)
