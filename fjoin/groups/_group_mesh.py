@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import gc
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -184,7 +186,7 @@ class GroupMesh(Mesh):
             self.report(error, step)
             opened = self._connections.opened()
             self._take_down()
-            # Last, since gloo first waits for the messages under way, and may not notice connections that are cut.
+            # Last, since the messages under way may still end, and gloo may not notice connections that are cut.
             shut(opened)
 
     def leave_together(self, text: str, limit_s: float | None = None) -> bool:
@@ -217,7 +219,13 @@ class GroupMesh(Mesh):
         self._down = True
         if self._links is not None:
             self._links.close()
-        _destroy(list(self._all), failed, self._process)
+        destroy = functools.partial(_destroy, list(self._all), failed, self._process)
+        if not failed:
+            return destroy()
+        # gloo waits for the messages under way, of which it may keep one until its time-out though the peer is gone.
+        thread = threading.Thread(target=destroy, daemon=True)
+        thread.start()
+        thread.join(_SETTLE_S)
 
     def is_backend_error(self, error: BaseException) -> bool:
         return is_backend_error(error)

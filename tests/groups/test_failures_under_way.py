@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -61,3 +62,32 @@ def test_the_state_of_the_last_step_can_be_read_on_all_ranks(where: str, transpo
     assert steps == (3, 3, 3) and all(read)
     assert sums[0] == sums[1] == sums[2]
     assert sums[0][0] < 30001 - 3 * 0.09 * 30001, "three steps of about 0.1"
+
+
+KEPT: list[Any] = []
+
+
+def fail_alone(rank: int, report: Report) -> None:
+    """Rank 0 fails while a message is under way that no other rank takes part in."""
+    import torch
+
+    import fjoin
+
+    torch.set_num_threads(1)
+    mesh = fjoin.mesh({"data": -1}, timeout_s=60)
+    KEPT.append(mesh)  # on the other ranks beyond this function
+    if rank == 0:
+        mesh.reduce_(torch.ones(100_000), ("data",))
+        time.sleep(0.5)  # until a thread of gloo has begun it
+        begin = time.monotonic()
+        try:
+            with mesh:
+                raise ValueError("bad batch")
+        except ValueError:
+            report(time.monotonic() - begin)
+
+
+def test_a_failure_does_not_wait_for_messages_that_others_never_take_part_in() -> None:
+    with Ranks(3, fail_alone) as run:
+        seconds = run.next()[2]
+    assert seconds < 20, "it is the mesh's time-out otherwise"
