@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ._module_references import References
+from ._module_references import Copied, References, copy_slots
+from .transforms.remat._reach import slots_of
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
+# Dicts of hooks that forward passes do not call.
+_UNCALLED = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
 _COMPILED = "_compiled_call_impl"  # the attribute of a module after its `compile()`
 
 
@@ -41,6 +45,7 @@ class _Copies:
         own: For each copy its attributes: the present ones, and those before a call.
         special: Index and name of an attribute that refers to the module's tensors or submodules -> the pair in `own`.
         counts: The number of references to each copy while no call uses it.
+        objects: Copies of other objects that this call uses.
     """
 
     def __init__(self, modules: list[Any], copied: list[int]) -> None:
@@ -50,6 +55,7 @@ class _Copies:
         self.own: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.special: dict[tuple[int, str], tuple[dict[str, Any], dict[str, Any]]] = {}
         self.counts: list[int] = []
+        self.objects: Copied = []
 
     def count(self) -> list[int]:
         """The number of references to each copy."""
@@ -116,11 +122,20 @@ class ModuleCopies:
             for name, value in part.module().__dict__.items()
             if name not in _TENSORS and within(value)
         ]
+        # What a list or a hook refers to may change; to look at their number is enough for most changes.
+        self._containers = [
+            value
+            for part in parts
+            for name, value in part.module().__dict__.items()
+            if isinstance(value, (list, dict, set, deque)) and name not in _TENSORS and name not in _UNCALLED
+        ]
+        self._held = sum(map(len, self._containers))
         copied = {i for i, part in enumerate(parts) if self._training is not None or part.params or part.buffers}
         copied |= {i for i, _ in self._special}
         while more := {i for i, p in enumerate(parts) if not copied.isdisjoint(p.children.values())} - copied:
             copied |= more
         self._copied = sorted(copied)
+        self._slotted = [i for i in self._copied if slots_of(parts[i].module())]
 
     def forget(self) -> None:
         """Let go of the module's attributes, once it is gone."""
@@ -146,18 +161,17 @@ class ModuleCopies:
         Args:
             tensors: Path -> tensor.
         """
-        try:
-            copies = self._idle.pop()
-        except IndexError:
-            copies = self._make()
-        if not _same(copies.originals):
+        copies = self._idle.pop() if self._idle else None
+        if copies is None or not _same(copies.originals) or self._held != sum(map(len, self._containers)):
             self._find_special()
             copies = self._make()
         for held, name, path in copies.slots:
             held[name] = tensors[path]
+        for i in self._slotted:
+            copy_slots(self._parts[i].module(), copies.modules[i])
         for (i, name), (now, before) in copies.special.items():
             value = self._parts[i].module().__dict__[name]
-            now[name] = before[name] = self._references.rebuilt(value, copies.modules, tensors)
+            now[name] = before[name] = self._references.rebuilt(value, copies.modules, tensors, copies.objects)
         return copies
 
     def _make(self) -> _Copies:
@@ -191,6 +205,9 @@ class ModuleCopies:
                     before[name] = value
                     if not (isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)):
                         original[name] = copied[name] = value
+        for original, now, before in copies.objects:
+            original.update({name: value for name, value in now.items() if before.get(name, copies) is not value})
+        copies.objects = []
         if copies.count() != copies.counts:  # a graph will call them again, in backward
             return
         for held, name, _ in copies.slots:  # they would live until the next call

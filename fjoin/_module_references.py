@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .transforms.remat._reach import slots_of
+
+# For each object that has been copied: its attributes, those of the copy, and those that the copy began with.
+Copied = list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
+# Objects are entered one deep, which ends at handlers and configurations: a trainer's own parts are not searched.
+_OBJECTS = 1
 
 
 class _View(NamedTuple):
@@ -44,26 +54,35 @@ class References:
 
     def within(self, value: Any) -> bool:
         """Whether a value is or contains one of the module's tensors or submodules."""
-        return self._within(value, set())
+        return self._within(value, _OBJECTS, {})
 
-    def _within(self, value: Any, seen: set[int]) -> bool:
+    def _within(self, value: Any, objects: int, seen: dict[int, int]) -> bool:
+        value = _referent(value)
         if isinstance(value, (Tensor, nn.Module)):
             return id(value) in self._paths or id(value) in self._views or id(value) in self._index
-        if id(value) in seen:
+        if seen.get(id(value), -1) >= objects:
             return False
-        seen.add(id(value))
-        return any(self._within(inside, seen) for inside in _inside(value))
+        seen[id(value)] = objects
+        inside, objects = _inside(value, objects)
+        return any(self._within(one, objects, seen) for one in inside)
 
-    def rebuilt(self, value: Any, modules: list[nn.Module], tensors: Mapping[str, Tensor]) -> Any:
+    def rebuilt(self, value: Any, modules: list[nn.Module], tensors: Mapping[str, Tensor], copied: Copied) -> Any:
         """A value with other modules and tensors in the place of the module's own.
 
         Args:
             modules: In the order of `parts`.
             tensors: Path -> tensor.
+            copied: Gets the objects that have been copied.
         """
         done: dict[int, Any] = {}
 
-        def again(value: Any) -> Any:
+        def again(value: Any, objects: int = _OBJECTS) -> Any:
+            of = _referent(value)
+            if of is not value:
+                new = again(of, objects)
+                return (
+                    value if new is of else weakref.ref(new) if isinstance(value, weakref.ref) else weakref.proxy(new)
+                )
             if isinstance(value, nn.Module):
                 at = self._index.get(id(value))
                 return value if at is None else modules[at]
@@ -72,9 +91,13 @@ class References:
                     return tensors[path]
                 view = self._views.get(id(value))
                 return value if view is None else view.of(tensors[view.path])
-            if id(value) in done or not self.within(value):
+            if id(value) in done or not self._within(value, objects, {}):
                 return done.get(id(value), value)
-            return _with_inside(value, again, done)
+            left = _inside(value, objects)[1]
+            made = _with_inside(value, lambda inside: again(inside, left), done)
+            if left < objects:
+                copied.append((vars(value), vars(made), dict(vars(made))))
+            return made
 
         return again(value)
 
@@ -110,19 +133,63 @@ def _has_memory(tensor: Tensor) -> bool:
     return plain and tensor.numel() > 0
 
 
-def _inside(value: Any) -> Iterable[Any]:
-    """The values inside a container or a function."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, types.MethodType):
-        return (value.__self__,)
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-    return ()
+def _referent(value: Any) -> Any:
+    """What a weak reference refers to; any other value itself."""
+    if isinstance(value, weakref.ref):
+        return value()
+    if type(value) in weakref.ProxyTypes:
+        with contextlib.suppress(ReferenceError):
+            return value.__dir__.__self__
+    return value
+
+
+def _inside(value: Any, objects: int) -> tuple[Iterable[Any], int]:
+    """The values inside a container, a function, or an object of a user's class.
+
+    Args:
+        objects: How many more objects may be entered, one inside another.
+
+    Returns:
+        The values, and the number of objects that is left.
+    """
+    inside: Iterable[Any] = ()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        inside = value
+    elif isinstance(value, (dict, types.MappingProxyType)):
+        inside = (*value, *value.values())
+    elif isinstance(value, types.MethodType):
+        inside = (value.__self__,)
+    elif isinstance(value, functools.partial):
+        inside = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        inside = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
+    elif isinstance(value, functools._lru_cache_wrapper):
+        inside = (value.__wrapped__,)
+    elif objects and _is_plain(value):
+        return vars(value).values(), objects - 1
+    return inside, objects
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is an object of a user's class, with attributes."""
+    kind = type(value)
+    users = kind.__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+    return users and type(getattr(value, "__dict__", None)) is dict and _blank(value) is not None
+
+
+def _blank(value: Any) -> Any:
+    """An object of the same class without attributes; None where the class is none that Python code defines."""
+    with contextlib.suppress(TypeError):
+        return (types.SimpleNamespace if isinstance(value, types.SimpleNamespace) else object).__new__(type(value))
+    return None
+
+
+def copy_slots(of: Any, to: Any) -> None:
+    """Give an object the attributes in slots that another one of its class has."""
+    for name in slots_of(of):
+        if hasattr(of, name):
+            object.__setattr__(to, name, getattr(of, name))
 
 
 def _filled(cell: types.CellType) -> bool:
@@ -138,10 +205,16 @@ def _with_inside(value: Any, again: Callable[[Any], Any], done: dict[int, Any]) 
     made: Any
     if isinstance(value, dict):
         made = done[id(value)] = value.copy()
-        made.update({key: again(inside) for key, inside in value.items()})
-    elif isinstance(value, list):
+        new = [(again(key), again(inside)) for key, inside in value.items()]
+        made.clear()
+        made.update(new)
+    elif isinstance(value, types.MappingProxyType):
+        made = types.MappingProxyType({again(key): again(inside) for key, inside in value.items()})
+    elif isinstance(value, (list, deque)):
         made = done[id(value)] = value.copy()
-        made[:] = [again(inside) for inside in value]
+        new = [again(inside) for inside in value]
+        made.clear()
+        made.extend(new)
     elif isinstance(value, tuple):
         items = [again(inside) for inside in value]
         made = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -152,12 +225,19 @@ def _with_inside(value: Any, again: Callable[[Any], Any], done: dict[int, Any]) 
     elif isinstance(value, functools.partial):
         words = {key: again(inside) for key, inside in value.keywords.items()}
         made = functools.partial(again(value.func), *map(again, value.args), **words)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        made = functools.lru_cache(**value.cache_parameters())(again(value.__wrapped__))
+    elif not isinstance(value, types.FunctionType):
+        made = done[id(value)] = _blank(value)
+        vars(made).update({name: again(inside) for name, inside in vars(value).items()})
+        copy_slots(value, made)
     else:
         cells = tuple(
             types.CellType(again(cell.cell_contents)) if _filled(cell) else cell for cell in value.__closure__ or ()
         )
-        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-        made.__kwdefaults__ = value.__kwdefaults__
-        made.__dict__.update(value.__dict__)
+        defaults = None if value.__defaults__ is None else tuple(map(again, value.__defaults__))
+        made = done[id(value)] = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+        made.__kwdefaults__ = {name: again(inside) for name, inside in (value.__kwdefaults__ or {}).items()} or None
+        made.__dict__.update({name: again(inside) for name, inside in value.__dict__.items()})
     done[id(value)] = made
     return made
