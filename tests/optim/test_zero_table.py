@@ -77,10 +77,12 @@ class Model(nn.Module):
         self.first = nn.Linear(5, 7, bias=not matrices)
         self.unused = nn.Linear(3, 3, bias=not matrices)
         self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.late = nn.Linear(5, 7, bias=not matrices)
         self.last = nn.Linear(7, 4, bias=not matrices)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh()).square().mean() * self.frozen.sum()
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = self.first(x) + self.late(x) if step > 1 else self.first(x)
+        return self.last(x.tanh()).square().mean() * self.frozen.sum()
 
 
 def model(name: str) -> Model:
@@ -92,6 +94,12 @@ def groups(of: nn.Module) -> list[dict[str, Any]]:
     """Two, neither in the order of the module."""
     ps = list(of.parameters())[::-1]
     return [{"params": ps[1::2], "lr": 0.03}, {"params": ps[::2]}]
+
+
+def set_rates(optimizer: Any, step: int) -> None:
+    """A rate that rises from the start, so that states differ that take it before their first gradient."""
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * (0.5 + 0.1 * step)
 
 
 def batch(i: int) -> Tensor:
@@ -107,8 +115,9 @@ def of_torch(name: str, state: Any, weights: Any, steps: range) -> tuple[Any, An
         own.load_state_dict(weights)
         optimizer.load_state_dict(copy.deepcopy(state))
     for i in steps:
+        set_rates(optimizer, i)
         optimizer.zero_grad()
-        own(batch(i)).backward()
+        own(batch(i), i).backward()
         optimizer.step()
     return own.state_dict(), optimizer.state_dict()
 
@@ -128,8 +137,9 @@ def of_zero(name: str, hooked: bool, late: bool, state: Any, weights: Any, steps
     if state is not None and late:
         zero.load_state_dict(state)
     for i in steps:
+        set_rates(zero, i)
         zero.zero_grad()
-        ddp(batch(i).chunk(dist.get_world_size())[dist.get_rank()]).backward()
+        ddp(batch(i).chunk(dist.get_world_size())[dist.get_rank()], i).backward()
         zero.step()
     last = dist.get_world_size() - 1
     zero.consolidate_state_dict(last)

@@ -10,9 +10,9 @@ from torch.optim.asgd import asgd as torch_asgd
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, penalized, rate_at
+from ..step_param._formula import first_rate, in_float32, penalized, rate_at
 from ..step_param._hyper import a_number, not_negative
-from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._inplace import from_kernel, kernel_lr, new_step, set_first_rates, slots
 from ..step_param._optimizer import Optimizer
 
 
@@ -39,7 +39,7 @@ def asgd(
         eta <- lr / (1 + lambd lr t)^alpha,   mu <- 1 / max(1, t - t0)       eta starts at lr, mu at 1
 
     Args:
-        lr: Learning rate, or a schedule of it; a step uses the value of the step before.
+        lr: Learning rate, or a schedule of it; a step but the first uses the value of the step before.
         lambd: Decay.
         alpha: Power of the learning rate's decay.
         t0: Steps before the averaging begins.
@@ -74,7 +74,7 @@ def asgd(
     def step_param(param: Tensor, grad: Tensor, state: ASGDState) -> tuple[Tensor, ASGDState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         grad = penalized(param, grad, weight_decay, maximize)
-        eta = state.eta.double()
+        eta = first_rate(lr, state.step, state.eta).double()
         param = param * (1 - lambd * eta).to(dtype) - eta.to(dtype) * grad
         average = torch.where(state.mu == 1, param, state.ax + (param - state.ax) * state.mu.to(dtype))
         wide = step.double()
@@ -84,6 +84,7 @@ def asgd(
 
     # Not foreach, whose learning rates are rounded to float32 on the way.
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[ASGDState]) -> None:
+        set_first_rates(lr, [state.step for state in states], slots(states, "eta"))
         torch_asgd(
             params, grads, slots(states, "ax"), slots(states, "mu"), slots(states, "eta"), slots(states, "step"),
             foreach=False, capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), lambd=lambd, t0=t0,

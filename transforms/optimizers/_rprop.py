@@ -11,9 +11,9 @@ from torch.optim.rprop import rprop as torch_rprop
 from .._check import is_number
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, rate_at
+from ..step_param._formula import first_rate, in_float32, rate_at
 from ..step_param._hyper import not_negative
-from ..step_param._inplace import from_kernel, new_step, slots
+from ..step_param._inplace import from_kernel, new_step, set_first_rates, slots
 from ..step_param._optimizer import Optimizer
 
 
@@ -37,7 +37,7 @@ def rprop(
         p <- p - sign(g) a,   g' <- g
 
     Args:
-        lr: The first step size a, or a schedule; only its first value is used.
+        lr: The first step size a, or a schedule; only its value in the first step is used.
         etas: (eta-, eta+), below and above 1.
         step_sizes: The smallest and the largest step size.
         maximize: Maximize the objective instead of minimizing it.
@@ -75,12 +75,13 @@ def rprop(
         if maximize:
             grad = -grad
         agrees = grad * state.prev
-        size = state.step_size
+        size = first_rate(lr, state.step, state.step_size)
         size = torch.where(agrees > 0, size * up, torch.where(agrees < 0, size * down, size)).clamp(least, most)
         grad = torch.where(agrees < 0, torch.zeros_like(grad), grad)
         return param - grad.sign() * size, RpropState(state.step + 1, grad, size)
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[RpropState]) -> None:
+        set_first_rates(lr, [state.step for state in states], slots(states, "step_size"))
         torch_rprop(
             params, grads, slots(states, "prev"), slots(states, "step_size"), slots(states, "step"), foreach=True,
             capturable=states[0].step.is_cuda, step_size_min=least, step_size_max=most, etaminus=down, etaplus=up,

@@ -20,6 +20,11 @@ def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:
     return torch.as_tensor(value_at(lr, step), dtype=torch.float64)
 
 
+def first_rate(lr: ScalarOrSchedule, step: Tensor, kept: Tensor) -> Tensor:
+    """What a state keeps of the learning rate, or before the first step the rate itself, which may have changed since."""
+    return torch.where(step == 0, rate_at(lr, step).to(kept), kept)
+
+
 def used(value: Any) -> bool:
     """Whether a hyperparameter may have an effect; True for tensors, since they may be traced."""
     return isinstance(value, Tensor) or bool(value)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._tree import fields
 from ..schedules._schedules import ScalarOrSchedule, value_at
-from ._formula import copy_like, widened_state
+from ._formula import copy_like, first_rate, widened_state
 from ._optimizer import Optimizer
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Any]], None]  # (params, grads, states), in place
@@ -22,6 +22,13 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" else value.to(torch.float32)
     return value
+
+
+def set_first_rates(lr: ScalarOrSchedule, steps: list[Tensor], kept: list[Tensor]) -> None:
+    """`first_rate` in place."""
+    for step, old in zip(steps, kept, strict=True):
+        if step.device.type != "cpu" or step == 0:
+            old.copy_(first_rate(lr, step, old))
 
 
 def through_memory(
