@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 P = ParamSpec("P")
@@ -205,7 +206,17 @@ def _encode(value: Any, functions: bool) -> Any:
 
 
 def _loosely(value: Any) -> Any:
-    """The JSON form of an argument of a function, which may be any object."""
+    """The JSON form of an argument of a function, which may be any object: objects of other kinds by their class."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return {"array": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, (set, frozenset)):  # whose order differs between processes
+        return {"set": sorted(json.dumps(_loosely(one)) for one in value)}
+    if isinstance(value, (list, tuple)):
+        return [_loosely(one) for one in value]
+    if isinstance(value, Mapping):
+        return {"dict": [[_loosely(k), _loosely(v)] for k, v in value.items()]}
     try:
         return _encode(value, functions=True)
     except TypeError:

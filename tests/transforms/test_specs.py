@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import raises_text
@@ -133,6 +134,7 @@ def test_what_is_written_by_hand_is_known_by_its_function_inside_others_too() ->
 
 
 TWO, THREE = torch.tensor(2.0), torch.tensor(3.0)
+NUMPY_TWO, NUMPY_THREE, TWOS, THREES = np.float32(2), np.float32(3), np.full(2, 2), np.full(2, 3)
 
 
 def _functions(k: int) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -148,6 +150,11 @@ def _functions(k: int) -> dict[str, Callable[[Tensor], Tensor]]:
         ),
         "a default argument": (lambda g, k=2.0: g * k, lambda g, k=3.0: g * k),
         "a default argument by name": (lambda g, *, k=2.0: g * k, lambda g, *, k=3.0: g * k),
+        "a default that is a number of numpy": (lambda g, k=NUMPY_TWO: g * k, lambda g, k=NUMPY_THREE: g * k),
+        "a default that is an array": (lambda g, k=TWOS: g * k, lambda g, k=THREES: g * k),
+        "a default that is a set": (lambda g, k=frozenset((2, "a")): g * k, lambda g, k=frozenset((3, "a")): g * k),
+        "a default that is a range": (lambda g, k=range(2): g * k, lambda g, k=range(3): g * k),
+        "a default of arrays": (lambda g, k=(TWOS, {"a": {2}}): g * k, lambda g, k=(TWOS, {"a": {3}}): g * k),
         "a default that is a tensor": (lambda g, k=TWO: g * k, lambda g, k=THREE: g * k),
         "a default argument of a function inside": (
             lambda g: (lambda x, k=2.0: x * k)(g), lambda g: (lambda x, k=3.0: x * k)(g),

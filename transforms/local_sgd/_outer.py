@@ -16,6 +16,7 @@ from .._spec import factory
 from .._transform import Needs, Transform, check_transform
 from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
 from .._weights import Over, check_weight
+from ..pipelines._rates import rates_of
 from ..step_param._optimizer import Optimizer
 from ._window import WindowMean, at_least_f32, check_reduces, like, no_weight
 
@@ -107,7 +108,8 @@ def outer_step(
         return state._replace(pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
 
     def mean_of(state: OuterState, extra: dict[str, Any]) -> Callable[[], tuple[Any, State, Tensor]]:
-        return lambda: reduce(state.pending, state, state.pending_weight, **extra)
+        rates = rates_of(optimizer, state.anchor, state.optimizer)
+        return lambda: reduce(state.pending, state, state.pending_weight, rates, **extra)
 
     def use(
         values: dict[str, Tensor], state: OuterState, found: tuple[Any, State, Tensor]

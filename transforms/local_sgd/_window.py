@@ -8,13 +8,14 @@ import optree
 import torch
 from torch import Tensor
 
-from .._axis_env import AxisName
+from .._axis_env import AxisName, bound
 from .._transform import Inner, Transform, check_transform
 from .._tree import Tree, readable_without_sync
 from .._weights import Over, check_over, check_weight
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..feedback._error_feedback import error_feedback
+from ..pipelines._rates import NAME, Rates, check_sum, number_of
 from ..plan._plan import axes_of
 from ..reductions._compress import quantized_mean
 from ..reductions._mean import mean
@@ -34,7 +35,9 @@ class WindowMean:
         check_over(over)
         self._inner, self._over = Inner(hook, field), over
 
-    def __call__(self, values: Tree, state: Any, weight: Any, **extra: Any) -> tuple[Tree, Any, Tensor]:
+    def __call__(
+        self, values: Tree, state: Any, weight: Any, rates: Rates = (), **extra: Any
+    ) -> tuple[Tree, Any, Tensor]:
         """The mean, the hook's new state, and whether any rank has weight, 0-d bool.
 
         Sums of weight * value would overflow float16, and bfloat16 would round them: the mean is taken in at least
@@ -43,16 +46,25 @@ class WindowMean:
         Args:
             state: The outer state.
             weight: The weight of this rank's window.
+            rates: Hyperparameters that must be the same on all ranks.
+
+        Raises:
+            DesyncError: they are not.
         """
         weight = check_weight(weight)
         factor: Any = {"weight": weight, "live": (weight > 0).to(weight.dtype), "world": None}[self._over]
         if factor is not None and readable_without_sync(factor):
             factor = factor.item()  # saves passes over the values
-        extra = {**extra, "persistent": False, "weight": factor, "lane": {"weight": weight}}
+        lane = {"weight": weight, **({NAME: number_of(rates)} if rates else {})}
+        extra = {**extra, "persistent": False, "weight": factor, "lane": lane}
         new, inner = self._inner.update(at_least_f32(values), state, None, **extra)
         sums = self._inner.transform.sums
         assert sums is not None
-        return new, inner, sums(inner).lane["weight"] > 0
+        summed = sums(inner).lane
+        if rates:
+            axes = tuple(name for name in bound() if name in axes_of(self._inner.transform, tuple(bound())))
+            check_sum(rates, summed[NAME], axes, extra.get("step", 0))
+        return new, inner, summed["weight"] > 0
 
 
 def reduction(name: str, axis: AxisName, wire: Codec | Transform | None) -> Transform:

@@ -185,6 +185,8 @@ def pipeline_of(
                 raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
         own, pieces = check_weight(weight), pieces_of(params, old)
         rates = rates_check.rates_of(optimizer, held_of(pieces, params, old), old.optimizer)
+        if old.step == 0 and plain(params, grads):
+            rates = [*rates_check.mark_of(hook, optimizer, after, on_state, gather), *rates]
         given = {**(lane or {}), "weight": own, **({rates_check.NAME: rates_check.number_of(rates)} if rates else {})}
         with bind_pieces(pieces):
             grads, hook_state = hook.update(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._errors import DesyncError
+from .._spec import fingerprint
 from .._tree import State, Tree, plain
 from ..axes._collectives import all_gather, axis_size
 from ..optimizers._inject import InjectState, injected
@@ -20,6 +21,7 @@ from ..step_param._optimizer import Optimizer
 
 Rates = Sequence[tuple[str, float]]
 NAME = "rates"  # in the lane
+_PIPELINE = "pipeline"
 # Numbers in [2^19, 2^20): none is a multiple of another, and their sums over 2^14 ranks are exact in the lane.
 LEAST = 2**19
 
@@ -29,10 +31,15 @@ def number_of(*parts: object) -> float:
     return float(LEAST + zlib.crc32(repr(parts).encode()) % LEAST)
 
 
-def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> Rates:
+def mark_of(*parts: object) -> list[tuple[str, float]]:
+    """What a pipeline's first step compares in addition: a number that tells these parts from others."""
+    return [(_PIPELINE, float(int(fingerprint(*parts)[:12], 16)))]
+
+
+def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str, float]]:
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
     if not plain(params, slots):
-        return ()
+        return []
     names, _, states, _ = states_of(params, slots)
     parts: dict[int, tuple[tuple[tuple[str, Any], ...], Any]] = {}
     for name, state in zip(names, states, strict=True):
@@ -50,14 +57,20 @@ def check_sum(rates: Rates, summed: Tensor, axes: AxisName, step: int) -> None:
     """
     if float(summed) % (axis_size(axes) * number_of(rates)) == 0:
         return
-    values = torch.tensor([value for _, value in rates], dtype=torch.float64)
-    ranks = all_gather(values, axes)
-    for rank, there in enumerate(ranks.tolist()):
-        for (name, _), value, first in zip(rates, there, ranks[0].tolist(), strict=True):
-            if value != first:
-                raise DesyncError(
-                    f"step {step}: rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend "
-                    f"on the rank or its data, and with_hyperparameters(...) takes equal values on all ranks",
-                    rank=rank,
-                    step=step,
-                )
+    for some in (rates[:1], rates[1:]):  # of other pipelines there may be another number
+        ranks = all_gather(torch.tensor([value for _, value in some], dtype=torch.float64), axes)
+        for rank, there in enumerate(ranks.tolist()):
+            for (name, _), value, first in zip(some, there, ranks[0].tolist(), strict=True):
+                if value != first:
+                    raise DesyncError(_text(name, rank, value, first, step), rank=rank, step=step)
+
+
+def _text(name: str, rank: int, value: float, first: float, step: int) -> str:
+    if name == _PIPELINE:
+        return (
+            f"step {step}: rank {rank} has another pipeline than rank 0; make it from the same arguments on all ranks"
+        )
+    return (
+        f"step {step}: rank {rank} steps with {name}={value!r}, but rank 0 with {name}={first!r}; a schedule must not depend "
+        f"on the rank or its data, and with_hyperparameters(...) takes equal values on all ranks"
+    )

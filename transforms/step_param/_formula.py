@@ -22,7 +22,7 @@ def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:
 
 def first_rate(lr: ScalarOrSchedule, step: Tensor, kept: Tensor) -> Tensor:
     """What a state keeps of the learning rate, or before the first step the rate itself, which may have changed since."""
-    return torch.where(step == 0, rate_at(lr, step).to(kept), kept)
+    return torch.where(step == 0, rate_at(lr, step).to(kept.dtype), kept)
 
 
 def used(value: Any) -> bool:
