@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ..groups._axis import GroupAxis
+from ..groups._messages import plain
+from ..shared_memory._flat import flat_view
 
 
 class NoState(dict[Any, Any]):
@@ -52,7 +54,7 @@ def gather_states(
     for number, start, stop, own, sliced in owned:
         try:
             rows.append([number, start, stop, _described(own, device, parts), sliced])
-        except TypeError as error:
+        except Exception as error:  # the other ranks wait for this one's part
             bad = str(error)
     head = torch.frombuffer(bytearray(json.dumps(rows).encode()), dtype=torch.uint8).to(device)
     body = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *parts])
@@ -82,8 +84,8 @@ def gather_states(
 def _described(value: Any, device: torch.device, parts: list[Tensor], where: str = "state") -> Any:
     """A value for JSON, as one kind and its content; the bytes of its tensors are appended to `parts`."""
     if isinstance(value, Tensor):
-        raw = value.detach().to(device).contiguous()
-        parts.append(raw.reshape(-1).view(torch.uint8))
+        raw = plain(value.detach().to(device))
+        parts.append(flat_view(raw).view(torch.uint8))
         return [str(raw.dtype).removeprefix("torch."), list(raw.shape)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["", value]

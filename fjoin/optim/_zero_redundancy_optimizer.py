@@ -103,11 +103,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             raise ValueError(
                 f"ZeroRedundancyOptimizer: the parameters lie on {sorted(map(str, devices))}; expected one device"
             )
-        for group in self.param_groups:
-            self._add(group)
+        groups = [self._add(group) for group in self.param_groups]
+        if self.overlap_with_ddp:
+            return
+        if isinstance(self.part, WholeLeaves):
+            self._local = self._class(groups, **self._arguments)
+        else:
+            self._local = Optimizer(groups, self.part)
 
-    def _add(self, group: dict[str, Any]) -> None:
-        """Cut the parameters of a group; the pieces of other groups stay."""
+    def _add(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Cut the parameters of a group, and return the group of this rank's pieces; the pieces of other groups stay."""
         if not isinstance(self.part, WholeLeaves):
             check_group(self.part, own_by_group(self.part), group)
         params = {str(i): p for i, p in enumerate(group["params"])}
@@ -126,18 +131,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                 flats.append(flat)
             own = pieces.own({path: p.detach() for path, p in params.items()})
         slices = {path: piece.detach().requires_grad_(params[path].requires_grad) for path, piece in own.items()}
-        if not self.overlap_with_ddp:
-            # On all ranks, since an optimizer may keep values in its groups, such as a count.
-            self._add_local({**without_params(group), "params": [one for one in slices.values() if one.numel()]})
         self._shards.append(Shard(pieces, params, slices, flats))
-
-    def _add_local(self, local: dict[str, Any]) -> None:
-        if self._local is not None:
-            self._local.add_param_group(local)
-        elif isinstance(self.part, WholeLeaves):
-            self._local = self._class([local], **self._arguments)
-        else:
-            self._local = Optimizer([local], self.part)
+        # On all ranks, since an optimizer may keep values in its groups, such as a count.
+        return {**without_params(group), "params": [one for one in slices.values() if one.numel()]}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's method. It gets pieces of its own; the other pieces do not move."""
@@ -146,10 +142,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             if self.overlap_with_ddp:
                 self.param_groups.pop()
                 raise RuntimeError("the parameters of a module that steps them in its backward pass are fixed")
+            before = len(self._shards)
             try:
-                self._add(self.param_groups[-1])
-            except (TypeError, ValueError):
+                group = self._add(self.param_groups[-1])
+                if self._local is not None:
+                    self._local.add_param_group(group)
+            except Exception:
                 self.param_groups.pop()
+                del self._shards[before:]
                 raise
 
     # -- a step -----------------------------------------------------------------------------------
@@ -161,7 +161,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         With `overlap_with_ddp` the backward pass has stepped already.
         """
         loss = None
-        if closure is not None:
+        # A class of one's own calls it itself, such as one that takes the gradient at two points.
+        local = self._local if isinstance(self.part, WholeLeaves) and not self._in_a_join() else None
+        if closure is not None and (local is None or self.overlap_with_ddp):
             with torch.enable_grad():
                 loss = closure()
         if self.overlap_with_ddp:
@@ -177,14 +179,31 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
             return loss
         self._notify()
         self._notified = False
-        mesh, grads = self._mesh, [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
-        if self._uneven is not None and self._join_config.enable:
-            mesh, grads = self._uneven, gradients(self._uneven.axes["data"], self._shards, live=True)
-        self._step(mesh, grads, arguments)
+        if self._in_a_join():
+            self._step(self._uneven, gradients(self._uneven.axes["data"], self._shards, live=True), arguments)
+        elif closure is None or local is None:
+            self._step(self._mesh, self._gradients(), arguments)
+        else:
+            asked = closure
+
+            def again() -> Any:
+                with torch.enable_grad():
+                    loss = asked()
+                self._give(self._gradients())
+                return loss
+
+            loss = self._step(self._mesh, self._gradients(), {**arguments, "closure": again})
         return loss
 
-    def _step(self, mesh: Any, grads: list[dict[str, Tensor | None]], arguments: dict[str, Any]) -> None:
-        local = self._local
+    def _in_a_join(self) -> bool:
+        return self._uneven is not None and bool(self._join_config.enable)
+
+    def _gradients(self) -> list[dict[str, Tensor | None]]:
+        return [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
+
+    @torch.no_grad()
+    def _give(self, grads: list[dict[str, Tensor | None]]) -> None:
+        """Give this rank's pieces their values and gradients."""
         for shard, of in zip(self._shards, grads, strict=True):
             for path, own in shard.slices.items():
                 (start, stop), p, grad = shard.pieces.slices[path], shard.params[path], of[path]
@@ -194,19 +213,24 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
                     # A gradient that is this rank's slice already came from another rank.
                     whole = grad is not None and grad.shape == p.shape
                     own.grad = grad.reshape(-1)[start:stop].view(own.shape) if whole and grad is not None else grad
+
+    def _step(self, mesh: Any, grads: list[dict[str, Tensor | None]], arguments: dict[str, Any]) -> Any:
+        local, out = self._local, None
+        self._give(grads)
         if local is not None:
             pairs = list(zip(local.param_groups, self.param_groups, strict=True))
             for mine, group in pairs:
                 mine.update(without_params(group))
             with guarded(local, guards_of(self)) as steps:
                 if steps:
-                    local.step(**arguments)
+                    out = local.step(**arguments)
             for mine, group in pairs:  # what the optimizer keeps there
                 group.update(without_params(mine))
         for shard in self._shards:
             for own in shard.slices.values():
                 own.grad = None
             gather_leaves(shard.pieces, shard.slices, shard.params, mesh.axes["data"], shard.flats)
+        return out
 
     def attach(self, run: Any) -> None:
         """Let a module's hook step, with the states that have been loaded."""
@@ -320,7 +344,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         """
         groups, states = whole_states(self.part, self._class, self.param_groups, state_dict)
         if self._local is not None:
-            self._local.load_state_dict(packed_slices(self._shards, groups, states))
+            packed = packed_slices(self._shards, groups, states)
+            if isinstance(self._local, Optimizer):
+                self._local.load_state_dict(packed)
+            else:  # not by a method of its own, since this is no state that it has saved; torch's does so too
+                torch.optim.Optimizer.load_state_dict(self._local, packed)
         elif self.run is not None:
             self.run.load_states(states)
         else:

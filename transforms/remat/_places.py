@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import pickle
+import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 _WIDEST = 100_000  # entries of a container that are looked at
@@ -37,10 +41,10 @@ class Places:
         self._held: dict[int, tuple[Any, _Kind]] = {}
 
     def add(self, held: Any) -> None:
-        """Note a module, a dict, list, deque or set, a variable of a closure, or `Names`."""
+        """Note a module, a dict, list, deque or set, a variable of a closure, `Names`, a generator, or an iterator."""
         if id(held) not in self._held:
             kind = _kind_of(held)
-            if kind is not _NAMES and kind is not _MODULE and len(held) > _WIDEST:
+            if kind in (_DICT, _SEQUENCE) and len(held) > _WIDEST:
                 return
             self._held[id(held)] = held, kind
 
@@ -60,15 +64,14 @@ class Places:
         for (i, one), kept in zip(self._held.items(), before, strict=True):
             held, kind = one
             if kind is _MODULE:
-                tensors = held._parameters, held._buffers
-                for part, copy in zip(tensors, kept[1:], strict=True):
-                    if copy or part:
+                for n, (part, copy) in enumerate(zip(_dicts_of(held), kept, strict=True)):
+                    tensors = n in (1, 2) and (copy or part)
+                    if tensors or (copy or part) and not _same_dict(part, copy):
                         out._held[id(part)] = part, _DICT
                         out.copies.append(copy)
-                if not _same_dict(vars(held), kept[0]):
-                    out._held[i] = vars(held), _DICT
-                    out.copies.append(kept[0])
             elif not kind.same(held, kept):
+                if kind is _ITERATOR:
+                    kind.write(held, kept)
                 out._held[i] = one
                 out.copies.append(kept)
         return out
@@ -109,22 +112,29 @@ def _write_dict(held: dict[Any, Any], copy: dict[Any, Any]) -> None:
         kind.__setitem__(held, key, value)
 
 
-def _read_module(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    held = vars(module)  # most have no parameters or no buffers of their own
-    parameters, buffers = held["_parameters"], held["_buffers"]
-    return held.copy(), parameters.copy() if parameters else _EMPTY, buffers.copy() if buffers else _EMPTY
+# A module's dicts in which a forward pass can leave something.
+_OF_MODULE = (
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 
 
-def _same_module(module: nn.Module, copy: tuple[dict[str, Any], ...]) -> bool:
+def _dicts_of(module: nn.Module) -> list[dict[Any, Any]]:
     held = vars(module)
-    parts = held, held["_parameters"], held["_buffers"]
-    return all(_same_dict(a, b) for a, b in zip(parts, copy, strict=True) if a or b)
+    return [held, *map(held.__getitem__, _OF_MODULE)]
 
 
-def _write_module(module: nn.Module, copy: tuple[dict[str, Any], ...]) -> None:
-    _write_dict(vars(module), copy[0])
-    _write_dict(module._parameters, copy[1])
-    _write_dict(module._buffers, copy[2])
+def _read_module(module: nn.Module) -> list[dict[Any, Any]]:
+    return [part.copy() if part else _EMPTY for part in _dicts_of(module)]  # most are empty
+
+
+def _same_module(module: nn.Module, copy: list[dict[Any, Any]]) -> bool:
+    return all([_same_dict(a, b) for a, b in zip(_dicts_of(module), copy, strict=True) if a or b])
+
+
+def _write_module(module: nn.Module, copy: list[dict[Any, Any]]) -> None:
+    for part, kept in zip(_dicts_of(module), copy, strict=True):
+        _write_dict(part, kept)
 
 
 def _write_sequence(held: Any, copy: tuple[Any, ...]) -> None:
@@ -171,10 +181,36 @@ def _same_entries(a: Any, b: tuple[Any, ...]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
+def _refuse_iterator(held: Any, position: Any) -> None:
+    raise TypeError(
+        f"a function in remat takes values from an iterator, {held!r}, which cannot go back when it runs again; take them outside "
+        f"of the function and pass them, or keep a list and an index"
+    )
+
+
+def _read_numpy(held: Any) -> bytes:
+    return pickle.dumps(held.bit_generator.state if isinstance(held, np.random.Generator) else held.get_state())
+
+
+def _write_numpy(held: Any, state: bytes) -> None:
+    if isinstance(held, np.random.Generator):
+        held.bit_generator.state = pickle.loads(state)
+    else:
+        held.set_state(pickle.loads(state))
+
+
+_BUILTIN: list[Any] = [[], (), range(0), "", {}, {}.values(), {}.items(), set()]
+GENERATORS: tuple[type, ...] = (random.Random, np.random.Generator, np.random.RandomState)  # of random numbers
+ITERATORS: tuple[type, ...] = tuple(type(iter(one)) for one in _BUILTIN)  # those that tell their position
 _DICT = _Kind(dict.copy, _same_dict, _write_dict)
 _SEQUENCE = _Kind(tuple, _same_entries, _write_sequence)
 _NAMES = _Kind(_read_names, lambda held, copy: _same_entries(_read_names(held), copy), _write_names)
 _MODULE = _Kind(_read_module, _same_module, _write_module)
+_PYTHON = _Kind(
+    lambda held: held.getstate(), lambda held, copy: held.getstate() == copy, lambda held, copy: held.setstate(copy)
+)
+_NUMPY = _Kind(_read_numpy, lambda held, copy: _read_numpy(held) == copy, _write_numpy)
+_ITERATOR = _Kind(operator.length_hint, lambda held, copy: operator.length_hint(held) == copy, _refuse_iterator)
 
 
 def _kind_of(held: Any) -> _Kind:
@@ -182,6 +218,10 @@ def _kind_of(held: Any) -> _Kind:
         return _MODULE
     if isinstance(held, Names):
         return _NAMES
+    if isinstance(held, GENERATORS):
+        return _PYTHON if isinstance(held, random.Random) else _NUMPY
+    if isinstance(held, ITERATORS):
+        return _ITERATOR
     return _DICT if isinstance(held, dict) else _SEQUENCE
 
 

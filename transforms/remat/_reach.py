@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._captured import as_seen
-from ._places import Names, Places, variable
+from ._places import GENERATORS, ITERATORS, Names, Places, variable
 
 _WIDEST = 10_000  # entries of a container that are looked at
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that are no user's
@@ -89,6 +89,9 @@ def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Ten
         raise TypeError(
             f"a function in remat uses the generator {x.__name__}, of which nothing is left when it runs again; make a list of it"
         )
+    if isinstance(x, (*GENERATORS, *ITERATORS)):
+        found.places.add(x)
+        return
     if isinstance(x, torch.jit.ScriptModule):
         yield from (*x.parameters(), *x.buffers())
         return
@@ -113,6 +116,7 @@ def _in_module(x: nn.Module, seen: set[int], depth: int, found: Found) -> Iterat
                     found.slots.append(Slot(held, key, value, f"{prefix}.{key}" if prefix else key))
                     yield value
         others = [vars(module)[key] for key in vars(module).keys() - _OF_MODULES]
+        others += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         own: Any = type(module)
         kinds = [kind for kind in _open_kinds(own) if id(kind) not in seen]
         for value in (*kinds, *(f for kind in kinds for f in _code(kind)), *others):

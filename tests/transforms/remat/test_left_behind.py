@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import random
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from fjoin import transforms as tx
 from .fuzz import AROUND, OPS, POLICIES, RESULTS, Case
 from .test_fuzz import check
 
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 MODES = ("plain", "twice", "grad", "rows")
 
 
@@ -73,6 +76,13 @@ def _class(where: Class) -> None:
     Class.mean += 1
 
 
+def _hooked(module: nn.Module) -> nn.Module:
+    seen: list[int] = []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    module.count = lambda: len(seen)
+    return module
+
+
 # Kinds of places -> a new one, and what leaves something in it.
 PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "list": (list, lambda where: where.append(1)),
@@ -92,6 +102,12 @@ PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "buffer": (lambda: nn.BatchNorm1d(2), lambda where: where.num_batches_tracked.add_(1)),
     "buffer, anew": (lambda: nn.BatchNorm1d(2), lambda where: setattr(where, "running_mean", where.running_mean + 1)),
     "parameter": (lambda: nn.Linear(2, 2), lambda where: where.weight.data.mul_(0.5)),
+    "hook of a module": (nn.Identity, lambda where: where.register_forward_hook(print)),
+    "hook's own list": (lambda: _hooked(nn.Identity()), lambda where: where(torch.zeros(()))),
+    "submodule": (nn.Sequential, lambda where: where.append(nn.Identity())),
+    "generator of Python": (lambda: random.Random(1), lambda where: where.random()),
+    "generator of numpy": (lambda: np.random.default_rng(1), lambda where: where.random()),
+    "old generator of numpy": (lambda: np.random.RandomState(1), lambda where: where.rand()),
 }  # fmt: skip
 
 
@@ -100,12 +116,22 @@ def words(where: Any) -> str:
     if isinstance(where, Slots):
         return f"{where.count} {getattr(where, 'extra', 'none')}"
     if isinstance(where, nn.Module):
-        return f"{where.state_dict()} {where.training} {where.__dict__.get('new')}"
+        count = where.__dict__.get("count", lambda: 0)()
+        left = where.__dict__.get("new"), len(where._forward_hooks), len(list(where.children())), count
+        return f"{where.state_dict()} {where.training} {left}"
+    if isinstance(where, GENERATORS):
+        return str(drawn(where))
     return (
         f"{where} {Class.total} {Class.mean}"
         if not isinstance(where, Class)
         else f"{vars(where)} {Class.total} {Class.mean}"
     )
+
+
+def drawn(where: Any) -> float:
+    """The number that a generator would draw next."""
+    where = copy.deepcopy(where)
+    return float(where.rand() if isinstance(where, np.random.RandomState) else where.random())
 
 
 def size(where: Any) -> Any:
@@ -119,7 +145,10 @@ def size(where: Any) -> Any:
     if isinstance(where, Slots):
         return where.count
     if isinstance(where, nn.Module):
-        return where.__dict__.get("new", 0) + where.training
+        left = len(where._forward_hooks), len(list(where.children())), where.__dict__.get("count", lambda: 0)()
+        return where.__dict__.get("new", 0) + where.training + sum(left)
+    if isinstance(where, GENERATORS):
+        return drawn(where)
     return len(str(where))
 
 

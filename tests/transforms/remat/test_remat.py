@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -420,6 +421,8 @@ def test_bad_input() -> None:
     raises_text(TypeError, lambda: tx.remat(lambda x, of: x)(x, of=iter([x])), "argument 'of' is an iterator")
     numbers = (n for n in range(3))
     raises_text(TypeError, lambda: tx.remat(lambda x: x * next(numbers))(x), "generator")
-    sizes = iter([(2, 2), (2, 3)])
-    unsteady = tx.remat(lambda x: (x @ torch.ones(next(sizes))).sum(), tx.dots_saveable)
+    left = iter([1.0, 2.0])
+    raises_text(TypeError, lambda: tx.remat(lambda x: x * next(left))(x), "iterator", "a list and an index")
+    sizes = itertools.count(2)
+    unsteady = tx.remat(lambda x: (x @ torch.ones(2, next(sizes))).sum(), tx.dots_saveable)
     raises_text(RuntimeError, lambda: unsteady(x * 1).backward(), "did not do the same")

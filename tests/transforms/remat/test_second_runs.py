@@ -275,6 +275,33 @@ def test_results_that_have_not_been_computed_are_refused() -> None:
         raises_text(TypeError, lambda: tx.remat(f)(x), "return a list")  # noqa: B023
 
 
+@pytest.mark.parametrize("policy", ["nothing", "dots"])
+@pytest.mark.parametrize("what", ["bias", "captured"])
+def test_a_tensor_that_changes_before_the_backward_pass_is_an_error(what: str, policy: str) -> None:
+    """Also one that plain autograd does not save: the function cannot be computed again."""
+    linear, b, x = nn.Linear(4, 4), torch.ones(4), torch.ones(2, 4, requires_grad=True)
+    other = torch.ones(4)  # reached and not used
+    y = tx.remat(lambda x: torch.tanh(linear(x) + b) if other is not None else x, **POLICIES[policy])(x)
+    with torch.no_grad():
+        other.add_(1)
+        (linear.bias if what == "bias" else b).add_(1)
+    raises_text(RuntimeError, lambda: y.sum().backward(), "(4,)", "modified by an inplace operation")
+
+
+def test_a_tensor_that_is_reached_and_not_used_may_change() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.two(tx.remat(lambda x: self.one(x).sin())(x))
+
+    module = Model()
+    module(X.clone().requires_grad_()).sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
 # -- torch.compile ------------------------------------------------------------------------------------------------------
 
 
