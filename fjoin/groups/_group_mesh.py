@@ -37,6 +37,8 @@ _LAST_S = 10.0
 _SETTLE_S = 5.0
 # Stores of meshes that have failed: the rank that hosts one must keep it, since other ranks still look up the failure.
 _KEPT: list[Any] = []
+# The failures after which the default group was taken down; calls that need it must not quietly make another one.
+ENDED: list[str] = []
 # All meshes. They release a group together: a group that one mesh still held would keep its connections open.
 MESHES: weakref.WeakSet[GroupMesh] = weakref.WeakSet()
 
@@ -185,6 +187,8 @@ class GroupMesh(Mesh):
         finally:
             self.report(error, step)
             opened = self._connections.opened()
+            if self.size > 1 and any(axis.group is not None and axis.group is dist.group.WORLD for axis in self._all):
+                ENDED.append(str(error))
             self._take_down()
             # Last, since the messages under way may still end, and gloo may not notice connections that are cut.
             shut(opened)

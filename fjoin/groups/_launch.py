@@ -17,6 +17,8 @@ class Launch(NamedTuple):
 
 
 class _Variables(NamedTuple):
+    """The names of a launcher's variables; "" for those that it does not set."""
+
     launcher: str
     rank: str
     size: str
@@ -32,9 +34,18 @@ _LAUNCHERS = (
                "MV2_COMM_WORLD_LOCAL_SIZE"),
     _Variables("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Variables("Slurm's srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    _Variables("PALS' mpiexec", "PALS_RANKID", "", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _Variables("a launcher with PMIx", "PMIX_RANK", "", "", ""),
+    _Variables("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
+    _Variables("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
     # Without the variables of a step it is a batch script itself, which is task 0 of its allocation.
     _Variables("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )  # fmt: skip
+
+_ALONE = (
+    "so this process would train alone; set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the program by "
+    "torchrun"
+)
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -55,9 +66,20 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
             f"{own[0]}={environ[own[0]]} is set, but {missing} is not, so this process would train alone; start it by torchrun, or "
             f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
+    if not own and _number(environ, "LOCAL_RANK", "0") + _number(environ, "LOCAL_WORLD_SIZE", "1") > 1:
+        raise ValueError(
+            f"LOCAL_RANK={environ.get('LOCAL_RANK', '')} and LOCAL_WORLD_SIZE={environ.get('LOCAL_WORLD_SIZE', '')}, but RANK and "
+            f"WORLD_SIZE are not set, {_ALONE}"
+        )
     for of in _LAUNCHERS:
-        if of.rank not in environ or int(environ.get(of.size, "1") or "1") <= 1:
+        size = _number(environ, of.size or of.local_size, "1")
+        if size <= 1 or (
+            of.rank not in environ and of.launcher.startswith("Slurm")
+        ):  # an allocation, and no task in it
             continue
+        if of.rank not in environ or not of.size:
+            missing = of.size or "the number of all its processes" if of.rank in environ else of.rank
+            raise ValueError(f"{of.size or of.local_size}={size} is set, but {missing} is not, {_ALONE}")
         if of.launcher == "Slurm" and environ[of.rank] == "0":
             warnings.warn(
                 f"this process runs alone, though its Slurm job has {environ[of.size]} tasks; start it by srun or torchrun to train on "
@@ -65,6 +87,11 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
                 stacklevel=3,
             )
             return None
+        if of.rank not in environ:
+            raise ValueError(
+                f"{of.size or of.local_size}={size} is set, but {of.rank} is not, so this process would train alone; set RANK, "
+                f"WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the program by torchrun"
+            )
         lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if lacks:
             raise ValueError(
@@ -73,18 +100,24 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
                 f"port there, the same for all, or start the program by torchrun"
             )
         return _checked(environ, *of[1:])
+    for of in _LAUNCHERS:
+        if (rank := _number(environ, of.rank, "0")) > 0:
+            of_size = f"{of.size} is {environ.get(of.size) or 'not set'}" if of.size else "nothing says of how many"
+            raise ValueError(f"{of.launcher} has started this process as {of.rank}={rank}, but {of_size}, {_ALONE}")
     return None
 
 
+def _number(environ: Mapping[str, str], name: str, default: str) -> int:
+    text = environ.get(name) or default
+    try:
+        return int(text.split("(")[0].split(",")[0])  # Slurm writes 4(x2) for four on each of two hosts
+    except ValueError:
+        raise ValueError(f"the environment variable {name} must be a whole number, got {text!r}") from None
+
+
 def _checked(environ: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> Launch:
-    numbers = {}
-    for name, default in ((rank, "0"), (size, "1"), (local_rank, "0"), (local_size, "1")):
-        text = environ.get(name, default)
-        try:
-            numbers[name] = int(text.split("(")[0].split(",")[0])  # Slurm writes 4(x2) for four on each of two hosts
-        except ValueError:
-            raise ValueError(f"the environment variable {name} must be a whole number, got {text!r}") from None
-    launch = Launch(*numbers.values())
+    named = ((rank, "0"), (size, "1"), (local_rank, "0"), (local_size, "1"))
+    launch = Launch(*(_number(environ, name, default) for name, default in named))
     if not 0 <= launch.rank < launch.size:
         raise ValueError(f"{rank}={launch.rank} and {size}={launch.size}: the rank must be from 0 to {launch.size - 1}")
     return launch

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import CollectiveTimeout, DesyncError, PeerLost, TransportError
+from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
 from ..shared_memory._doorway import Doorway
 from ..shared_memory._hosts import split_by_host
 from ..transforms._axis_env import One, bind_axes, bound, under_vmap
@@ -25,7 +25,7 @@ from ..transforms._errors import NotVmappable
 from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
 from ._failures import BACKEND_ERROR
-from ._group_mesh import MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
+from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
 from ._launch import Launch, read_launch
 from ._meetings import Meetings
 from ._mesh import Mesh, SimulatedMesh, check_mesh
@@ -284,6 +284,11 @@ def world_mesh() -> Mesh:
     simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
     if dist.is_initialized() and not simulated:
         return mesh_from_group(dist.group.WORLD)
+    if ENDED and not simulated:
+        raise JoinError(
+            f"the default process group was taken down after a failure: {ENDED[-1]}; to train on in this process, all ranks "
+            f"must call fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
+        )
     return mesh({"data": -1})
 
 

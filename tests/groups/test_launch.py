@@ -32,6 +32,9 @@ KNOWN: dict[str, tuple[dict[str, str], Launch | None]] = {
     "mpirun": ({**MPIRUN, **MEET}, Launch(1, 2, 1, 2)),
     "mpirun inside Slurm": ({**MPIRUN, **MEET, **SRUN, "SLURM_PROCID": "0"}, Launch(1, 2, 1, 2)),
     "mpirun of one": ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+    "Flux": ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", **MEET}, Launch(1, 2, 1, 1)),
+    "a process of PMIx": ({"PMIX_RANK": "0"}, None),
+    "a local rank of one": ({"LOCAL_RANK": "0"}, None),
     "mpiexec": ({"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3", **MEET}, Launch(1, 3, 1, 3)),
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
@@ -40,6 +43,19 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "srun without a place to meet": (SRUN, ("srun", "1 of 2", "MASTER_ADDR and MASTER_PORT")),
     "mpirun without a port": ({**MPIRUN, "MASTER_ADDR": "a"}, ("mpirun", "1 of 2", "MASTER_PORT are not")),
     "a task of Slurm": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ("Slurm", "1 of 2")),
+    "a rank of Open MPI alone": (
+        {"OMPI_COMM_WORLD_RANK": "1"},
+        ("OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE is not set"),
+    ),
+    "a size of Open MPI alone": ({"OMPI_COMM_WORLD_SIZE": "2"}, ("OMPI_COMM_WORLD_RANK is not", "train alone")),
+    "a rank of PMI alone": ({"PMI_RANK": "1", **MEET}, ("PMI_RANK=1", "PMI_SIZE")),
+    "a rank of Slurm alone": ({"SLURM_PROCID": "1"}, ("Slurm", "SLURM_PROCID=1")),
+    "a rank of PMIx": ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "job"}, ("PMIX_RANK=1", "of how many")),
+    "PALS": ({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "2", **MEET}, ("PALS_LOCAL_SIZE=2", "train alone")),
+    "Flux without a place to meet": ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, ("Flux", "1 of 2", "MASTER_ADDR")),
+    "a local rank alone": ({"LOCAL_RANK": "1", **MEET}, ("LOCAL_RANK=1", "RANK and WORLD_SIZE are not")),
+    "a local size alone": ({"LOCAL_WORLD_SIZE": "2"}, ("LOCAL_WORLD_SIZE=2", "torchrun")),
+    "a size that is no number": ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "x"}, ("OMPI_COMM_WORLD_SIZE must be", "'x'")),
     "no number": ({"RANK": "a", "WORLD_SIZE": "2"}, ("RANK must be a whole number", "'a'")),
     "a rank beyond the size": ({"RANK": "2", "WORLD_SIZE": "2"}, ("RANK=2", "WORLD_SIZE=2")),
 }

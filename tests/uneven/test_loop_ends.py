@@ -121,6 +121,26 @@ def test_leaving_the_loop_is_an_error_on_all_ranks(how: str, own: str, reported:
                 assert seconds < 10.0
 
 
+def leave_and_go_on(rank: int, report: Any) -> None:
+    """Rank 1 leaves its first loop alone and begins a second one, over the default group; the time-out is 300 s."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    try:
+        for epoch in range(2):
+            for i in fjoin.join(range(4)):
+                if (rank, epoch, i) == (1, 0, 1):
+                    report("leaving")
+                    break
+    except Exception as error:
+        report((type(error).__name__, str(error)))
+
+
+def test_after_a_failure_no_loop_makes_the_default_group_again() -> None:
+    with Ranks(2, leave_and_go_on) as run:
+        for rank, seconds, (kind, text) in run.after("leaving", 2):
+            assert kind == ("JoinError" if rank == 1 else "PeerLost") and "left the loop" in text
+            assert seconds < 10.0
+
+
 def fail_around_a_module(rank: int, report: Any) -> None:
     """Rank 1 fails while a DistributedDataParallel of its own has messages under way, and stays alive; the time-out is 300 s."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
