@@ -31,6 +31,25 @@ class StepsInAJoin(Protocol):
     def shadow_step(self) -> None: ...
 
 
+def own_gradients(shards: Sequence[Shard]) -> list[dict[str, Tensor | None]]:
+    """The gradients that the parameters have on this rank."""
+    return [{path: p.grad for path, p in shard.params.items()} for shard in shards]
+
+
+@torch.no_grad()
+def give(shards: Sequence[Shard], grads: Sequence[dict[str, Tensor | None]]) -> None:
+    """Give this rank's pieces their values and gradients."""
+    for shard, of in zip(shards, grads, strict=True):
+        for path, own in shard.slices.items():
+            (start, stop), p, grad = shard.pieces.slices[path], shard.params[path], of[path]
+            if own.numel():
+                if not p.is_contiguous():
+                    own.copy_(p.reshape(-1)[start:stop].view(own.shape))
+                # A gradient that is this rank's slice already came from another rank.
+                whole = grad is not None and grad.shape == p.shape
+                own.grad = grad.reshape(-1)[start:stop].view(own.shape) if whole and grad is not None else grad
+
+
 def gradients(axis: GroupAxis, shards: Sequence[Shard], live: bool) -> list[dict[str, Tensor | None]]:
     """The gradients by group and path: those of this rank, or on a rank without input its slices of another's.
 
@@ -41,7 +60,7 @@ def gradients(axis: GroupAxis, shards: Sequence[Shard], live: bool) -> list[dict
     bits = torch.zeros(axis.size, device=device)
     bits[axis.rank] = float(live)
     with_input = axis.run("psum", bits, None).tolist()
-    own = [{path: p.grad for path, p in shard.params.items()} for shard in shards]
+    own = own_gradients(shards)
     if all(with_input):
         return own
     sender = with_input.index(1.0)

@@ -22,7 +22,7 @@ from ._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, optimizer_of, torchs_state
 from ._param_groups import check_group, own_by_group, without_params
 from ._whole_state import NoState, Owned, gather_states
-from ._zero_join import Shard, ZeroHook, gradients
+from ._zero_join import Shard, ZeroHook, give, gradients, own_gradients
 from ._zero_load import WholeState, on_device, packed_slices, whole_states
 
 
@@ -182,41 +182,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         if self._in_a_join():
             self._step(self._uneven, gradients(self._uneven.axes["data"], self._shards, live=True), arguments)
         elif closure is None or local is None:
-            self._step(self._mesh, self._gradients(), arguments)
+            self._step(self._mesh, own_gradients(self._shards), arguments)
         else:
             asked = closure
 
             def again() -> Any:
                 with torch.enable_grad():
                     loss = asked()
-                self._give(self._gradients())
+                give(self._shards, own_gradients(self._shards))
                 return loss
 
-            loss = self._step(self._mesh, self._gradients(), {**arguments, "closure": again})
+            loss = self._step(self._mesh, own_gradients(self._shards), {**arguments, "closure": again})
         return loss
 
     def _in_a_join(self) -> bool:
         return self._uneven is not None and bool(self._join_config.enable)
 
-    def _gradients(self) -> list[dict[str, Tensor | None]]:
-        return [{path: p.grad for path, p in shard.params.items()} for shard in self._shards]
-
-    @torch.no_grad()
-    def _give(self, grads: list[dict[str, Tensor | None]]) -> None:
-        """Give this rank's pieces their values and gradients."""
-        for shard, of in zip(self._shards, grads, strict=True):
-            for path, own in shard.slices.items():
-                (start, stop), p, grad = shard.pieces.slices[path], shard.params[path], of[path]
-                if own.numel():
-                    if not p.is_contiguous():
-                        own.copy_(p.reshape(-1)[start:stop].view(own.shape))
-                    # A gradient that is this rank's slice already came from another rank.
-                    whole = grad is not None and grad.shape == p.shape
-                    own.grad = grad.reshape(-1)[start:stop].view(own.shape) if whole and grad is not None else grad
-
     def _step(self, mesh: Any, grads: list[dict[str, Tensor | None]], arguments: dict[str, Any]) -> Any:
         local, out = self._local, None
-        self._give(grads)
+        give(self._shards, grads)
         if local is not None:
             pairs = list(zip(local.param_groups, self.param_groups, strict=True))
             for mine, group in pairs:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._calls import Calls, Values, nested, nothing, several
 from ._channel import copy_all
-from ._flat import cat_flat, fill, flat_of, give_back, row_sizes
+from ._flat import cat_flat, check_dtypes, fill, flat_of, give_back, row_sizes
 from ._work import SharedWork, Started
 
 
@@ -69,6 +69,7 @@ class Copies(Calls):
         """Give all ranks' `x` to all ranks, or to one."""
         flat, receives = flat_of(x), root in (None, self._me)
         n = len(flat)
+        check_dtypes("a gather", outs if receives else [], x.dtype)
         if receives and [out.numel() for out in outs] != [n] * self._ranks:
             raise ValueError(
                 f"a gather among {self._ranks} ranks of {n} elements got outputs of {[out.numel() for out in outs]}"
@@ -93,6 +94,7 @@ class Copies(Calls):
     ) -> SharedWork:  # fmt: skip
         (out,), source = several(outputs), self._root(opts if root is None else root)
         n = out.numel()
+        check_dtypes("a scatter", nested(inputs)[0] if self._me == source else [], out.dtype)
         flat = cat_flat(nested(inputs)[0]) if self._me == source else flat_of(out)[:0]
         if self._me == source and len(flat) != n * self._ranks:
             raise ValueError(f"a scatter to {self._ranks} ranks of {n} elements each got {len(flat)}")
@@ -106,6 +108,7 @@ class Copies(Calls):
         self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None,
         timeout: Any = None,
     ) -> SharedWork:  # fmt: skip
+        check_dtypes("all_to_all", [output], input.dtype)
         source, flat = flat_of(input), flat_of(output)
         give, take = row_sizes(input, input_sizes, self._ranks), row_sizes(output, output_sizes, self._ranks)
         return self._all([self._exchange_parts(source, give, flat, take, lambda: give_back(flat, output))], [output])
@@ -116,6 +119,7 @@ class Copies(Calls):
         give, take = [x.numel() for x in inputs], [x.numel() for x in outputs]
         if len(give) != self._ranks or len(take) != self._ranks:
             raise ValueError(f"all_to_all among {self._ranks} ranks got {len(give)} inputs and {len(take)} outputs")
+        check_dtypes("all_to_all", [*inputs, *outputs], inputs[0].dtype)
         flat = outputs[0].new_empty(sum(take))
 
         def done() -> None:

@@ -32,7 +32,18 @@ def cat_flat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def fill(out: Tensor, flat: Tensor) -> None:
-    out.data.copy_(flat.view(out.shape))
+    values, out = flat.view(out.shape), out.data
+    for dim, stride in enumerate(out.stride()):
+        if stride == 0 and out.shape[dim] > 1:  # expanded: one place for all, whose values are equal after a reduction
+            values, out = values.narrow(dim, 0, 1), out.narrow(dim, 0, 1)
+    out.copy_(values)
+
+
+def check_dtypes(call: str, outs: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Raise RuntimeError, as gloo does, where values would be converted on their way."""
+    other = next((out.dtype for out in outs if out.dtype is not dtype), None)
+    if other is not None:
+        raise RuntimeError(f"{call} of {dtype} got a tensor of {other}; all tensors of a call must have one dtype")
 
 
 def give_back(flat: Tensor, x: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._calls import Calls, Values, nested, several
 from ._channel import Fold, combine
-from ._flat import cat_flat, fill, flat_of, give_back
+from ._flat import cat_flat, check_dtypes, fill, flat_of, give_back
 from ._work import SharedWork, Started
 
 _FOLDS: dict[Any, Fold] = {
@@ -27,6 +27,8 @@ _FOLDS: dict[Any, Fold] = {
     dist.ReduceOp.BOR: torch.bitwise_or,
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
+
+_BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 
 
 class Reductions(Calls):
@@ -53,7 +55,7 @@ class Reductions(Calls):
         return self._all([(work, spread)], tensors)
 
     def _reduce_one(self, x: Tensor, op: Any) -> Started:
-        flat, fold = flat_of(x), _FOLDS[op]
+        flat, fold = flat_of(x), _fold(op, x.dtype)
 
         def done() -> None:
             if op == dist.ReduceOp.AVG:
@@ -77,12 +79,12 @@ class Reductions(Calls):
 
     def _reduce_to(self, x: Tensor, out: Tensor, root: int, op: Any) -> Started:
         """Combine all ranks' `x` on one rank."""
-        flat = flat_of(x)
+        flat, fold = flat_of(x), _fold(op, x.dtype)
         n, total = len(flat), torch.empty_like(flat) if self._me == root else flat
 
         def take(parts: Values) -> None:
             if self._me == root:
-                combine(parts, [total], _FOLDS[op])
+                combine(parts, [total], fold)
 
         ranges = [(0, n if rank == root else 0) for rank in range(self._ranks)]
         work = self._channels[0].exchange(f"reduce {op} {root}", flat, ranges, take, settles=True, same=n)
@@ -114,8 +116,9 @@ class Reductions(Calls):
             raise ValueError(
                 f"reduce_scatter among {self._ranks} ranks got {len(flat)} elements for an output of {out.numel()}"
             )
+        check_dtypes("reduce_scatter", [out], flat.dtype)
         room = torch.empty(out.numel(), dtype=flat.dtype)  # the output may be a part of the input
-        fold, average = _FOLDS[op], op == dist.ReduceOp.AVG
+        fold, average = _fold(op, flat.dtype), op == dist.ReduceOp.AVG
         work = self._channels[0].exchange(
             f"reduce_scatter {op}", flat, list(itertools.pairwise(ends)), lambda parts: combine(parts, [room], fold),
             settles=True, same=sizes,
@@ -123,9 +126,18 @@ class Reductions(Calls):
         return work, lambda: fill(out, room / self._ranks if average else room)
 
 
+def _fold(op: Any, dtype: torch.dtype) -> Fold:
+    """How two values become one; raises RuntimeError, as gloo does, for a dtype that has no such reduction."""
+    floats = dtype.is_floating_point or dtype.is_complex
+    if floats if op in _BITWISE else op == dist.ReduceOp.AVG and not floats:
+        raise RuntimeError(f"there is no reduction {getattr(op, 'name', op)} of {dtype}")
+    return _FOLDS[op]
+
+
 def _op(opts: Any) -> Any:
     op = dist.ReduceOp.SUM if opts is None or isinstance(opts, int) else getattr(opts, "reduceOp", opts)
     for known in _FOLDS:
         if op == known:
             return known
-    raise ValueError(f"the backend 'fjoin' has no reduction {op}; it has {', '.join(str(k) for k in _FOLDS)}")
+    name = getattr(op, "name", None) or str(getattr(op, "op", op)).removeprefix("RedOpType.")
+    raise ValueError(f"the backend 'fjoin' has no reduction {name}; it has {', '.join(str(k) for k in _FOLDS)}")
