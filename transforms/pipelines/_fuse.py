@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from .._tree import (
     named_leaves,
     path_string,
     plain,
+    readable_without_sync,
     to_device,
 )
 from .._weights import check_weight
@@ -248,6 +250,12 @@ def pipeline_of(
         old = inside(state)
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
+        if readable_without_sync(old.window) and old.window > 0:
+            warnings.warn(
+                "flush leaves out the gradients of an unfinished window of accumulate(...), which have had no step; call step as often "
+                "as its windows say before flush",
+                stacklevel=3,
+            )
         pieces = pieces_of(params, old)
         held = held_of(pieces, params, old)
         matched(optimizer, held, old.optimizer)

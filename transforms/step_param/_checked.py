@@ -238,7 +238,7 @@ def _keywords(step: Callable[..., Any], name: str) -> set[str] | None:
 
 
 def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
-    """A formula that first checks the parameter's dtype and the state's count of steps; `unchecked` returns the original formula."""
+    """A formula that first checks the dtypes and the state's count of steps; `unchecked` returns the original formula."""
     if hasattr(step_param, "unchecked"):  # by dataclasses.replace
         return step_param
     _keywords(step_param, "step_param")
@@ -246,6 +246,8 @@ def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
     def checked_step_param(param: Tensor, grad: Tensor, state: State) -> tuple[Tensor, State]:
         if not param.is_floating_point():
             check_dense("param", param)
+        if grad.is_complex():
+            check_dense("grad", grad)
         check_count(state, lambda: "state")
         return step_param(param, grad, state)  # type: ignore[no-any-return]
 

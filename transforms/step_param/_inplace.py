@@ -148,6 +148,9 @@ def one_param(step_params_: Callable[..., None]) -> Callable[..., None]:
 
 
 def new_step(param: Tensor) -> Tensor:
+    """The count of a new state; raises TypeError for a complex parameter, which no formula is made for."""
+    if param.is_complex():
+        raise TypeError(f"the parameter has complex dtype {param.dtype}; pass torch.view_as_real(tensor) instead")
     return torch.zeros((), dtype=torch.float32, device=param.device)
 
 

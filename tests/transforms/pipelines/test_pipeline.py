@@ -151,3 +151,18 @@ def test_fusing_by_hand() -> None:
     p2, opt_state = opt.step(p, g2, opt.init(p))
     assert max_diff(got, {"w": p2["w"] * 0.5}) == 0
     assert same_bits(state, tx.PipelineState(hook_state, opt_state, (), (), 1, torch.zeros((), dtype=torch.float64)))
+
+
+def test_flush_warns_of_gradients_that_have_had_no_step() -> None:
+    pipeline = tx.fuse(tx.accumulate(2, tx.mean("data")), tx.sgd(1.0))
+
+    def one_rank(calls: int) -> float:
+        params = {"a": torch.zeros(1)}
+        state = pipeline.init(params)
+        for _ in range(calls):
+            params, state = pipeline.step(params, {"a": torch.ones(1)}, state)
+        return float(pipeline.flush(params, state)[0]["a"])
+
+    assert tx.simulate(one_rank, {"data": 1}, [2]) == [-1.0]
+    with pytest.warns(UserWarning, match="unfinished window of accumulate"):
+        assert tx.simulate(one_rank, {"data": 1}, [3]) == [-1.0]
