@@ -239,12 +239,10 @@ def _close(process: int) -> None:
 
 
 def _sizes(shape: Mapping[str, int], ranks: int) -> dict[str, int]:
-    free = [name for name, size in shape.items() if size == -1]
-    known = math.prod(size for size in shape.values() if size != -1)
-    bad = [
-        size for size in shape.values() if isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1
-    ]
-    if bad or len(free) > 1 or known == 0 or ranks % known or (not free and known != ranks):
+    bad = any(isinstance(size, bool) or not isinstance(size, int) or size == 0 or size < -1 for size in shape.values())
+    free = [] if bad else [name for name, size in shape.items() if size == -1]
+    known = 1 if bad else math.prod(size for size in shape.values() if size != -1)
+    if bad or len(free) > 1 or ranks % known or (not free and known != ranks):
         raise ValueError(
             f"a mesh of shape {dict(shape)} does not fit {ranks} ranks: sizes must be whole numbers whose product is {ranks}, "
             f"one of them may be -1"

@@ -37,6 +37,7 @@ X = torch.ones(2)
         (lambda: fjoin.mesh({"data": 2}), ValueError, ["does not fit 1 ranks"]),
         (lambda: fjoin.mesh({"a": -1, "b": -1}), ValueError, ["one of them may be -1"]),
         (lambda: fjoin.mesh({"a": 0}), ValueError, ["does not fit"]),
+        (lambda: fjoin.mesh({"a": torch.ones(2)}), ValueError, ["does not fit", "tensor"]),
         (lambda: fjoin.functional(torch.ones(1)), TypeError, ["nn.Module"]),
         (lambda: tx.chain(tx.sgd(0.1), tx.mean("data")), TypeError, ["argument 0", "an optimizer comes last"]),
         (
