@@ -122,6 +122,7 @@ class ModuleCopies:
             for name, value in part.module().__dict__.items()
             if name not in _TENSORS and within(value)
         ]
+        self._seen = [(held, dict(held)) for held in (part.module().__dict__ for part in parts)]
         # What a list or a hook refers to may change; to look at their number is enough for most changes.
         self._containers = [
             value
@@ -140,6 +141,7 @@ class ModuleCopies:
     def forget(self) -> None:
         """Let go of the module's attributes, once it is gone."""
         self._attributes, self._children, self._sizes, self._idle = [], [], [], []
+        self._seen, self._containers, self._held = [], [], 0
 
     def fit(self) -> bool:
         """Whether the module still has the structure that it had, and is compiled or not, as before."""
@@ -162,9 +164,11 @@ class ModuleCopies:
             tensors: Path -> tensor.
         """
         copies = self._idle.pop() if self._idle else None
-        if copies is None or not _same(copies.originals) or self._held != sum(map(len, self._containers)):
+        seen = self._seen if copies is None else copies.originals
+        if not _same(seen) or self._held != sum(map(len, self._containers)):
             self._find_special()
-            copies = self._make()
+            copies = None
+        copies = copies or self._make()
         for held, name, path in copies.slots:
             held[name] = tensors[path]
         for i in self._slotted:
