@@ -7,6 +7,7 @@ pass computes again, as in torch.utils.checkpoint, still sees the tensors of its
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections import deque
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._module_references import Copied, References, copy_slots
+from ._module_references import Rebuilding, References, copy_slots
 from .transforms.remat._reach import slots_of
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -55,7 +56,8 @@ class _Copies:
         self.own: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.special: dict[tuple[int, str], tuple[dict[str, Any], dict[str, Any]]] = {}
         self.counts: list[int] = []
-        self.objects: Copied = []
+        self.objects: list[Any] = []
+        self.places: Any = None  # the attributes that were found when it was made
 
     def count(self) -> list[int]:
         """The number of references to each copy."""
@@ -130,7 +132,8 @@ class ModuleCopies:
             for name, value in part.module().__dict__.items()
             if isinstance(value, (list, dict, set, deque)) and name not in _TENSORS and name not in _UNCALLED
         ]
-        self._held = sum(map(len, self._containers))
+        self._sizes_held = [len(held) for held in self._containers]
+        self._held = sum(self._sizes_held)
         copied = {i for i, part in enumerate(parts) if self._training is not None or part.params or part.buffers}
         copied |= {i for i, _ in self._special}
         while more := {i for i, p in enumerate(parts) if not copied.isdisjoint(p.children.values())} - copied:
@@ -138,10 +141,22 @@ class ModuleCopies:
         self._copied = sorted(copied)
         self._slotted = [i for i in self._copied if slots_of(parts[i].module())]
 
+    def _have_gained(self) -> bool:
+        """Whether lists and other containers have got more references to the module's own since they were looked at."""
+        gained = False
+        for i, (held, before) in enumerate(zip(self._containers, self._sizes_held, strict=True)):
+            if (n := len(held)) != before:
+                self._sizes_held[i] = n
+                values = held.values() if isinstance(held, dict) else held
+                new = itertools.islice(values, before if before < n and not isinstance(held, set) else 0, None)
+                gained |= any(map(self._references.within, list(new)))
+        self._held = sum(self._sizes_held)
+        return gained
+
     def forget(self) -> None:
         """Let go of the module's attributes, once it is gone."""
         self._attributes, self._children, self._sizes, self._idle = [], [], [], []
-        self._seen, self._containers, self._held = [], [], 0
+        self._seen, self._containers, self._sizes_held, self._held = [], [], [], 0
 
     def fit(self) -> bool:
         """Whether the module still has the structure that it had, and is compiled or not, as before."""
@@ -165,17 +180,19 @@ class ModuleCopies:
         """
         copies = self._idle.pop() if self._idle else None
         seen = self._seen if copies is None else copies.originals
-        if not _same(seen) or self._held != sum(map(len, self._containers)):
+        if not _same(seen) or (self._held != sum(map(len, self._containers)) and self._have_gained()):
             self._find_special()
-            copies = None
-        copies = copies or self._make()
+        if copies is None or copies.places is not self._special:
+            copies = self._make()
         for held, name, path in copies.slots:
             held[name] = tensors[path]
         for i in self._slotted:
             copy_slots(self._parts[i].module(), copies.modules[i])
+        rebuilding = Rebuilding(self._references, copies.modules, tensors)
         for (i, name), (now, before) in copies.special.items():
             value = self._parts[i].module().__dict__[name]
-            now[name] = before[name] = self._references.rebuilt(value, copies.modules, tensors, copies.objects)
+            now[name] = before[name] = rebuilding.of(value)
+        copies.objects = rebuilding.copied
         return copies
 
     def _make(self) -> _Copies:
@@ -195,7 +212,7 @@ class ModuleCopies:
             copies.originals.append((original, dict(original)))
             copies.own.append((own, dict(own)))
             copies.special.update({place: copies.own[-1] for place in self._special if place[0] == i})
-        copies.counts = copies.count()
+        copies.counts, copies.places = copies.count(), self._special
         return copies
 
     def give_back(self, copies: _Copies) -> None:
@@ -209,7 +226,7 @@ class ModuleCopies:
                     before[name] = value
                     if not (isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)):
                         original[name] = copied[name] = value
-        for original, now, before in copies.objects:
+        for original, now, before, _ in copies.objects:
             original.update({name: value for name, value in now.items() if before.get(name, copies) is not value})
         copies.objects = []
         if copies.count() != copies.counts:  # a graph will call them again, in backward

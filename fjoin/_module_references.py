@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .transforms.remat._reach import slots_of
 
-# For each object that has been copied: its attributes, those of the copy, and those that the copy began with.
-Copied = list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]
 # Objects are entered one deep, which ends at handlers and configurations: a trainer's own parts are not searched.
 _OBJECTS = 1
+_SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
 
 
 class _View(NamedTuple):
@@ -49,57 +48,67 @@ class References:
     """
 
     def __init__(self, parts: list[nn.Module], paths: Mapping[int, str], index: Mapping[int, int]) -> None:
-        self._paths, self._index = paths, index
-        self._views = _find_views(parts, paths)
+        self.paths, self.index = paths, index
+        self.views = _find_views(parts, paths)
 
-    def within(self, value: Any) -> bool:
+    def within(self, value: Any, objects: int = _OBJECTS) -> bool:
         """Whether a value is or contains one of the module's tensors or submodules."""
-        return self._within(value, _OBJECTS, {})
+        return self._within(value, objects, {})
 
     def _within(self, value: Any, objects: int, seen: dict[int, int]) -> bool:
+        if value.__class__ in _SIMPLE:
+            return False
         value = _referent(value)
         if isinstance(value, (Tensor, nn.Module)):
-            return id(value) in self._paths or id(value) in self._views or id(value) in self._index
+            return id(value) in self.paths or id(value) in self.views or id(value) in self.index
         if seen.get(id(value), -1) >= objects:
             return False
         seen[id(value)] = objects
         inside, objects = _inside(value, objects)
         return any(self._within(one, objects, seen) for one in inside)
 
-    def rebuilt(self, value: Any, modules: list[nn.Module], tensors: Mapping[str, Tensor], copied: Copied) -> Any:
-        """A value with other modules and tensors in the place of the module's own.
 
-        Args:
-            modules: In the order of `parts`.
-            tensors: Path -> tensor.
-            copied: Gets the objects that have been copied.
-        """
-        done: dict[int, Any] = {}
+class Rebuilding:
+    """Makes values anew, for one call: with other modules and tensors in the place of a module's own.
 
-        def again(value: Any, objects: int = _OBJECTS) -> Any:
-            of = _referent(value)
-            if of is not value:
-                new = again(of, objects)
-                return (
-                    value if new is of else weakref.ref(new) if isinstance(value, weakref.ref) else weakref.proxy(new)
-                )
-            if isinstance(value, nn.Module):
-                at = self._index.get(id(value))
-                return value if at is None else modules[at]
-            if isinstance(value, Tensor):
-                if (path := self._paths.get(id(value))) is not None:
-                    return tensors[path]
-                view = self._views.get(id(value))
-                return value if view is None else view.of(tensors[view.path])
-            if id(value) in done or not self._within(value, objects, {}):
-                return done.get(id(value), value)
-            left = _inside(value, objects)[1]
-            made = _with_inside(value, lambda inside: again(inside, left), done)
-            if left < objects:
-                copied.append((vars(value), vars(made), dict(vars(made))))
-            return made
+    An object that several attributes hold is copied once.
 
-        return again(value)
+    Args:
+        references: To the module's own.
+        modules: In the order of its parts.
+        tensors: Path -> tensor.
+
+    Attributes:
+        copied: For each object of a user's class that has been copied: its attributes, those of the copy, those with which the
+            copy began, and the copy itself, to which there may be weak references only.
+    """
+
+    def __init__(self, references: References, modules: list[nn.Module], tensors: Mapping[str, Tensor]) -> None:
+        self._references, self._modules, self._tensors = references, modules, tensors
+        self._done: dict[int, Any] = {}
+        self.copied: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], Any]] = []
+
+    def of(self, value: Any, objects: int = _OBJECTS) -> Any:
+        """A value with the others in it, or the value itself if it refers to none of the module's own."""
+        behind, references = _referent(value), self._references
+        if behind is not value:
+            new = self.of(behind, objects)
+            return value if new is behind else _weak(value, new)
+        if isinstance(value, nn.Module):
+            at = references.index.get(id(value))
+            return value if at is None else self._modules[at]
+        if isinstance(value, Tensor):
+            if (path := references.paths.get(id(value))) is not None:
+                return self._tensors[path]
+            view = references.views.get(id(value))
+            return value if view is None else view.of(self._tensors[view.path])
+        if id(value) in self._done or not references.within(value, objects):
+            return self._done.get(id(value), value)
+        left = _inside(value, objects)[1]
+        made = _with_inside(value, lambda inside: self.of(inside, left), self._done)
+        if left < objects:
+            self.copied.append((vars(value), vars(made), dict(vars(made)), made))
+        return made
 
 
 def _find_views(parts: list[nn.Module], paths: Mapping[int, str]) -> dict[int, _View]:
@@ -143,6 +152,13 @@ def _referent(value: Any) -> Any:
     return value
 
 
+def _weak(like: Any, value: Any) -> Any:
+    """A weak reference of the same kind to another value."""
+    if isinstance(like, weakref.WeakMethod):
+        return weakref.WeakMethod(value)
+    return weakref.ref(value) if isinstance(like, weakref.ref) else weakref.proxy(value)
+
+
 def _inside(value: Any, objects: int) -> tuple[Iterable[Any], int]:
     """The values inside a container, a function, or an object of a user's class.
 
@@ -175,7 +191,11 @@ def _is_plain(value: Any) -> bool:
     """Whether a value is an object of a user's class, with attributes."""
     kind = type(value)
     users = kind.__module__.partition(".")[0] not in ("torch", __name__.partition(".")[0])
-    return users and type(getattr(value, "__dict__", None)) is dict and _blank(value) is not None
+    try:  # not by the object's own __getattr__
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return False
+    return users and type(held) is dict and _blank(value) is not None
 
 
 def _blank(value: Any) -> Any:

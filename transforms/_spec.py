@@ -180,7 +180,10 @@ def _encode(value: Any, functions: bool) -> Any:
             raise TypeError(
                 f"{value!r} is written by hand and has no JSON form; make it by a function that is a @factory"
             )
-        return {"name": value.name, "args": {k: _encode(v, functions) for k, v in value.args}}
+        return {
+            "name": value.name,
+            "args": {k: _loosely(v) if functions else _encode(v, functions) for k, v in value.args},
+        }
     spec = spec_of(value)
     if spec is not None:
         return _encode(spec, functions)

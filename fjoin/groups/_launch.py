@@ -66,7 +66,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
             f"{own[0]}={environ[own[0]]} is set, but {missing} is not, so this process would train alone; start it by torchrun, or "
             f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
-    if not own and _number(environ, "LOCAL_RANK", "0") + _number(environ, "LOCAL_WORLD_SIZE", "1") > 1:
+    local = [environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not own and any(text.isdecimal() and int(text) > k for k, text in enumerate(local)):
         raise ValueError(
             f"LOCAL_RANK={environ.get('LOCAL_RANK', '')} and LOCAL_WORLD_SIZE={environ.get('LOCAL_WORLD_SIZE', '')}, but RANK and "
             f"WORLD_SIZE are not set, {_ALONE}"
@@ -87,11 +88,6 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
                 stacklevel=3,
             )
             return None
-        if of.rank not in environ:
-            raise ValueError(
-                f"{of.size or of.local_size}={size} is set, but {of.rank} is not, so this process would train alone; set RANK, "
-                f"WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or start the program by torchrun"
-            )
         lacks = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if lacks:
             raise ValueError(
@@ -100,6 +96,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
                 f"port there, the same for all, or start the program by torchrun"
             )
         return _checked(environ, *of[1:])
+    if any(of.rank in environ and of.size and environ.get(of.size) == "1" for of in _LAUNCHERS):
+        return None  # what else is set is of a launcher around that one
     for of in _LAUNCHERS:
         if (rank := _number(environ, of.rank, "0")) > 0:
             of_size = f"{of.size} is {environ.get(of.size) or 'not set'}" if of.size else "nothing says of how many"

@@ -281,6 +281,7 @@ def world_mesh() -> Mesh:
     """A mesh of all ranks with the axis "data": over the default group where there is one, without own groups."""
     simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
     if dist.is_initialized() and not simulated:
+        ENDED.clear()
         return mesh_from_group(dist.group.WORLD)
     if ENDED and not simulated:
         raise JoinError(

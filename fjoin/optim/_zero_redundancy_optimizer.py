@@ -19,7 +19,7 @@ from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import cut
 from ._grad_scaler import guarded, guards_of
 from ._optimizer import Optimizer
-from ._optimizer_class import WholeLeaves, optimizer_of, torchs_state
+from ._optimizer_class import WholeLeaves, optimizer_of, takes_closure, torchs_state
 from ._param_groups import check_group, own_by_group, without_params
 from ._whole_state import NoState, Owned, gather_states
 from ._zero_join import Shard, ZeroHook, give, gradients, own_gradients
@@ -162,7 +162,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         """
         loss = None
         # A class of one's own calls it itself, such as one that takes the gradient at two points.
-        local = self._local if isinstance(self.part, WholeLeaves) and not self._in_a_join() else None
+        local = (
+            self._local
+            if isinstance(self.part, WholeLeaves) and takes_closure(self._class) and not self._in_a_join()
+            else None
+        )
         if closure is not None and (local is None or self.overlap_with_ddp):
             with torch.enable_grad():
                 loss = closure()

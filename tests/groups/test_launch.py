@@ -34,6 +34,9 @@ KNOWN: dict[str, tuple[dict[str, str], Launch | None]] = {
     "mpirun of one": ({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, None),
     "Flux": ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "1", **MEET}, Launch(1, 2, 1, 1)),
     "a process of PMIx": ({"PMIX_RANK": "0"}, None),
+    "one task in a job of PMIx": ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "PMIX_RANK": "3"}, None),
+    "a local rank that is no number": ({"LOCAL_RANK": "auto"}, None),
+    "no local rank": ({"LOCAL_RANK": "-1"}, None),
     "a local rank of one": ({"LOCAL_RANK": "0"}, None),
     "mpiexec": ({"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3", **MEET}, Launch(1, 3, 1, 3)),
 }  # fmt: skip

@@ -54,6 +54,12 @@ class CallsItsClosure(Plain):
         return loss
 
 
+class TakesNoClosure(Plain):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
+
+
 class TwoPoints(Plain):
     """The gradient at a second point, as sharpness-aware minimization takes it."""
 
@@ -153,3 +159,20 @@ def unserved() -> None:
 
 def test_a_state_that_cannot_travel_is_an_error_on_all_ranks(pool: Any) -> None:
     pool.run(2, unserved)
+
+
+def without() -> None:
+    module = nn.Linear(5, 7)
+    zero = fjoin.ZeroRedundancyOptimizer(module.parameters(), TakesNoClosure)
+    before = module.weight.detach().clone()
+
+    def closure() -> Tensor:
+        loss = module(torch.ones(2, 5)).sum()
+        loss.backward()
+        return loss.detach()
+
+    assert zero.step(closure) is not None and not torch.equal(before, module.weight)
+
+
+def test_a_class_without_a_closure_is_stepped_after_it(pool: Any) -> None:
+    pool.run(1, without)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -210,3 +212,135 @@ def test_attributes_in_slots() -> None:
     equal(apply, moved(params), other)
     module.scale = other.scale = 3.0
     equal(apply, moved(params), other)
+
+
+class Recorder:
+    """Counts the calls of all layers of a model that it refers to."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.model, self.calls = model, 0
+        for layer in model:
+            layer.register_forward_hook(self.hook)
+
+    def hook(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def test_an_object_that_several_modules_hold_is_copied_once() -> None:
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    recorder = Recorder(module)
+    apply, params, _ = fjoin.functional(module)
+    for calls in (3, 6):
+        apply(params, {}, X)
+        assert recorder.calls == calls
+
+
+class Layer(nn.Module):
+    def __init__(self, shared: Any, first: bool) -> None:
+        super().__init__()
+        self.shared, self.first, self.w = shared, first, nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.shared.hidden = x * self.w
+            return x
+        return self.shared.hidden + self.w  # type: ignore[no-any-return]
+
+
+def test_layers_talk_through_an_object_that_refers_to_the_model() -> None:
+    def make() -> nn.Module:
+        shared = types.SimpleNamespace()
+        shared.model = nn.Sequential(Layer(shared, True), Layer(shared, False))
+        return shared.model  # type: ignore[no-any-return]
+
+    apply, params, _ = fjoin.functional(module := make())
+    equal(apply, moved(params), make())
+    del module
+
+
+def test_weak_references_to_methods_and_copies_live_as_long_as_the_call() -> None:
+    class Weak(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 3)
+            self.method, self.keep = weakref.WeakMethod(self.run), Handler(self.layer)
+            self.handler = weakref.ref(self.keep)
+
+        def run(self, x: Tensor) -> Any:
+            return self.layer(x)
+
+        def forward(self, x: Tensor) -> Any:
+            gc.collect()
+            return self.method()(self.handler()(x))  # type: ignore[misc]
+
+    apply, params, _ = fjoin.functional(module := Weak())
+    equal(apply, moved(params), Weak())
+    del module
+
+
+def test_a_proxy_that_delegates_and_an_object_of_private_slots() -> None:
+    class Proxy:
+        __slots__ = ("_of",)
+
+        def __init__(self, of: Any) -> None:
+            self._of = of
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._of, name)
+
+    class Fields:
+        __slots__ = ("__dict__", "__fields_set__", "__private")
+
+        def __init__(self, layer: nn.Module) -> None:
+            self.layer, self.__fields_set__, self.__private = layer, {"layer"}, 2.0
+
+        def scale(self) -> float:
+            return self.__private * len(self.__fields_set__)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(3, 3)
+            self.parent, self.fields, self.factor = Proxy(self), Fields(self.layer), 2.0
+
+        def forward(self, x: Tensor) -> Any:
+            return self.fields.layer(x) * self.parent.factor * self.fields.scale()
+
+    apply, params, _ = fjoin.functional(module := Root())
+    equal(apply, moved(params), Root())
+    del module
+
+
+def test_a_call_leaves_no_tensors_in_cycles() -> None:
+    apply, params, _ = fjoin.functional(module := Reaching("a list in an object"))
+    given = moved(params)
+    held = [weakref.ref(p) for p in given.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        apply(given, {}, X)
+        del given
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
+    del module
+
+
+def test_a_history_that_grows_is_not_searched_again() -> None:
+    class History(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen = nn.Linear(3, 3), [0.0] * 1000
+
+        def forward(self, x: Tensor) -> Any:
+            self.seen.append(1.0)
+            return self.layer(x)
+
+    apply, params, _ = fjoin.functional(module := History())
+    apply(params, {}, X)
+    with mock.patch.object(apply._copies, "_find_special", side_effect=AssertionError):
+        for _ in range(3):
+            apply(params, {}, X)
+    assert len(module.seen) == 1004

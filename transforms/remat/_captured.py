@@ -63,7 +63,6 @@ class Substitute(TorchFunctionMode, OfOneRun):
         self.of, self._state, self._written, self._own, self._refuse = of, state, written, own, refuse
         self._moves, self._levels = moves, levels
         self.foreign: dict[int, Tensor] = {}
-        self.read: set[int] = set()  # the ids of all tensors that operations have got
         self.moves = False  # whether a region inside has moved arguments elsewhere
 
     def __enter__(self) -> Substitute:
@@ -103,7 +102,6 @@ class Substitute(TorchFunctionMode, OfOneRun):
 
     def _swap(self, x: Any) -> Any:
         if isinstance(x, Tensor):
-            self.read.add(id(x))
             new = self.of.get(id(x))
             if new is not None:
                 return new

@@ -129,8 +129,6 @@ class PlainRegion:
         finally:
             self._now, self._values = None, {}
         self._moves_inside = mode.moves
-        # Of what the function has read and not written: a second run would compute with other values.
-        self._versions = [(x, version_of(x)) for x in self._state.values() if id(x) in mode.read]
         results = tensors_of(out)
         for i, (x, before) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(x) != before:
@@ -221,14 +219,6 @@ class PlainRegion:
         pack_outer, self._unpack_outer = hooks or (_same, _same)
         found: list[Tensor] = []
 
-        if (
-            self._now is None
-            and (x := next((x for x, version in self._versions if version_of(x) != version), None)) is not None
-        ):
-            raise RuntimeError(
-                f"a tensor of shape {tuple(x.shape)} that a function in remat uses was modified by an inplace operation between its "
-                f"forward and its backward pass, so the function cannot be computed again; modify it after the backward pass"
-            )
         tensors = self._arguments()
         own = {memory_of(x) for x in tensors}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +22,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that are no user's
 _SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
 _HERE = __name__.partition(".")[0]
 # Objects of these packages, such as process groups, are not looked into.
-_CLOSED = ("torch", "builtins", _HERE)
+_CLOSED = ("torch.", "builtins.", f"{_HERE}.")
 # Globals of these kinds are imported or defined, not changed while functions run, unless by a statement that tells.
 _DEFINED = (types.ModuleType, types.FunctionType, type)
 
@@ -90,7 +91,8 @@ def _reachable(x: Any, seen: set[int], depth: int, found: Found) -> Iterator[Ten
             f"a function in remat uses the generator {x.__name__}, of which nothing is left when it runs again; make a list of it"
         )
     if isinstance(x, (*GENERATORS, *ITERATORS)):
-        found.places.add(x)
+        if not isinstance(x, random.SystemRandom):  # it has no state
+            found.places.add(x)
         return
     if isinstance(x, torch.jit.ScriptModule):
         yield from (*x.parameters(), *x.buffers())
@@ -117,8 +119,7 @@ def _in_module(x: nn.Module, seen: set[int], depth: int, found: Found) -> Iterat
                     yield value
         others = [vars(module)[key] for key in vars(module).keys() - _OF_MODULES]
         others += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        own: Any = type(module)
-        kinds = [kind for kind in _open_kinds(own) if id(kind) not in seen]
+        kinds = [kind for kind in type(module).__mro__ if id(kind) not in seen and not _is_closed(kind.__module__)]
         for value in (*kinds, *(f for kind in kinds for f in _code(kind)), *others):
             if value.__class__ not in _SIMPLE and id(value) not in seen:
                 # An activation that an earlier call has left is not used because it can be reached.
@@ -136,7 +137,7 @@ def _inside(x: Any, depth: int, places: Places) -> Iterable[Any]:
         cells = x.__closure__ or ()
         inside = [cell.cell_contents for cell in cells if _filled(cell)]
         inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        if x.__globals__.get("__name__", "").partition(".")[0] in _CLOSED:
+        if _is_closed(x.__globals__.get("__name__")):
             return inside  # it has wrapped a user's function
         for cell in cells:
             places.add(variable(cell))
@@ -163,7 +164,7 @@ def _inside(x: Any, depth: int, places: Places) -> Iterable[Any]:
 
 def _attributes(x: Any, depth: int, places: Places) -> list[Any]:
     kind = x if isinstance(x, type) else type(x)
-    if depth >= 4 or _is_closed(kind):
+    if depth >= 4 or _is_closed(kind.__module__):
         return []
     if isinstance(x, type):
         data = {name: value for name, value in vars(x).items() if not _is_code(name, value)}
@@ -186,7 +187,7 @@ def _attributes(x: Any, depth: int, places: Places) -> list[Any]:
 
 def _code(kind: type) -> list[types.FunctionType]:
     """The functions of a user's class."""
-    if _is_closed(kind):
+    if _is_closed(kind.__module__):
         return []
     return [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]
 
@@ -200,8 +201,10 @@ def slots_of(x: Any) -> tuple[str, ...]:
     named: list[str] = []
     for kind in type(x).__mro__:
         slots = vars(kind).get("__slots__", ())
-        named += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in named if name not in ("__dict__", "__weakref__") and not name.startswith("__"))
+        for name in [slots] if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            named.append(f"_{kind.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
 
 
 def _containers(tree: Any) -> Iterator[Any]:
@@ -213,14 +216,8 @@ def _containers(tree: Any) -> Iterator[Any]:
             yield from _containers(part)
 
 
-@functools.lru_cache(4096)
-def _is_closed(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _CLOSED
-
-
-@functools.lru_cache(4096)
-def _open_kinds(kind: type) -> list[type]:
-    return [base for base in kind.__mro__ if not _is_closed(base)]
+def _is_closed(file: Any) -> bool:
+    return f"{file}.".startswith(_CLOSED)
 
 
 @functools.lru_cache(4096)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._tree import fields
+from .._tree import fields, readable_without_sync
 from ..schedules._schedules import ScalarOrSchedule, value_at
 from ._formula import copy_like, first_rate, widened_state
 from ._optimizer import Optimizer
@@ -27,7 +27,7 @@ def kernel_lr(lr: ScalarOrSchedule, step: Tensor) -> Any:
 def set_first_rates(lr: ScalarOrSchedule, steps: list[Tensor], kept: list[Tensor]) -> None:
     """`first_rate` in place."""
     for step, old in zip(steps, kept, strict=True):
-        if step.device.type != "cpu" or step == 0:
+        if not readable_without_sync(step) or step == 0:
             old.copy_(first_rate(lr, step, old))
 
 

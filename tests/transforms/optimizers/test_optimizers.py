@@ -11,6 +11,7 @@ from helpers import max_diff, params_like, raises_text, same_bits, torch_before
 from optimizer_table import OPTIMIZERS
 from oracle import optim
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fjoin import transforms as tx
 
@@ -284,3 +285,10 @@ def test_an_in_place_step_of_a_turned_parameter() -> None:
 )
 def test_wrong_hyperparameters(make: Any, texts: list[str]) -> None:
     raises_text(ValueError, make, *texts)
+
+
+def test_a_step_without_values_of_an_optimizer_that_keeps_its_rate() -> None:
+    with FakeTensorMode():
+        params = {"w": torch.ones(5)}
+        opt = tx.rprop(0.1)
+        assert opt.step(params, params, opt.init(params))[0]["w"].shape == (5,)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import random
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -333,3 +335,25 @@ def test_a_function_that_is_assigned_to_a_global() -> None:
         assert all(torch.equal(x.grad, w) for x, w in zip(given, want, strict=True) if x.grad is not None)
         assert CURRENT is _cos
         _turns(x)
+
+
+def test_a_generator_without_a_state_may_be_reached() -> None:
+    chance, x = random.SystemRandom(), torch.ones(3, requires_grad=True)
+    tx.remat(lambda x: torch.tanh(x) * (2 if chance else 1))(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_no_class_is_kept_alive() -> None:
+    def use() -> Any:
+        class Own(nn.Module):
+            scale = torch.ones(2)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return (x * self.scale).sin()
+
+        tx.remat(Own())(torch.ones(2, requires_grad=True)).sum().backward()
+        return weakref.ref(Own)
+
+    kind = use()
+    gc.collect()
+    assert kind() is None
