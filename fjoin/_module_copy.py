@@ -224,18 +224,24 @@ class ModuleCopies:
                     if kept or before.get(name, copies) is value:
                         continue
                     before[name] = value
-                    if not (isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)):
+                    if not _is_wrapped(value):
                         original[name] = copied[name] = value
         for original, now, before, _ in copies.objects:
-            original.update({name: value for name, value in now.items() if before.get(name, copies) is not value})
-        copies.objects = []
+            changed = {name: value for name, value in now.items() if before.get(name, copies) is not value}
+            original.update({name: value for name, value in changed.items() if not _is_wrapped(value)})
         if copies.count() != copies.counts:  # a graph will call them again, in backward
             return
+        copies.objects = []
         for held, name, _ in copies.slots:  # they would live until the next call
             held[name] = None
         for (_, name), (now, before) in copies.special.items():
             now[name] = before[name] = None
         self._idle.append(copies)
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Whether a value is of a transform of torch.func, at whose end it has no meaning."""
+    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
 def _same(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:

@@ -258,6 +258,14 @@ def test_layers_talk_through_an_object_that_refers_to_the_model() -> None:
     del module
 
 
+def test_a_transform_leaves_nothing_of_its_own_in_an_object() -> None:
+    shared = types.SimpleNamespace()
+    shared.model = nn.Sequential(Layer(shared, True), Layer(shared, False))
+    apply, params, _ = fjoin.functional(shared.model)
+    torch.func.grad(lambda p: apply(p, {}, X).sum())(params)
+    assert not hasattr(shared, "hidden")
+
+
 def test_weak_references_to_methods_and_copies_live_as_long_as_the_call() -> None:
     class Weak(nn.Module):
         def __init__(self) -> None:
