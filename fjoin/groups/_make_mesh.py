@@ -156,7 +156,13 @@ def _meet_and_connect(
         halves[""] = halves.get("") or halves.get(next(iter(groups)))
         world_mesh = groups.pop("", None) or next(iter(groups.values()))
         connections = Connections(event_loops() - before)
-        links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
+        try:
+            links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
+        except dist.DistNetworkError as error:
+            raise PeerLost(
+                f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
+                f"their mesh; look at its output. {error}"
+            ) from error
         return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
 
 

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from .outcomes import inflict, problems, times_of_notice
-from .plan import plan
+from .plan import Fault, plan
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(50) if seed != 1)])
@@ -21,3 +21,10 @@ def test_a_plan_of_faults(seed: int) -> None:
     assert not wrong, "\n".join(wrong)
     assert hits >= 7
     assert statistics.median(noticed) < 3.0 and max(noticed) < 10.0, f"noticed after {sorted(noticed)} s"
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_the_host_of_the_store_dies_while_others_make_their_mesh(transport: str) -> None:
+    fault = Fault("kill", "train_step", "before init", 0, 1, 4, "mean", 1, True, 30.0, transport)
+    for _ in range(3):
+        assert not problems(fault, inflict(fault))
