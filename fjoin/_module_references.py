@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .transforms.remat._reach import slots_of
+from .transforms.remat._reach import SIMPLE, filled, slots_of
 
 # Objects are entered one deep, which ends at handlers and configurations: a trainer's own parts are not searched.
 _OBJECTS = 1
-_SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
 
 
 class _View(NamedTuple):
@@ -56,7 +55,7 @@ class References:
         return self._within(value, objects, {})
 
     def _within(self, value: Any, objects: int, seen: dict[int, int]) -> bool:
-        if value.__class__ in _SIMPLE:
+        if value.__class__ in SIMPLE:
             return False
         value = _referent(value)
         if isinstance(value, (Tensor, nn.Module)):
@@ -178,7 +177,7 @@ def _inside(value: Any, objects: int) -> tuple[Iterable[Any], int]:
     elif isinstance(value, functools.partial):
         inside = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if filled(cell)]
         inside = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
     elif isinstance(value, functools._lru_cache_wrapper):
         inside = (value.__wrapped__,)
@@ -210,14 +209,6 @@ def copy_slots(of: Any, to: Any) -> None:
     for name in slots_of(of):
         if hasattr(of, name):
             object.__setattr__(to, name, getattr(of, name))
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _with_inside(value: Any, again: Callable[[Any], Any], done: dict[int, Any]) -> Any:
@@ -253,7 +244,7 @@ def _with_inside(value: Any, again: Callable[[Any], Any], done: dict[int, Any]) 
         copy_slots(value, made)
     else:
         cells = tuple(
-            types.CellType(again(cell.cell_contents)) if _filled(cell) else cell for cell in value.__closure__ or ()
+            types.CellType(again(cell.cell_contents)) if filled(cell) else cell for cell in value.__closure__ or ()
         )
         defaults = None if value.__defaults__ is None else tuple(map(again, value.__defaults__))
         made = done[id(value)] = types.FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)

@@ -172,7 +172,12 @@ def is_ours(name: str) -> bool:
 
 
 def _encode(value: Any, functions: bool) -> Any:
-    """The JSON form. `functions`: whether functions are encoded as a name and a hash of their code."""
+    """The JSON form.
+
+    Args:
+        functions: For comparisons: functions have a hash of their code, values of numpy, sets and ranges have a form too, and
+            objects of other kinds are told by their class. Otherwise these have none.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Spec):
@@ -180,10 +185,7 @@ def _encode(value: Any, functions: bool) -> Any:
             raise TypeError(
                 f"{value!r} is written by hand and has no JSON form; make it by a function that is a @factory"
             )
-        return {
-            "name": value.name,
-            "args": {k: _loosely(v) if functions else _encode(v, functions) for k, v in value.args},
-        }
+        return {"name": value.name, "args": {k: _encode(v, functions) for k, v in value.args}}
     spec = spec_of(value)
     if spec is not None:
         return _encode(spec, functions)
@@ -196,34 +198,26 @@ def _encode(value: Any, functions: bool) -> Any:
     if isinstance(value, Mapping):
         return {"dict": [[_encode(k, functions), _encode(v, functions)] for k, v in value.items()]}
     if isinstance(value, functools.partial) and functions:
-        return {"partial": [_loosely(v) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]}
+        return {
+            "partial": [_encode(v, True) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]
+        }
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         label = f"{named.__module__}.{named.__qualname__}"
         if functions:
             return {"function": label, "code": _code_hash(value)}
         return {"function": label}
+    if functions:
+        if isinstance(value, (np.ndarray, np.generic)):
+            return {"array": value.tolist(), "dtype": str(value.dtype)}
+        if isinstance(value, range):
+            return {"range": [value.start, value.stop, value.step]}
+        if isinstance(value, (set, frozenset)):  # whose order differs between processes
+            return {"set": sorted(json.dumps(_encode(one, True)) for one in value)}
+        return {"a": type(value).__qualname__}
     raise TypeError(
         f"{value!r} (a {type(value).__name__}) has no JSON form; pass numbers, strings, dtypes or transforms"
     )
-
-
-def _loosely(value: Any) -> Any:
-    """The JSON form of an argument of a function, which may be any object: objects of other kinds by their class."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        return {"array": value.tolist(), "dtype": str(value.dtype)}
-    if isinstance(value, range):
-        return {"range": [value.start, value.stop, value.step]}
-    if isinstance(value, (set, frozenset)):  # whose order differs between processes
-        return {"set": sorted(json.dumps(_loosely(one)) for one in value)}
-    if isinstance(value, (list, tuple)):
-        return [_loosely(one) for one in value]
-    if isinstance(value, Mapping):
-        return {"dict": [[_loosely(k), _loosely(v)] for k, v in value.items()]}
-    try:
-        return _encode(value, functions=True)
-    except TypeError:
-        return {"a": type(value).__qualname__}
 
 
 def _code_hash(function: Any) -> str:
@@ -236,7 +230,7 @@ def _code_hash(function: Any) -> str:
     if code is None:
         return ""
     defaults = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
-    text = json.dumps([_loosely(default) for default in defaults]) + _code_text(code)
+    text = json.dumps([_encode(default, True) for default in defaults]) + _code_text(code)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -62,10 +62,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         return _checked(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if own and not (own == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1"):
         missing = "RANK" if own == ["WORLD_SIZE"] else "WORLD_SIZE"
-        raise ValueError(
-            f"{own[0]}={environ[own[0]]} is set, but {missing} is not, so this process would train alone; start it by torchrun, or "
-            f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
-        )
+        raise ValueError(f"{own[0]}={environ[own[0]]} is set, but {missing} is not, {_ALONE}")
     local = [environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if not own and any(text.isdecimal() and int(text) > k for k, text in enumerate(local)):
         raise ValueError(
@@ -74,9 +71,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         )
     for of in _LAUNCHERS:
         size = _number(environ, of.size or of.local_size, "1")
-        if size <= 1 or (
-            of.rank not in environ and of.launcher.startswith("Slurm")
-        ):  # an allocation, and no task in it
+        allocated = of.rank not in environ and of.launcher.startswith("Slurm")  # and no task of it
+        if size <= 1 or allocated:
             continue
         if of.rank not in environ or not of.size:
             missing = of.size or "the number of all its processes" if of.rank in environ else of.rank

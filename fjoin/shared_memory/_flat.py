@@ -34,8 +34,10 @@ def cat_flat(parts: Sequence[Tensor]) -> Tensor:
 def fill(out: Tensor, flat: Tensor) -> None:
     values, out = flat.view(out.shape), out.data
     for dim, stride in enumerate(out.stride()):
-        if stride == 0 and out.shape[dim] > 1:  # expanded: one place for all, whose values are equal after a reduction
-            values, out = values.narrow(dim, 0, 1), out.narrow(dim, 0, 1)
+        if stride == 0 and out.shape[dim] > 1:  # expanded: one place for all, which holds them only if they are equal
+            first = values.narrow(dim, 0, 1)
+            if bool(((values == first) | (values != values)).all()):
+                values, out = first, out.narrow(dim, 0, 1)
     out.copy_(values)
 
 

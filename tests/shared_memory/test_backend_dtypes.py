@@ -36,6 +36,12 @@ def converted() -> None:
         dist.all_reduce(one.expand(4), group=group)
         rows = torch.arange(3.0)
         dist.all_reduce(rows.expand(2, 3), group=group)
+        if group is fjoin:  # not where its places would differ
+            if dist.get_rank():
+                dist.all_reduce(torch.arange(4.0), group=fjoin)
+            else:
+                call = lambda: dist.all_reduce(torch.ones(1).expand(4), group=fjoin)  # noqa: E731
+                raises_text(RuntimeError, call, "single memory location")
         assert one.tolist() == [2.0] and rows.tolist() == [0.0, 2.0, 4.0], (one, rows)
 
 

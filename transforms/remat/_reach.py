@@ -19,7 +19,7 @@ from ._places import GENERATORS, ITERATORS, Names, Places, variable
 
 _WIDEST = 10_000  # entries of a container that are looked at
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that are no user's
-_SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
+SIMPLE = frozenset((type(None), str, bytes, int, float, complex, bool))
 _HERE = __name__.partition(".")[0]
 # Objects of these packages, such as process groups, are not looked into.
 _CLOSED = ("torch.", "builtins.", f"{_HERE}.")
@@ -121,7 +121,7 @@ def _in_module(x: nn.Module, seen: set[int], depth: int, found: Found) -> Iterat
         others += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         kinds = [kind for kind in type(module).__mro__ if id(kind) not in seen and not _is_closed(kind.__module__)]
         for value in (*kinds, *(f for kind in kinds for f in _code(kind)), *others):
-            if value.__class__ not in _SIMPLE and id(value) not in seen:
+            if value.__class__ not in SIMPLE and id(value) not in seen:
                 # An activation that an earlier call has left is not used because it can be reached.
                 yield from (t for t in _reachable(value, seen, depth + 1, found) if t.is_leaf or not is_tracked(t))
 
@@ -135,7 +135,7 @@ def _inside(x: Any, depth: int, places: Places) -> Iterable[Any]:
         inside = [x.__self__, x.__func__]
     elif isinstance(x, types.FunctionType):
         cells = x.__closure__ or ()
-        inside = [cell.cell_contents for cell in cells if _filled(cell)]
+        inside = [cell.cell_contents for cell in cells if filled(cell)]
         inside += [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         if _is_closed(x.__globals__.get("__name__")):
             return inside  # it has wrapped a user's function
@@ -233,7 +233,8 @@ def _of_same_file(value: Any, function: types.FunctionType) -> bool:
     return isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
 
 
-def _filled(cell: Any) -> bool:
+def filled(cell: Any) -> bool:
+    """Whether a variable of a closure has a value."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:  # not assigned yet
