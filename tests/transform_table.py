@@ -1,0 +1,159 @@
+"""One row or more for each public transform of gradients, parameters or buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import optax
+import torch
+from torch import Tensor
+
+from fjoin import transforms as tx
+
+
+def _negate(g: Tensor) -> Tensor:
+    return -g
+
+
+def _to_norm_one(g: Tensor) -> Tensor:
+    return g / g.norm().clamp(min=1e-6)
+
+
+TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
+    "accumulate": [
+        lambda: tx.accumulate(2, tx.mean("data")),
+        lambda: tx.accumulate(1, tx.mean("data")),
+        lambda: tx.accumulate(2, tx.error_feedback(tx.quantized_mean("data", tx.int8()))),
+    ],
+    "adasum": [lambda: tx.adasum("data")],
+    "all_gather_mean": [
+        lambda: tx.all_gather_mean("data"),
+        lambda: tx.all_gather_mean("data", over="world"),
+        lambda: tx.error_feedback(tx.compress(tx.top_k(0.5), tx.all_gather_mean("data", over="live"))),
+    ],
+    # With over="world" the parameters of a rank without input count too.
+    "average_every": [lambda: tx.average_every(2, "data", 1), lambda: tx.average_every(1, "data", over="live")],
+    "average_parameters": [
+        lambda: tx.average_parameters("data"),
+        lambda: tx.average_parameters("data", over="live"),
+        lambda: tx.average_parameters(("node", "local")),
+    ],
+    "ema": [lambda: tx.ema(0.9), lambda: tx.chain(tx.average_parameters("data"), tx.ema(0.5))],
+    "gossip": [lambda: tx.gossip("data"), lambda: tx.gossip("data", over="live")],
+    "hierarchical_average": [lambda: tx.hierarchical_average({1: "local", 2: ("node", "local")})],
+    "in_fragments": [
+        lambda: tx.in_fragments(tx.identity(), tx.clip_by_value(0.1)),
+        lambda: tx.in_fragments(tx.every(2, tx.average_parameters("data")), tx.average_parameters("data")),
+    ],
+    "outer_step": [
+        lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7, momentum=0.9, nesterov=True)),
+        lambda: tx.outer_step(tx.mean("data"), tx.sgd(0.7), steps=2, delay=1, mix=0.5),
+        lambda: tx.outer_step(tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))), tx.adam(0.1), 2, first=0),
+    ],
+    "average_buffers": [lambda: tx.average_buffers("data")],
+    "broadcast_buffers": [lambda: tx.broadcast_buffers("data")],
+    "cast": [
+        lambda: tx.cast(torch.bfloat16, tx.mean("data")),
+        lambda: tx.cast(torch.float16, tx.chain(tx.clip_by_value(0.5), tx.mean("data", over="live"))),
+        lambda: tx.cast(torch.float32, tx.sum_over("data")),
+    ],
+    "compress": [
+        lambda: tx.compress(tx.int8(), tx.mean("data", over="world")),
+        lambda: tx.compress(tx.bfloat16(), tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")})),
+        lambda: tx.compress(tx.qsgd(127), tx.chain(tx.mean("data"), tx.clip_by_value(0.5))),
+        lambda: tx.compress(tx.bfloat16(stochastic=True), tx.mean("data"), seed=2),
+    ],
+    "hierarchical_mean": [
+        lambda: tx.hierarchical_mean("local", "node"),
+        lambda: tx.hierarchical_mean("local", "node", over="world"),
+        lambda: tx.hierarchical_mean("node", "local", tx.int8(block=4), over="live"),
+        lambda: tx.compress(tx.bfloat16(), tx.hierarchical_mean("local", "node")),
+        lambda: tx.error_feedback(tx.compress(tx.int8(stochastic=True), tx.hierarchical_mean("node", "local"))),
+        lambda: tx.error_feedback(tx.hierarchical_mean("local", "node", tx.int8(block=4))),
+    ],
+    "error_feedback": [
+        lambda: tx.error_feedback(tx.quantized_mean("data", tx.random_k(0.5))),
+        lambda: tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4))),
+        lambda: tx.error_feedback(tx.cast(torch.bfloat16, tx.mean("data", over="world")), without_input="flush"),
+        lambda: tx.error_feedback(
+            tx.partition({"layer.*": tx.quantized_mean("data", tx.int4()), "*": tx.mean("data")})
+        ),
+    ],
+    "dgc": [lambda: tx.dgc("data", k=0.3, clip=1.0), lambda: tx.dgc("data", nesterov=True, warmup=2, over="live")],
+    "ef21": [
+        lambda: tx.ef21(tx.quantized_mean("data", tx.int8(block=4))),
+        lambda: tx.ef21(tx.cast(torch.bfloat16, tx.mean("data", over="live")), without_input="flush"),
+        lambda: tx.ef21(tx.compress(tx.top_k(0.5), tx.sum_over("data"))),
+    ],
+    "loco": [
+        lambda: tx.loco(tx.quantized_mean("data", tx.int4(block=4))),
+        lambda: tx.loco(tx.cast(torch.bfloat16, tx.mean("data")), beta=0.5, reset=2, memory=tx.bfloat16()),
+    ],
+    "quantized_mean": [
+        lambda: tx.quantized_mean("data", tx.int8(block=4)),
+        lambda: tx.quantized_mean("data", tx.int4(block=4), over="live"),
+        lambda: tx.quantized_mean("data", tx.fp8()),
+        lambda: tx.quantized_mean("data", tx.int8(stochastic=True), seed=3),
+        lambda: tx.quantized_mean("data", tx.top_k(0.5)),
+    ],
+    "power_sgd": [
+        lambda: tx.power_sgd("data", min_compression_rate=1.0),
+        lambda: tx.power_sgd("data", 2, min_compression_rate=0.5, warm_start=False, over="live", seed=3),
+        lambda: tx.power_sgd("data", 2, start=1, min_compression_rate=0.5, epsilon=1e-8, over="world"),
+        lambda: tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0)),
+        lambda: tx.error_feedback(tx.compress(tx.bfloat16(), tx.power_sgd("data", min_compression_rate=1.0)), "flush"),
+        lambda: tx.compress(tx.int8(block=4), tx.power_sgd("data", min_compression_rate=1.0, over="world")),
+        lambda: tx.partition({"layer.*": tx.power_sgd("data", min_compression_rate=1.0), "*": tx.mean("data")}),
+    ],
+    "batched_power_sgd": [
+        lambda: tx.batched_power_sgd("data", min_compression_rate=1.0),
+        lambda: tx.batched_power_sgd("data", min_compression_rate=1.0, warm_start=False, over="live"),
+        lambda: tx.error_feedback(tx.batched_power_sgd("data", min_compression_rate=1.0, start=1), "flush"),
+        lambda: tx.cast(torch.bfloat16, tx.batched_power_sgd("data", min_compression_rate=1.0, over="world")),
+    ],
+    "chain": [
+        lambda: tx.chain(tx.mean("data"), tx.clip_by_global_norm(0.5)),
+        lambda: tx.chain(tx.clip_by_value(0.5), tx.sum_over("data")),
+        lambda: tx.chain(tx.mean("data"), tx.mean("data", over="live")),
+        lambda: tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
+        lambda: tx.chain(tx.adasum("local"), tx.quantized_mean("node", tx.int8(block=4))),
+        lambda: tx.every(2, tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
+        lambda: tx.error_feedback(tx.chain(tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4)))),
+    ],
+    "clip_by_global_norm": [
+        lambda: tx.clip_by_global_norm(0.5),
+        lambda: tx.clip_by_global_norm(0.5, mode="previous"),
+    ],
+    "clip_by_value": [lambda: tx.clip_by_value(0.5)],
+    "every": [lambda: tx.every(2, tx.mean("data"))],
+    "from_optax": [
+        lambda: tx.from_optax(optax.clip(0.5)),
+        lambda: tx.from_optax(optax.chain(optax.trace(0.9), optax.scale_by_adam())),
+        lambda: tx.chain(tx.mean("data"), tx.from_optax(optax.clip_by_global_norm(0.5))),
+    ],
+    "identity": [tx.identity],
+    "logged": [lambda: tx.logged(tx.mean("data")), lambda: tx.logged(tx.quantized_mean("data", tx.int8()), every=2)],
+    "majority_vote": [lambda: tx.majority_vote("data"), lambda: tx.majority_vote("data", over="world")],
+    "masked": [
+        lambda: tx.masked(tx.mean("data"), "layer.*"),
+        lambda: tx.masked(tx.clip_by_value(0.1), ["scale", "*bias"]),
+        lambda: tx.masked(tx.every(2, tx.mean("data")), "layer.weight"),
+    ],
+    "mean": [lambda: tx.mean("data"), lambda: tx.mean("data", over="live"), lambda: tx.mean("data", over="world")],
+    "noop": [tx.noop],
+    "one_bit_adam": [lambda: tx.one_bit_adam("data", 1), lambda: tx.one_bit_adam("data", 2, over="live")],
+    "one_bit_lamb": [lambda: tx.one_bit_lamb("data", 1), lambda: tx.one_bit_lamb("data", 2, codec=tx.int8(block=4))],
+    "partition": [
+        lambda: tx.partition({"layer.*": tx.mean("data"), "*": tx.sum_over("data")}),
+        lambda: tx.partition({"*bias": tx.identity(), "*": tx.clip_by_value(0.2)}),
+    ],
+    "skip_if_nonfinite": [lambda: tx.skip_if_nonfinite(tx.mean("data"))],
+    "stateless": [lambda: tx.stateless(_negate), lambda: tx.stateless(_negate, elementwise=True)],
+    "sum_over": [lambda: tx.sum_over("data")],
+    "tap": [lambda: tx.tap(len), lambda: tx.chain(tx.tap(len), tx.mean("data"))],
+    "switch_after": [
+        lambda: tx.switch_after(1, tx.mean("data"), tx.sum_over("data")),
+        lambda: tx.switch_after(2, tx.identity(), tx.mean("data")),
+        lambda: tx.switch_after(2, tx.stateless(_to_norm_one), tx.quantized_mean("data", tx.int8(block=4))),
+    ],
+}
