@@ -1,0 +1,180 @@
+"""The pipelines whose behaviour is recorded, each with its axes, its dtype and the paths it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from plan_problem import PIPELINES
+from sharded_table import PAIRS
+from transform_table import TRANSFORMS
+
+from fjoin import transforms as tx
+
+PATHS = ("pure", "bound", "gloo", "shared", "registered")
+STEPS = ("pure", "gloo", "shared", "registered")  # the paths whose values are recorded
+TWO, THREE, NODES = {"data": 2}, {"data": 3}, {"node": 2, "local": 2}
+# Several explanations of one row; the first whose names are those of the row's axes.
+WORLDS = [{"data": 8}, {"data": 3}, {"node": 2, "local": 4}]
+
+MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
+MOMENTUM = tx.sgd(0.125, momentum=0.5, weight_decay=0.125)
+ADAM = tx.adamw(0.1)
+INT8 = tx.int8(block=4)
+
+
+class Row(NamedTuple):
+    make: Callable[[], tx.Pipeline]
+    axes: dict[str, int]
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = {}  # of train_step
+    loss: str = "plain"  # or "sums", with a number to sum over ranks, or "buffers"
+    poisoned: bool = False  # rank 1 has a gradient that is not finite in step 2
+    paths: tuple[str, ...] = PATHS
+
+
+def axes_of(text: str, data: dict[str, int]) -> dict[str, int]:
+    return NODES if "'local'" in text or "'node'" in text else data
+
+
+def _root_of_weight(inner: tx.Transform) -> tx.Transform:
+    """The mean of another weight than the step's."""
+
+    def update(grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
+        own = torch.as_tensor(1.0 if weight is None else weight, dtype=torch.float64) ** 0.5
+        return inner.update(grads, state, params, weight=own)
+
+    return tx.Transform(inner.init, update, needs=tx.Needs.LEAVES)
+
+
+ONLY_STEP = ("gloo", "shared")
+AFTER = {
+    "average_every", "average_parameters", "ema", "gossip", "hierarchical_average", "in_fragments", "outer_step",
+}  # fmt: skip
+OF_BUFFERS = {"average_buffers", "broadcast_buffers"}
+
+
+def _of_transform(name: str, make: Callable[[], tx.Transform]) -> Row:
+    axes = axes_of(repr(make()), TWO)
+    if name in OF_BUFFERS:
+        return Row(
+            lambda: tx.fuse(MEAN, MOMENTUM), axes, options={"on_buffers": make()}, loss="buffers", paths=ONLY_STEP
+        )
+    if name in AFTER:
+        return Row(lambda: tx.fuse(tx.noop(), MOMENTUM, after=make()), axes)
+    return Row(lambda: tx.fuse(make(), MOMENTUM), axes, poisoned=name == "skip_if_nonfinite")
+
+
+def _of_pair(pair: Any, pipeline: tx.Pipeline) -> Row:
+    poisoned = "skip_if_nonfinite" in repr(pipeline) or "dynamic_loss_scale" in repr(pipeline)
+    return Row(lambda: pipeline, pair.axes or TWO, pair.options.get("dtype", torch.float32), poisoned=poisoned)
+
+
+def _skip(hook: tx.Transform, optimizer: tx.Optimizer = MOMENTUM) -> Row:
+    return Row(lambda: tx.skip_if_nonfinite(tx.fuse(hook, optimizer)), THREE, poisoned=True)
+
+
+BF16, F16 = torch.bfloat16, torch.float16
+OTHERS: dict[str, Row] = {
+    "mean": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE),
+    "mean of two": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO),
+    "mean, Adam": Row(lambda: tx.fuse(MEAN, ADAM), THREE),
+    "zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), THREE),
+    "clip previous": Row(lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5, mode="previous")), MOMENTUM), THREE),
+    "scatter, clip": Row(lambda: tx.fuse(tx.chain(SCATTER, tx.clip_by_global_norm(0.5)), ADAM), THREE),
+    "loss scale": Row(
+        lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), THREE, poisoned=True
+    ),
+    "loss scale, float16": Row(
+        lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), TWO, F16, poisoned=True
+    ),
+    "loss scale, int8": Row(
+        lambda: tx.dynamic_loss_scale(tx.fuse(tx.quantized_mean("data", INT8), MOMENTUM), 8.0, growth_interval=2),
+        TWO,
+        poisoned=True,
+    ),
+    "skip": _skip(MEAN),
+    "skip, masked": _skip(tx.masked(MEAN, "layer.*")),
+    "skip, int8": _skip(tx.quantized_mean("data", INT8)),
+    "skip, noop": _skip(tx.noop()),
+    "skip, vote": _skip(tx.majority_vote("data")),
+    "skip, ef21": _skip(tx.ef21(tx.quantized_mean("data", INT8))),
+    "skip, zero": _skip(SCATTER, ADAM),
+    "float16": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, F16),
+    "float16, zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), TWO, F16),
+    "bfloat16": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, BF16),
+    "float64": Row(lambda: tx.fuse(MEAN, ADAM), THREE, torch.float64),
+    "masters": Row(lambda: tx.fuse(MEAN, tx.mixed_precision(ADAM)), THREE, BF16),
+    "masters, average of states": Row(
+        lambda: tx.fuse(
+            tx.noop(),
+            tx.mixed_precision(ADAM),
+            after=tx.every(2, tx.average_parameters("data")),
+            on_state=tx.every(3, tx.average_state("data")),
+        ),
+        TWO,
+        BF16,
+    ),
+    "reset of states": Row(lambda: tx.fuse(MEAN, ADAM, on_state=tx.every(2, tx.reset_state(ADAM))), TWO),
+    "accumulate in the step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"accumulate": 2}, paths=ONLY_STEP),
+    "accumulate in the step, zero": Row(
+        lambda: tx.zero(MEAN, ADAM, "data"), TWO, options={"accumulate": 2}, paths=ONLY_STEP
+    ),
+    "first whole, then int8": Row(
+        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.quantized_mean("data", INT8)), MOMENTUM), THREE
+    ),
+    "first whole, then ef21": Row(
+        lambda: tx.fuse(tx.switch_after(2, MEAN, tx.ef21(tx.quantized_mean("data", INT8))), MOMENTUM), TWO
+    ),
+    "power_sgd": Row(
+        lambda: tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=0.5, start=1)), MOMENTUM), THREE
+    ),
+    "dgc": Row(lambda: tx.fuse(tx.dgc("data", k=0.25, clip=1.0, warmup=2), MOMENTUM), THREE),
+    "1-bit Adam, world": Row(lambda: tx.fuse(tx.one_bit_adam("data", 2, over="world"), tx.sgd(0.1)), THREE),
+    "1-bit LAMB, world": Row(lambda: tx.fuse(tx.one_bit_lamb("data", 2, over="world"), tx.sgd(0.1)), TWO),
+    "zero, int8 gather": Row(lambda: tx.fuse(SCATTER, ADAM, gather=INT8), THREE),
+    "zero, int8 both ways": Row(
+        lambda: tx.fuse(tx.error_feedback(tx.compress(INT8, SCATTER)), ADAM, gather=INT8), THREE
+    ),
+    "zero of nodes, int8 gather": Row(
+        lambda: tx.fuse(tx.chain(tx.scatter_mean("local"), tx.mean("node")), ADAM, gather=INT8), NODES
+    ),
+    "partition by axes": Row(
+        lambda: tx.fuse(tx.partition({"layer.*": tx.mean("local"), "*": tx.mean("node")}), MOMENTUM), NODES
+    ),
+    "partition by kinds": Row(
+        lambda: tx.fuse(tx.partition({"layer.*": tx.quantized_mean("data", INT8), "*": MEAN}), MOMENTUM), THREE
+    ),
+    "masked by axis": Row(
+        lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES
+    ),
+    "mean of means": Row(
+        lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES
+    ),
+    "overlapped step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"overlap_step": True}, paths=ONLY_STEP),
+    "overlapped gather": Row(
+        lambda: tx.zero(MEAN, ADAM, "data"), THREE, options={"overlap_gather": True}, paths=ONLY_STEP
+    ),
+    "state kept": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO, options={"donate": False}, paths=ONLY_STEP),
+    "sums": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
+    "sums, int8": Row(
+        lambda: tx.fuse(tx.quantized_mean("data", INT8), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP
+    ),
+    "sums, masked": Row(lambda: tx.fuse(tx.masked(MEAN, "layer.*"), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
+    "by hand, root of the weight": Row(lambda: tx.fuse(_root_of_weight(MEAN), MOMENTUM), TWO),
+}
+
+ROWS: dict[str, Row] = {
+    **{
+        f"plan: {name}": Row(lambda p=p: p, axes_of(repr(p), THREE), torch.float64)  # type: ignore[misc]
+        for name, p in PIPELINES.items()
+    },
+    **{f"sharded: {name}": _of_pair(pair, pair.sharded) for name, pair in PAIRS.items()},
+    **{f"whole: {name}": _of_pair(pair, pair.whole) for name, pair in PAIRS.items()},
+    **{f"{name} {i}": _of_transform(name, make) for name, rows in TRANSFORMS.items() for i, make in enumerate(rows)},
+    **{f"other: {name}": row for name, row in OTHERS.items()},
+}  # fmt: skip
+
+# Rows on paths whose bits differ between two runs of one program; only their rounded values are compared.
+UNSTABLE: dict[tuple[str, str], str] = {}
