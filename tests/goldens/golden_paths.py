@@ -33,7 +33,7 @@ BUCKET_BYTES = 128  # several buckets
 BUCKET_MB = 4e-5  # of a module: 40 bytes
 
 
-def _tried(run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _tried(run: Callable[[dict[str, Any]], None], only_messages: bool = False) -> dict[str, Any]:
     """The record that `run` fills in; with the place and the text of the error that ended it."""
     seen: dict[str, Any] = {"at": "make", "params": [], "losses": [], "messages": []}
     with warnings.catch_warnings():
@@ -44,6 +44,8 @@ def _tried(run: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         except Exception as error:
             seen["error"] = f"{seen['at']}: {type(error).__name__}: {error}"
     del seen["at"]
+    if only_messages:
+        seen |= {"params": [], "state": {}}
     return kept(seen)
 
 
@@ -53,7 +55,7 @@ def _keep(seen: dict[str, Any], params: Any, step: int) -> None:
 
 
 def _sent(messages: list[Sent]) -> list[str]:
-    return [f"{m.name} {m.elements} {m.dtype.replace('torch.', '')} {m.bytes} B" for m in messages]
+    return [f"{m.name} {m.elements} {m.dtype.replace('torch.', '')} {m.bytes}" for m in messages]
 
 
 def _scaled(grads: Any, state: Any) -> Any:
@@ -101,7 +103,7 @@ def bound(names: list[str]) -> list[dict[str, Any]]:
     with fjoin.mesh(ROWS[names[0]].axes, transport="gloo") as mesh, fjoin.bind(mesh):
         return [
             {
-                case: _tried(lambda seen: _pure_steps(seen, ROWS[name], weights, mesh.rank, True))  # noqa: B023
+                case: _tried(lambda seen: _pure_steps(seen, ROWS[name], weights, mesh.rank, True), True)  # noqa: B023
                 for case, weights in (("weights", "powers"), ("no weights", None))
             }
             for name in names
@@ -183,9 +185,7 @@ def on_ranks(pool: Any, names: list[str], path: str) -> dict[str, Records]:
         return {name: pure(name) for name in names}
     function, args = {"bound": (bound, ()), "registered": (registered, ())}.get(path, (trained, (path,)))
     ranks = pool.run(_size(ROWS[names[0]]), function, names, *args)
-    return {
-        name: {case: [rank[i][case] for rank in ranks] for case in ranks[0][i]} for i, name in enumerate(names)
-    }
+    return {name: {case: [rank[i][case] for rank in ranks] for case in ranks[0][i]} for i, name in enumerate(names)}
 
 
 def loss_is_linear() -> bool:

@@ -13,6 +13,9 @@ from golden_problem import SHAPES
 from torch import Tensor
 
 HERE = Path(__file__).parent
+# Of which other path a path's records name only the differences.
+REFERENCE = {"gloo": "pure", "shared": "gloo", "registered": "gloo"}
+EMPTY: dict[str, Any] = {"error": [None], "names": [], "messages": [{}], "values": [{}], "losses": [[]]}
 Records = dict[str, list[dict[str, Any]]]  # case -> what every rank saw
 
 
@@ -61,9 +64,7 @@ def _by_rank(values: list[Any]) -> list[Any]:
 
 def _changes(messages: list[list[str]]) -> dict[str, list[str]]:
     """The messages of the steps in which they differ from those of the step before."""
-    return {
-        str(step): sent for step, sent in enumerate(messages) if not step or sent != messages[step - 1]
-    }
+    return {str(step): sent for step, sent in enumerate(messages) if not step or sent != messages[step - 1]}
 
 
 def short_names(names: list[str]) -> list[str]:
@@ -95,7 +96,7 @@ def of_ranks(records: Records) -> tuple[dict[str, Any], dict[str, str]]:
         steps = zip(*(rank["steps"] for rank in ranks), strict=False)
         of_names = ("".join(rank["state"].get(name, "") for rank in ranks) for name in names)
         bits[case] = " ".join(
-            ["".join(_short(each, 8) for each in map("".join, steps)), "".join(_short(each, 4) for each in of_names)]
+            ["".join(_short(each, 4) for each in map("".join, steps)), "".join(_short(each, 3) for each in of_names)]
         )
     return fields, bits
 
@@ -104,32 +105,37 @@ def _short(text: str, digits: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
 
-def packed(fields: dict[str, Any], pure: dict[str, Any] | None) -> dict[str, Any]:
-    """Without the fields that are those of the first case, and with "as pure" for those of the pure path."""
-    first, out = next(iter(fields)), {}
-    for case, own in fields.items():
+def packed(fields: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
+    """Without the fields that are those of the first case, and with "same" for those of the reference path."""
+    first, out = min(fields), {}
+    for case, own in sorted(fields.items()):
+        known = EMPTY if case == first else fields[first]
         out[case] = {
-            name: "as pure" if pure and case in pure and name != "error" and value and value == pure[case][name] else value
+            name: "same" if other and value == other.get(case, {}).get(name) else value
             for name, value in own.items()
-            if case == first or value != fields[first][name]
+            if value != known[name]
         }
-        out[case] = {name: value for name, value in out[case].items() if case != first or value not in ([], [None], [{}])}
     return out
 
 
-def unpacked(stored: dict[str, Any], pure: dict[str, Any] | None) -> dict[str, Any]:
+def unpacked(stored: dict[str, Any], other: dict[str, Any] | None) -> dict[str, Any]:
     """The opposite of `packed`."""
     out: dict[str, Any] = {}
-    empty = {"error": [None], "names": [], "messages": [{}], "values": [{}], "losses": [[]]}
-    for case, own in stored.items():
-        out[case] = (next(iter(out.values())) if out else empty) | {
-            name: pure[case][name] if pure and value == "as pure" else value for name, value in own.items()
+    for case, own in sorted(stored.items()):
+        out[case] = (out[min(out)] if out else EMPTY) | {
+            name: other[case][name] if other and value == "same" else value for name, value in own.items()
         }
     return out
 
 
-def load(name: str, folder: Path = HERE) -> Any:
-    file = folder / f"{name}.json"
+def recorded(path: str, folder: Path | None = None) -> dict[str, Any]:
+    """Row -> case -> fields, as recorded."""
+    other = recorded(REFERENCE[path], folder) if path in REFERENCE else {}
+    return {name: unpacked(row, other.get(name)) for name, row in load(path, folder).items()}
+
+
+def load(name: str, folder: Path | None = None) -> Any:
+    file = (folder or HERE) / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
@@ -138,7 +144,10 @@ def save(name: str, content: Any, folder: Path = HERE) -> None:
     lines = []
     for key, rows in sorted(content.items()):
         if isinstance(rows, dict):
-            inner = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True, separators=(',', ':'))}" for k, v in sorted(rows.items())]
+            inner = [
+                f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True, separators=(',', ':'))}"
+                for k, v in sorted(rows.items())
+            ]
             lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(inner) + "\n }")
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(rows)}")

@@ -15,8 +15,8 @@ from fjoin import transforms as tx
 PATHS = ("pure", "bound", "gloo", "shared", "registered")
 STEPS = ("pure", "gloo", "shared", "registered")  # the paths whose values are recorded
 TWO, THREE, NODES = {"data": 2}, {"data": 3}, {"node": 2, "local": 2}
-# Several explanations of one row; the first whose names are those of the row's axes.
-WORLDS = [{"data": 8}, {"data": 3}, {"node": 2, "local": 4}]
+# A row is explained for the worlds that have its axes.
+WORLDS = [{"data": 8}, {"node": 2, "local": 4}]
 
 MEAN, SCATTER = tx.mean("data"), tx.scatter_mean("data")
 MOMENTUM = tx.sgd(0.125, momentum=0.5, weight_decay=0.125)
@@ -81,7 +81,9 @@ OTHERS: dict[str, Row] = {
     "mean of two": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO),
     "mean, Adam": Row(lambda: tx.fuse(MEAN, ADAM), THREE),
     "zero": Row(lambda: tx.zero(MEAN, ADAM, "data"), THREE),
-    "clip previous": Row(lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5, mode="previous")), MOMENTUM), THREE),
+    "clip previous": Row(
+        lambda: tx.fuse(tx.chain(MEAN, tx.clip_by_global_norm(0.5, mode="previous")), MOMENTUM), THREE
+    ),
     "scatter, clip": Row(lambda: tx.fuse(tx.chain(SCATTER, tx.clip_by_global_norm(0.5)), ADAM), THREE),
     "loss scale": Row(
         lambda: tx.dynamic_loss_scale(tx.fuse(MEAN, MOMENTUM), 8.0, growth_interval=2), THREE, poisoned=True
@@ -149,18 +151,14 @@ OTHERS: dict[str, Row] = {
     "masked by axis": Row(
         lambda: tx.fuse(tx.chain(tx.masked(tx.mean("local"), "layer.*"), tx.mean("node")), MOMENTUM), NODES
     ),
-    "mean of means": Row(
-        lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES
-    ),
+    "mean of means": Row(lambda: tx.fuse(tx.chain(tx.mean("local"), tx.mean("node", over="live")), MOMENTUM), NODES),
     "overlapped step": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, options={"overlap_step": True}, paths=ONLY_STEP),
     "overlapped gather": Row(
         lambda: tx.zero(MEAN, ADAM, "data"), THREE, options={"overlap_gather": True}, paths=ONLY_STEP
     ),
     "state kept": Row(lambda: tx.fuse(MEAN, MOMENTUM), TWO, options={"donate": False}, paths=ONLY_STEP),
     "sums": Row(lambda: tx.fuse(MEAN, MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
-    "sums, int8": Row(
-        lambda: tx.fuse(tx.quantized_mean("data", INT8), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP
-    ),
+    "sums, int8": Row(lambda: tx.fuse(tx.quantized_mean("data", INT8), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
     "sums, masked": Row(lambda: tx.fuse(tx.masked(MEAN, "layer.*"), MOMENTUM), THREE, loss="sums", paths=ONLY_STEP),
     "by hand, root of the weight": Row(lambda: tx.fuse(_root_of_weight(MEAN), MOMENTUM), TWO),
 }

@@ -50,7 +50,7 @@ def _update(file: str, rows: dict[str, Any], folder: Path) -> None:
 
 def _record(workers: Any, path: str, names: list[str], folder: Path) -> None:
     from golden_paths import on_ranks
-    from golden_records import load, machine, of_ranks, packed, save, unpacked
+    from golden_records import REFERENCE, load, machine, of_ranks, packed, recorded, save
     from golden_rows import ROWS, STEPS, UNSTABLE
 
     together: dict[str, list[str]] = {}
@@ -60,12 +60,12 @@ def _record(workers: Any, path: str, names: list[str], folder: Path) -> None:
     for group in together.values():
         for first in range(0, len(group), 16):
             records |= on_ranks(workers, group[first : first + 16], path)
-    pure = {name: unpacked(row, None) for name, row in load("pure", folder).items()} if path != "pure" else {}
+    other = recorded(REFERENCE[path], folder) if path in REFERENCE else {}
     before, rows, bits = load(path, folder), {}, load("bits", folder)
     own = bits.setdefault(f"{machine()}, {path}", {})
     for name in names:
         fields, hashes = of_ranks(records[name])
-        rows[name] = packed(fields, pure.get(name))
+        rows[name] = packed(fields, other.get(name))
         if name in before and before[name] != rows[name]:  # the hashes of other machines are of other values
             for others in (at for key, at in bits.items() if key.endswith(f", {path}")):
                 others.pop(name, None)
