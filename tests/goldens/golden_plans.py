@@ -37,7 +37,7 @@ def explained(name: str) -> dict[str, str]:
 def _table(make: Callable[[], tx.Pipeline], params: Any, world: dict[str, int]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        text = str(tx.explain(make(), params, world, bucket_bytes=128))
+        text = str(tx.explain(make(), params, world, bucket_bytes=24))
     return re.sub(" {3,}", "  ", text)
 
 
