@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import optax
 import torch
 from torch import Tensor
 
@@ -17,6 +17,13 @@ def _negate(g: Tensor) -> Tensor:
 
 def _to_norm_one(g: Tensor) -> Tensor:
     return g / g.norm().clamp(min=1e-6)
+
+
+def _from_optax(make: Callable[[Any], Any]) -> tx.Transform:
+    """Of optax's own; optax is imported only where it is needed, since that takes seconds."""
+    import optax
+
+    return tx.from_optax(make(optax))
 
 
 TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
@@ -127,9 +134,9 @@ TRANSFORMS: dict[str, list[Callable[[], tx.Transform]]] = {
     "clip_by_value": [lambda: tx.clip_by_value(0.5)],
     "every": [lambda: tx.every(2, tx.mean("data"))],
     "from_optax": [
-        lambda: tx.from_optax(optax.clip(0.5)),
-        lambda: tx.from_optax(optax.chain(optax.trace(0.9), optax.scale_by_adam())),
-        lambda: tx.chain(tx.mean("data"), tx.from_optax(optax.clip_by_global_norm(0.5))),
+        lambda: _from_optax(lambda optax: optax.clip(0.5)),
+        lambda: _from_optax(lambda optax: optax.chain(optax.trace(0.9), optax.scale_by_adam())),
+        lambda: tx.chain(tx.mean("data"), _from_optax(lambda optax: optax.clip_by_global_norm(0.5))),
     ],
     "identity": [tx.identity],
     "logged": [lambda: tx.logged(tx.mean("data")), lambda: tx.logged(tx.quantized_mean("data", tx.int8()), every=2)],

@@ -51,7 +51,8 @@ def kept(seen: dict[str, Any]) -> dict[str, Any]:
     params, state = seen.pop("params"), seen.pop("state", {})
     return seen | {
         "steps": [digest_of(p) for p in params],
-        "state": {name: digest(value) for name, value in state.items()},
+        # A step's id is that of its place among all steps of the program.
+        "state": {name: digest(0 if name.endswith(".step_id") else value) for name, value in state.items()},
         "values": {path: rounded(p) for path, p in sorted(params[-1].items())} if params else {},
         "losses": [rounded(step) for step in seen["losses"]],
     }

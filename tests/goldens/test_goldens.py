@@ -23,7 +23,7 @@ def _same(name: str, path: str, found: list[str]) -> None:
     assert not found, f"{text}\nif this is intended: python tests/goldens/record.py --rows {name!r}"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if "pure" in row.paths])
 def test_pure(name: str) -> None:
     _same(name, "pure", differences(name, "pure", on_ranks(None, [name], "pure")[name]))
@@ -43,7 +43,7 @@ def test_on_real_ranks(pool: Any, name: str, path: str) -> None:
     _same(name, path, differences(name, path, on_ranks(pool, [name], path)[name]))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", [name for name in ROWS if worlds_of(name)])
 def test_explained(name: str) -> None:
     old, new = stored("explained")[name], explained(name)
