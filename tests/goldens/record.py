@@ -1,4 +1,6 @@
-"""Writes the files that test_goldens.py compares with: python tests/goldens/record.py [--to DIR] [--paths ...] [--rows ...].
+"""Writes the files that test_goldens.py compares with.
+
+    python tests/goldens/record.py [--to DIR] [--paths PATH ...] [--rows ROW ...]
 
 With --to the files are written elsewhere, and `diff -r` tells how two commits differ on one machine.
 """
@@ -24,7 +26,7 @@ def main() -> None:
     from pool import Pool
 
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--to", type=Path, default=HERE)
     parser.add_argument("--paths", nargs="+", default=[*PATHS, "plans"], choices=[*PATHS, "plans"])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), metavar="ROW")
