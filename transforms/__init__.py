@@ -1,6 +1,7 @@
 """Pure transforms for distributed training: communication of gradients, optimizers, and parameter averaging.
 
-kinds        Transform  Optimizer  Pipeline  Schedule  Reduction  Phase
+kinds        Transform  Call  Optimizer  Pipeline  Schedule  Reduction  Phase
+timing       Period  Periodic  Switch  Windows  Changes
 combine      chain  identity  stateless  masked  partition  in_fragments  fuse
 when         switch_after  every  accumulate  skip_if_nonfinite  dynamic_loss_scale
 clip         clip_by_global_norm  clip_by_value
@@ -37,6 +38,7 @@ if __name__ != "fjoin.transforms":
     )
 
 from ._axis_env import current_weight as current_weight
+from ._call import Call as Call
 from ._errors import CollectiveMismatch as CollectiveMismatch
 from ._errors import DonatedState as DonatedState
 from ._errors import NotVmappable as NotVmappable
@@ -51,6 +53,11 @@ from ._spec import fingerprint as fingerprint
 from ._spec import to_json as to_json
 from ._state_dict import from_state_dict as from_state_dict
 from ._state_dict import to_state_dict as to_state_dict
+from ._timing import Changes as Changes
+from ._timing import Period as Period
+from ._timing import Periodic as Periodic
+from ._timing import Switch as Switch
+from ._timing import Windows as Windows
 from ._transform import Compression as Compression
 from ._transform import Inner as Inner
 from ._transform import Needs as Needs
@@ -196,11 +203,11 @@ from .reductions._compress import quantized_mean as quantized_mean
 from .reductions._gather import all_gather_mean as all_gather_mean
 from .reductions._gather import majority_vote as majority_vote
 from .reductions._hierarchical import hierarchical_mean as hierarchical_mean
-from .reductions._mean import MeanState as MeanState
 from .reductions._mean import mean as mean
 from .reductions._mean import noop as noop
 from .reductions._mean import sum_over as sum_over
 from .reductions._quantized_collectives import quantized as quantized
+from .reductions._reduction import MeanState as MeanState
 from .remat._names import checkpoint_name as checkpoint_name
 from .remat._policies import dots_saveable as dots_saveable
 from .remat._policies import dots_with_no_batch_dims_saveable as dots_with_no_batch_dims_saveable

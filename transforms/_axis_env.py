@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ._errors import UnboundAxis
+from ._sums import sum_of_pieces
 
 # One axis, or several axes used as one.
 AxisName: TypeAlias = str | tuple[str, ...]
 
 
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Done:
+    """The work of a collective that has run already."""
+
+    def wait(self) -> None:
+        return None
+
+
 class Axis:
     """An interpreter of collectives over one named set of ranks.
 
-    `run(op, x, arg)` takes and returns plain tensors, with n the size of the axis:
+    There are two families. The pure one, `run(op, x, arg)`, takes and returns plain tensors, with n the size of the axis:
 
         psum, pmax, pmin, pbroadcast (arg: source), ppermute (arg: pairs)   (...) -> (...)
         all_gather                                                          (...) -> (n, ...)
@@ -27,22 +41,32 @@ class Axis:
         all_to_all                                                          (n, ...) -> (n, ...)
         all_to_all_single (arg: rows to each rank, rows from each)          (rows, ...) -> (others, ...)
 
-    `token` is None, or a tensor that marks the level of torch.func.vmap that is this axis.
+    The asynchronous one, `begin` and `begin_...`, starts a collective and returns at once; an axis that can only wait runs it
+    before it returns.
+
+    Attributes:
+        size: The number of ranks.
+        token: None, or a tensor that marks the level of torch.func.vmap that is this axis.
+        travels: Whether messages are under way while this process computes.
+        simulated: Whether the ranks are simulated in one process.
     """
 
     size: int
     token: Tensor | None = None
+    travels = False
+    simulated = False
 
     def index(self) -> Tensor:
         raise NotImplementedError
 
+    def joint(self, axes: tuple[str, ...]) -> Axis | None:
+        """One axis that covers several axes at once, this one included; None if there is none."""
+        return None
+
+    # -- pure ------------------------------------------------------------------------------------
+
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         raise NotImplementedError
-
-    def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
-        """Start `run`; the returned function waits for the message and returns the result."""
-        out = self.run(op, x, arg)
-        return lambda: out
 
     def run_(self, x: Tensor) -> Tensor:
         """psum of a tensor that may be overwritten."""
@@ -50,22 +74,86 @@ class Axis:
 
     def start_(self, x: Tensor) -> Callable[[], object]:
         """Start psum of a flat tensor in place; the returned function waits for the message."""
-        x.copy_(self.run("psum", x, None))
-        return lambda: None
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor for `start_`, whose values are arbitrary."""
-        return torch.empty(numel, dtype=dtype, device=device)
-
-    def joint(self, axes: tuple[str, ...]) -> Axis | None:
-        """One axis that covers several axes at once, this one included; None if there is none."""
-        return None
+        return self.begin_reduce(x).wait
 
     def note(self, what: str) -> None:
         """Record a description of the floats in the next message of bytes; the simulator compares it between ranks."""
 
     def check_rows(self, width: int, give: tuple[int, ...], take: tuple[int, ...]) -> None:
         """Record the numbers of rows in the next all_to_all_single of bytes; the simulator compares them."""
+
+    # -- asynchronous ----------------------------------------------------------------------------
+
+    def begin(self, op: str, x: Tensor, arg: Any) -> Callable[[], Tensor]:
+        """Start `run`; the returned function waits for the message and returns the result."""
+        out = self.run(op, x, arg)
+        return lambda: out
+
+    def begin_reduce(self, buffer: Tensor) -> Work:
+        """Start summing a contiguous buffer in place."""
+        if self.size > 1:
+            buffer.copy_(self.run("psum", buffer, None))
+        return Done()
+
+    def begin_scatter(self, flat: Tensor, bounds: Sequence[int], rank: int) -> PieceSum:
+        """Start summing the pieces of a flat buffer, each on its rank; the buffer is given up.
+
+        Args:
+            bounds: The first element of each rank's piece, and the end of the last one.
+            rank: This rank.
+        """
+        return PieceSum(self, flat, bounds, rank)
+
+    def begin_gather(self, flat: Tensor, sizes: Sequence[int], rank: int) -> Work:
+        """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
+        start = sum(sizes[:rank])
+        own = flat[start : start + sizes[rank]]
+        give = (len(own),) * len(sizes)
+        flat.copy_(self.run("all_to_all_single", own.repeat(len(sizes)), (give, tuple(sizes))))
+        return Done()
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor for `start_`, whose values are arbitrary."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A buffer on the CPU whose messages need no copy; None where any memory is as good."""
+        return None
+
+
+class PieceSum:
+    """The sum of this rank's piece of a flat buffer, under way: each rank sends every other rank its piece.
+
+    Attributes:
+        total: After the wait: the sum of the elements of all pieces, where the transport has computed it.
+    """
+
+    total: float | None = None
+
+    def __init__(self, axis: Axis, flat: Tensor, bounds: Sequence[int], rank: int) -> None:
+        sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        (start, stop), ranks = bounds[rank : rank + 2], len(sizes)
+        give, take = list(sizes), [stop - start] * ranks
+        # The own part does not travel where the parts for the others are adjacent.
+        stays = rank in (0, ranks - 1)
+        self._own = flat[start:stop] if stays else None
+        self._rank, self._length = rank, stop - start
+        if stays:
+            flat = flat[stop:] if rank == 0 else flat[:start]
+            give[rank] = take[rank] = 0
+        self._received: Any = axis.begin("all_to_all_single", flat, (tuple(give), tuple(take)))
+
+    def arrived(self) -> bool:
+        """Whether all pieces have arrived, so that `wait` would not wait."""
+        arrived = getattr(self._received, "arrived", None)
+        return arrived is not None and bool(arrived())
+
+    def wait(self) -> Tensor:
+        """The sum, once; no gradient of the buffer is needed after that."""
+        received, own, self._received, self._own = self._received(), self._own, None, None
+        return sum_of_pieces(received, self._length, own, self._rank)
 
 
 class _Threads(threading.local):
@@ -141,9 +229,6 @@ class One(Axis):
     """A world of one: every collective is its own identity."""
 
     size = 1
-
-    def start_(self, x: Tensor) -> Callable[[], object]:
-        return lambda: None
 
     def index(self) -> Tensor:
         return torch.tensor(0)

@@ -11,26 +11,6 @@ from typing import Any
 from ._tree import State
 
 
-class FirstBucket:
-    """A stage's new state in the call of this step's first bucket, for the calls on the other buckets.
-
-    Values common to all parameters, such as the sum of the weights, are sent with the first bucket only. The calls on
-    the other buckets read them here, after their own messages. A transform that runs others passes each of them its
-    part, `first_bucket.substate(field)`.
-    """
-
-    def __init__(self, get: Callable[[], State]) -> None:
-        self.get = get
-
-    def substate(self, key: str | int) -> FirstBucket:
-        """A `FirstBucket` for a part of the state: a field of a NamedTuple by name, an item of a tuple by index."""
-        return FirstBucket(lambda: getattr(self.get(), key) if isinstance(key, str) else self.get()[key])
-
-
-def substate(first_bucket: FirstBucket | None, key: str | int) -> FirstBucket | None:
-    return None if first_bucket is None else first_bucket.substate(key)
-
-
 def restrict(state: State, paths: Collection[str], chosen: Collection[str]) -> State:
     """A state without the parameters that are not chosen.
 

@@ -69,7 +69,13 @@ def encode_lane(lane: Lane, dtype: torch.dtype, ranks: int, device: torch.device
     """The lane as a vector of words, (words * scalars,), in the order of its names."""
     if not lane:
         return torch.zeros(0, dtype=dtype, device=device)
-    values = torch.stack([_wide(name, v, device, dtype, ranks) for name, v in lane.items()])
+    return encode_words(
+        torch.stack([wide_scalar(name, v, device, dtype, ranks) for name, v in lane.items()]), dtype, ranks
+    )
+
+
+def encode_words(values: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
+    """Scalars, (scalars,) float64, as words, (words * scalars,)."""
     if dtype is torch.float64:
         return values
     base = _base(ranks)
@@ -94,7 +100,8 @@ def _check_fits(name: str, value: float, dtype: torch.dtype, ranks: int) -> None
         )
 
 
-def _wide(name: str, value: Any, device: torch.device | None, dtype: torch.dtype, ranks: int) -> Tensor:
+def wide_scalar(name: str, value: Any, device: torch.device | None, dtype: torch.dtype, ranks: int) -> Tensor:
+    """A scalar of the lane as 0-d float64, checked for a message of this dtype."""
     if isinstance(value, Tensor):
         if value.dim() or value.is_complex():
             raise ValueError(
@@ -109,13 +116,19 @@ def _wide(name: str, value: Any, device: torch.device | None, dtype: torch.dtype
 
 def decode_lane(words: Tensor, names: Iterable[str], ranks: int) -> dict[str, Tensor]:
     """The sums back from the sum of the words: name -> 0-d float64."""
+    return dict(zip(names, decode_words(words, ranks).unbind(0), strict=True))
+
+
+def decode_words(words: Tensor, ranks: int) -> Tensor:
+    """The sums back from the sum of the words, (scalars,) float64."""
     wide = words.to(torch.float64)
-    if words.dtype is not torch.float64:
-        pairs = wide.reshape(-1, 2)
-        wide = pairs[:, 0] * _base(ranks) + pairs[:, 1]
-    return dict(zip(names, wide.unbind(0), strict=True))
+    if words.dtype is torch.float64:
+        return wide
+    pairs = wide.reshape(-1, 2)
+    return pairs[:, 0] * _base(ranks) + pairs[:, 1]
 
 
+NONFINITE = "nonfinite"  # the flag of ranks whose loss or gradients are not finite
 # The number of ranks whose bits one scalar holds exactly in float32.
 _MASK_BITS = 24
 
@@ -153,5 +166,5 @@ def step_lane(ranks: int, sums: Iterable[str] = ()) -> tuple[str, ...]:
     - step_id: a number of the step that a rank has called and of its hyperparameters, the same on all ranks
     - nonfinite0, ...: a bit for each rank whose loss, or whose own gradient, is not finite
     """
-    masks = (f"nonfinite{i}" for i in range(mask_words(ranks)))
+    masks = (f"{NONFINITE}{i}" for i in range(mask_words(ranks)))
     return ("total", "weight", "loss", "has_next", "step_id", *masks, *(f"sum.{name}" for name in sums))

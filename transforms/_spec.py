@@ -61,6 +61,21 @@ class Spec:
         """The number of levels of transforms, this one included."""
         return 1 + max((child.spec.depth for child in self.children), default=0)
 
+    @property
+    def factory(self) -> Callable[..., Any] | None:
+        """The factory that makes such an object; None where it was made by none."""
+        return _FACTORIES.get(self.name)
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the factory by name; none where there is none."""
+        return {} if self.factory is None else inspect.signature(self.factory).parameters
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a factory of this package makes it."""
+        return str(getattr(self.factory, "__module__", "")).startswith(f"{__package__}.")
+
     def canonical(self) -> str:
         return json.dumps(_encode(self, functions=True), sort_keys=False)
 
@@ -71,8 +86,7 @@ class Spec:
         return hash(self.canonical())
 
     def __repr__(self) -> str:
-        make = _FACTORIES.get(self.name)
-        known = inspect.signature(make).parameters if make else {}
+        known = self.parameters
         parts = []
         for key, value in self.args:
             parameter = known.get(key)
@@ -164,11 +178,6 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
 def _number(value: Any) -> Any:
     """A number of numpy as one of Python, which has a JSON form; other values are unchanged."""
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
-
-
-def is_ours(name: str) -> bool:
-    """Whether a factory of this package has this name."""
-    return str(getattr(_FACTORIES.get(name), "__module__", "")).startswith(f"{__package__}.")
 
 
 def _encode(value: Any, functions: bool) -> Any:
@@ -299,7 +308,7 @@ class PickledBySpec:
     spec: Spec
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        make = _FACTORIES.get(self.spec.name)
+        make = self.spec.factory
         return super().__reduce_ex__(protocol) if make is None else (call_factory, (make, self.spec.args))
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -40,3 +40,23 @@ def divided(x: Tensor, divisor: Tensor) -> Tensor:
     """A tensor divided by a 0-d divisor, in its dtype; a 16-bit quotient is rounded once."""
     wide = widened(x)
     return (wide / divisor.to(wide.dtype)).to(x.dtype)
+
+
+def sum_of_pieces(received: Tensor, length: int, own: Tensor | None, rank: int) -> Tensor:
+    """The sum of the ranks' pieces in the order of the ranks, bit for bit that of an ordered reduction.
+
+    It lies in memory of its own, or in that of the received pieces, so that the memory of `own` can be freed.
+
+    Args:
+        received: The pieces one after the other, without that of this rank where that is `own`; they are overwritten.
+        length: The elements of a piece.
+        own: This rank's piece, where it has not travelled; the sum may be written there.
+    """
+    rows = list(received.split(length)) if received.numel() else []
+    if own is not None:
+        rows.insert(rank, own)
+    if not rows:
+        return received
+    if len(rows) == 2:  # of two ranks
+        return torch.add(*rows, out=rows[0] if rows[1] is own else rows[1])
+    return sum_in_order(rows)

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ._axis_env import AxisName, under_vmap
+from ._call import KEYWORDS, NAMES, Call, call_of
 from ._errors import NotVmappable
 from ._spec import Spec, Specified, spec_of_function
+from ._timing import Timing
 from ._tree import State, Tree
 
 
@@ -47,6 +49,13 @@ class Reduction(NamedTuple):
     scatters: bool = False  # whether each rank gets only its piece of the result
 
 
+class ByNorm(NamedTuple):
+    """A factor for all gradients that depends on their norm."""
+
+    factor: Callable[[Any], Any]  # norm, 0-d -> factor, 0-d
+    previous: bool = False  # whether it is the norm of the last call's gradients
+
+
 class Compression(NamedTuple):
     """The lossy compression of a transform's messages.
 
@@ -56,6 +65,71 @@ class Compression(NamedTuple):
 
     paths: Callable[[Tree], Collection[str]] | None
     encoded: bool = True  # whether a codec encodes the messages
+
+
+class Update:
+    """The `update` of a transform: a function `(grads, state, params=None, **keywords) -> (grads, state)`.
+
+    It is made once from the function that was given, and stays the same in copies of the transform.
+
+    Attributes:
+        function: The function that was given. It takes `(grads, state, params, call)`, or keywords.
+        names: The keywords that it names.
+    """
+
+    __slots__ = ("_donates", "_flushes", "_others", "_places", "_refused", "_takes_call", "function", "names")
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self._takes_call = function, False
+        self._donates = self._flushes = True
+        self._refused: Spec | None = None  # of a transform that does not run under vmap
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # a builtin, which is called with the gradients, the state and the parameters
+            self.names, self._others, self._places = frozenset[str](), False, 3
+            return
+        kinds = [p.kind for p in parameters]
+        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.names = frozenset(p.name for p in parameters if p.kind in by_name)
+        self._others = inspect.Parameter.VAR_KEYWORD in kinds
+        self._takes_call = "call" in self.names
+        many = inspect.Parameter.VAR_POSITIONAL in kinds
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        places = sum(p.kind in positional and p.name not in ("call", *KEYWORDS) for p in parameters)
+        if places < 2 and not many and not self._others:
+            raise TypeError(
+                f"update is called as update(grads, state, params=None, ...), but {function!r} takes {places} arguments"
+            )
+        self._places = 3 if many or places < 2 else min(places, 3)
+
+    def for_transform(self, owner: Transform) -> Update:
+        """The same update with the facts of a transform."""
+        new = object.__new__(Update)
+        new.function, new.names, new._others = self.function, self.names, self._others
+        new._places, new._takes_call = self._places, self._takes_call
+        new._donates = "donated" in owner.takes
+        new._flushes = owner.accepts("flush")
+        new._refused = None if owner.vmappable else owner.spec if owner.spec.name else spec_of_function(self.function)
+        return new
+
+    def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
+        return self.run(grads, state, params, call_of(keywords))
+
+    def run(self, grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        """Call the function, with what it takes of the context."""
+        if call.flush and not self._flushes:
+            return grads, state
+        if call.donated and not self._donates:
+            call = call.inside(donated=False)
+        if self._refused is not None and under_vmap():
+            raise NotVmappable(
+                f"{self._refused!r} does not run under the vmap engine; use simulate(..., engine='lockstep')"
+            )
+        if self._takes_call:
+            out: tuple[Tree, State] = self.function(grads, state, params, call=call)
+            return out
+        out = self.function(*(grads, state, params)[: self._places], **call.keywords(self.names, self._others))
+        return out
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,28 +142,35 @@ class Transform(Specified):
             `weight` is this rank's share in the step's mean (a number or a 0-d tensor; None is 1), `lane` a dict of
             named scalars that are summed along with the gradients. It may return None for the gradients if there is no
             step in this call (see `accumulate`); then the following stages are not run. The state of parameters is in
-            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. Keywords in `extra`:
+            dicts keyed by their paths, inside tuples, NamedTuples, lists and dicts. It may leave out keywords that it does
+            not use. Others that it may name:
 
             - `step`: the number of the pipeline's steps before this one, a host integer, equal on all ranks. Periods
               and warm-ups depend on it. A transform without this keyword counts its own calls.
             - `persistent`: the input is parameters or buffers, which persist between steps. A reduction returns them
               unchanged where no rank has weight, since a mean without weights is 0.
-            - `first_bucket`: in a call on one of several buckets, its `.get()` returns the new state of the same stage
-              in the first bucket's call of this step. `Inner` passes it to a transform inside.
-            - `unit`: a power of two that makes sums of weight * gradient fit float16; `mean` multiplies by it before it
-              sums.
             - `flush`: no step has been taken; a transform that has gathered the weights of several steps runs now, and
               those inside it. Other transforms are not called.
             - `donated`: no caller needs the gradients any more, so `update` may write into them.
+            - `sharded_over`: the axis over which the input is sharded.
+            - `call`: all of these in one `Call`, for `(grads, state, params, call)` in the place of keywords.
         needs: The requirements of `update` on its input; by default the whole tree.
         reduces: The reduction, for a transform that carries the lane.
         compression: The compression, for a transform that does not send the complete gradient.
         pauses: Whether `update` may return None for the gradients.
         vmappable: Whether `update` runs under the simulator's vmap engine.
+        takes: Of an `update` with `call`: the attributes of it that change what it does, as the names of keywords do for
+            others: "flush", "donated", "sharded_over", "wire", "prefetch".
+        timing: When it runs those inside it, and when its messages change; None: they are the same in each step.
+        wraps: "stages": it only runs those inside it, one after the other. "whole": all leaves go through the one inside.
+        by_norm: For a transform that only scales all gradients by a function of their norm: that function.
+        parts: For a transform whose inner ones get some of the leaves each: from the values to the inner ones, as
+            transforms of all leaves.
+        silent: Whether it is meant to send nothing, where others would warn of that.
         spec: The transform as data; `factory` fills it in.
 
     >>> import torch
-    >>> double = Transform(lambda params: (), lambda g, s, params=None, **extra: (g * 2, s), needs=Needs.NOTHING)
+    >>> double = Transform(lambda params: (), lambda g, s, params=None: (g * 2, s), needs=Needs.NOTHING)
     >>> double.update(torch.tensor(1.5), ())
     (tensor(3.), ())
     """
@@ -101,22 +182,36 @@ class Transform(Specified):
     compression: Compression | None = None
     pauses: bool = False
     vmappable: bool = True
+    takes: Collection[str] = ()
+    timing: Timing = None
+    wraps: Literal["stages", "whole"] | None = None
+    by_norm: ByNorm | None = None
+    parts: Callable[[Tree], Sequence[Transform]] | None = None
+    silent: bool = False
     spec: Spec = Spec("")
 
     def __post_init__(self) -> None:
         if not isinstance(self.needs, Needs):
             raise TypeError(f"needs must be a Needs, such as Needs.LEAVES | Needs.PATHS, got {self.needs!r}")
-        object.__setattr__(self, "update", adapted(self.update))
+        update = self.update if isinstance(self.update, Update) else Update(self.update)
         children = [child for child in self.spec.children if isinstance(child, Transform)]
-        object.__setattr__(
-            self, "needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs)
-        )
-        object.__setattr__(self, "pauses", self.pauses or any(child.pauses for child in children))
+
+        def set_(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        set_("needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs))
+        set_("pauses", self.pauses or any(child.pauses for child in children))
+        set_("takes", frozenset(self.takes) | (update.names & NAMES))
+        set_("vmappable", self.vmappable and all(getattr(child, "vmappable", True) for child in self.spec.children))
         if self.compression is None:
-            object.__setattr__(self, "compression", _compression_of(children))
-        if not self.vmappable or not all(getattr(child, "vmappable", True) for child in self.spec.children):
-            object.__setattr__(self, "vmappable", False)
-            object.__setattr__(self, "update", _refuse_vmap(self.update, self))
+            set_("compression", _compression_of(children))
+        set_("update", update.for_transform(self))
+
+    def run(self, grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        """`update` in a given context."""
+        update: Any = self.update
+        out: tuple[Tree, State] = update.run(grads, state, params, call)
+        return out
 
     @property
     def sums(self) -> Callable[[State], Any] | None:
@@ -131,22 +226,18 @@ class Transform(Specified):
         inside = (child.sharded_over for child in self.spec.children if isinstance(child, Transform))
         return next(filter(None, inside), None)
 
-    @functools.cached_property
-    def keywords(self) -> Collection[str]:
-        """The names in the signature of `update`."""
-        return inspect.signature(self.update).parameters.keys()
-
     def accepts(self, keyword: str) -> bool:
-        """Whether `update`, or that of a transform inside, has a keyword of this name in its signature."""
+        """Whether `update`, or that of a transform inside, does something with this attribute of a call."""
         inside = (child for child in self.spec.children if isinstance(child, Transform))
-        return keyword in self.keywords or any(child.accepts(keyword) for child in inside)
+        return keyword in self.takes or any(child.accepts(keyword) for child in inside)
 
     def with_spec(self, spec: Spec) -> Transform:
         return replace(self, spec=spec)
 
     @property
     def _spec(self) -> Spec:
-        return self.spec if self.spec.name else spec_of_function(self.update)
+        update: Any = self.update
+        return self.spec if self.spec.name else spec_of_function(update.function)
 
 
 class Inner:
@@ -160,19 +251,19 @@ class Inner:
     def __init__(self, transform: Transform, field: str = "inner") -> None:
         self.transform, self.field = transform, field
 
-    def update(
-        self, grads: Tree, state: Any, params: Tree, *, first_bucket: Any = None, donated: bool = False, **extra: Any
-    ) -> tuple[Tree, State]:
-        """Call the inner transform with the arguments of the outer call, and return its result and its new state.
+    def update(self, grads: Tree, state: Any, params: Tree, **keywords: Any) -> tuple[Tree, State]:
+        """Call the inner transform with the keywords of the outer call, and return its result and its new state.
 
         Args:
             state: The outer state.
         """
-        own = first_bucket.substate(self.field) if first_bucket is not None else None
-        lent = donate_kwargs(self.transform, donated)
+        return self.run(grads, state, params, call_of(keywords))
+
+    def run(self, grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, State]:
+        """`update` in a given context."""
         if not hasattr(state, self.field):
             raise other_state(state)
-        return self.transform.update(grads, getattr(state, self.field), params, first_bucket=own, **lent, **extra)
+        return self.transform.run(grads, getattr(state, self.field), params, call)
 
     def reduction(self, *own: str, same: bool = False) -> Reduction | None:
         """The reduction of the outer transform.
@@ -193,54 +284,12 @@ class Inner:
         return Reduction(of_inner, axis, over) if same else Reduction(of_inner)
 
 
-def adapted(update: Callable[..., Any]) -> Callable[..., Any]:
-    """An `update` that ignores the keywords that are not in its signature, as optax's do.
-
-    Raises:
-        TypeError: it does not take gradients and a state.
-    """
-    try:
-        parameters = inspect.signature(update).parameters
-    except (TypeError, ValueError):  # a builtin
-        return update
-    kinds = [p.kind for p in parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return update
-    named = {n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    many = inspect.Parameter.VAR_POSITIONAL in kinds
-    places = sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
-    if places < 2 and not many:
-        raise TypeError(
-            f"update is called as update(grads, state, params=None, ...), but {update!r} takes {places} arguments"
-        )
-
-    @functools.wraps(update)
-    def with_known(*args: Any, **kwargs: Any) -> Any:
-        return update(*(args if many else args[:places]), **{n: v for n, v in kwargs.items() if n in named})
-
-    with_known.adapts = update  # type: ignore[attr-defined]
-    return with_known
-
-
 def other_state(state: Any, expected: str = "the state") -> ValueError:
     """The error for the state of another transform."""
     return ValueError(
         f"state is a {type(state).__name__}, expected {expected} that this transform's init or update returned; it is another "
         f"pipeline's state"
     )
-
-
-def donate_kwargs(to: Transform, donated: bool = True) -> dict[str, bool]:
-    """The keywords for `update` if its caller needs the gradients no more: `donated`, where the signature has it.
-
-    No two of these gradients share memory, so `update` may write its results into them.
-    """
-    return {"donated": True} if donated and "donated" in to.keywords else {}
-
-
-def flush_kwargs(to: Transform, flush: bool) -> dict[str, bool]:
-    """The keywords for `update` in a flush: `flush`, where the signature has it."""
-    return {"flush": True} if flush and to.accepts("flush") else {}
 
 
 def _compression_of(children: Sequence[Transform]) -> Compression | None:
@@ -254,19 +303,6 @@ def _compression_of(children: Sequence[Transform]) -> Compression | None:
         return set[str]().union(*(function(params) for function in functions))
 
     return Compression(paths if functions else None, any(one.encoded for one in found))
-
-
-def _refuse_vmap(update: Callable[..., Any], owner: Transform) -> Callable[..., Any]:
-    update = getattr(update, "_allows_vmap", update)
-
-    @functools.wraps(update)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if under_vmap():
-            raise NotVmappable(f"{owner!r} does not run under the vmap engine; use simulate(..., engine='lockstep')")
-        return update(*args, **kwargs)
-
-    guarded._allows_vmap = update  # type: ignore[attr-defined]
-    return guarded
 
 
 def check_transform(value: Any, where: str) -> Transform:

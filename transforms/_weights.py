@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ._call import Call
 from ._check import is_finite
 from ._sums import scaled
 from ._tree import Tree, readable_without_sync, to_device, where
@@ -124,6 +125,19 @@ def share_of(weight: Any, over: Over) -> RankWeight:
         return RankWeight(factor, known)
     counted = torch.where(factor.isnan(), factor, (factor > 0).to(factor.dtype))
     return RankWeight(counted, None if known is None else float(known > 0))
+
+
+def share_in(call: Call, over: Over) -> RankWeight:
+    """The factor in a reduction of what this rank has: of its own gradients, or of a mean that it shares with others.
+
+    Behind a reduction a mean over the weights counts by the weights of the ranks that share it, one over the live ranks
+    by their number. All groups have equally many ranks, so that one over the world counts them alike.
+
+    Raises:
+        ValueError: as `check_weight` does.
+    """
+    of_group = None if call.group is None else {"weight": call.group.weight, "live": call.group.live}.get(over)
+    return share_of(call.weight, over) if of_group is None else RankWeight(check_weight(of_group), None)
 
 
 def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CollectiveTimeout, PeerLost
 from ..groups._consistency import parameters_fit, same_step
 from ..groups._mesh import Mesh
-from ..reducer._bucket_hooks import Call
+from ..reducer._bucket_hooks import BucketCall
 from ..reducer._flat_params import copy_if_aliased
 from ..reducer._interleave import Interleaver, travel
 from ..reducer._side_stream import SideStream
@@ -22,15 +22,17 @@ from ..reducer._tree_stages import last_sums, run_stages
 from ..training._left_open import LeftOpen
 from ..transforms._axis_env import bind_axes, bound
 from ..transforms._bucketwise import merge, restrict
-from ..transforms._transform import Transform, donate_kwargs
-from ..transforms.combinators._chain import stages
+from ..transforms._call import Call
+from ..transforms._rider import BucketSums
+from ..transforms._transform import Transform
+from ..transforms.combinators._chain import behind_all, counting, stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.pipelines._dry_run import DryRun
 from ..transforms.pipelines._explain import explain_run
 from ..transforms.pipelines._explanation import Explanation
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
-from ..transforms.reductions._mean import MeanState
+from ..transforms.reductions._reduction import MeanState
 from ._buckets import DDPBucket, divide, first_buckets
 from ._late_errors import after_backward
 from ._module_step import ModuleStep
@@ -46,7 +48,7 @@ class DDPRun:
         flats: The parameters' memory, which the states of pure functions must not share.
     """
 
-    # A `Call` reads these; see `BucketHook`.
+    # A `BucketCall` reads these; see `BucketHook`.
     flat, fresh = False, False
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
@@ -85,7 +87,7 @@ class DDPRun:
         self._outs: list[DDPBucket] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
-        self._calls: list[Call] = []
+        self._calls: list[BucketCall] = []
         self._interleaver: Interleaver | None = None
         self._side: SideStream | None = None  # on CUDA
         self._sum: WeightedSum | None = None
@@ -198,7 +200,7 @@ class DDPRun:
         states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])
         old = states if count > 1 else states[0]
         pieces = out.pieces if self._plan.early.sharded_over else None
-        call = Call(self, old, params, self._weight, self._lane, self._calls[0] if self._calls else None, pieces)
+        call = BucketCall(self, old, params, self._calls[0] if self._calls else None, pieces)
         call.out = out
         self._calls.append(call)
         if self._interleaver is not None:
@@ -210,12 +212,19 @@ class DDPRun:
             else:
                 call()
 
-    def update(self, *args: Any, pieces: Pieces | None = None, **extra: Any) -> tuple[Any, Any]:
+    sums_dtype = torch.float64
+
+    def update(self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket; returns their gradients and state."""
         early = self._plan.early
         assert early is not None
         with bind_pieces(pieces):
-            return early.update(*args, lane_dtype=torch.float64, step=self.step, **donate_kwargs(early), **extra)
+            return early.run(grads, state, params, self._first_call().inside(sums=sums, donated=True))
+
+    def _first_call(self) -> Call:
+        """The call of the hook's first stage."""
+        call = Call(self._weight, self._lane, self.step).inside(sums=BucketSums(self.sums_dtype))
+        return counting(self._stages, call)
 
     # -- after the last bucket ----------------------------------------------------------------------------
 
@@ -238,14 +247,10 @@ class DDPRun:
             divisor = 1.0
         states = self.hook_state[len(new) :]
         if rest := self._stages[len(new) :]:
-            given = (
-                {"weight": self._weight, "lane": self._lane}
-                if found is None
-                else {"weight": found.total, "lane": found.lane}
-            )
-            states = run_stages(
-                rest, states, self, self._outs, self._mesh, **given, lane_dtype=torch.float64, step=self.step
-            )
+            call = self._first_call()
+            if new:
+                call = behind_all(self._stages[: len(new)], new if len(new) > 1 else new[0], call)
+            states = run_stages(rest, states, self, self._outs, self._mesh, call)
             found = last_sums(rest, states) or found
         if found is not None:
             self.total = float(found.total)

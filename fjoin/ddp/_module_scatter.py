@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..reducer._reduce_scatter import sum_of_pieces
 from ..transforms._axis_env import Axis
+from ..transforms._sums import sum_of_pieces
 from ._buckets import DDPBucket
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._errors import DesyncError
 from ..groups._mesh import Mesh
+from ..groups._record import Record
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
 from ..reducer._gather_pieces import gather_leaves
@@ -20,6 +21,8 @@ from ..reducer._step_check import StepCheck
 from ..training._apply import run_ends
 from ..training._loss_weight import unscale
 from ..transforms._axis_env import bind_axes
+from ..transforms._call import Call
+from ..transforms._lane import NONFINITE
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense, named_leaves
 from ..transforms.layout._pieces import Pieces
@@ -28,12 +31,11 @@ from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
-from ..transforms.reductions._mean import MeanState
+from ..transforms.reductions._reduction import MeanState
 from ..transforms.step_param._state_fields import state_fields
 from ._buckets import DDPBucket, divide
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
-from ._weighted_sum import Counts
 
 # By the size of an element in bytes: a dtype whose sums are exact.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -94,7 +96,7 @@ class ModuleStep:
         self._late_counts = LateCounts(pipeline.ends, mesh.shape, self._check_pass)
         # Where the ranks' gradients differ although the hook reduces: 1 if this rank's own, before it, are not finite.
         self._own_bad: float | None = None
-        self._counts: Counts | None = None  # this pass's message about the ranks that left out the step before
+        self._counts: Record | None = None  # this pass's message about the ranks that left out the step before
 
     def rates(self) -> list[tuple[str, float]]:
         """The hyperparameters of the next step that may differ between ranks, by name."""
@@ -165,7 +167,11 @@ class ModuleStep:
         self._own_bad = 0.0 if axes and not equal else None
         self._counts = None
         if self._counts_alone(step):
-            self._counts = Counts(self._mesh, self._plan.agree, 0.0, self._check.left_out)
+            self._counts = self._count(self._plan.agree, 0.0, self._check.left_out)
+
+    def _count(self, axes: tuple[str, ...], weight: float, flag: float) -> Record:
+        """Start summing a weight, and a flag of each rank, in a message of their own."""
+        return Record(self._mesh, axes, {"weight": weight}, {NONFINITE: float(flag)})
 
     def _counts_alone(self, step: int) -> bool:
         """Whether a pass begins with a message of the bits of ranks that left out the step before."""
@@ -213,7 +219,7 @@ class ModuleStep:
             own_bad = bad = float(self._check.bad(outs))
             if self._own_bad is not None:  # after a reduction they hold values of other ranks too
                 weight, own_bad = math.nan if bad else weight, self._own_bad
-            sums = Counts(self._mesh, axes, weight, own_bad).wait()
+            sums = dict(self._count(axes, weight, own_bad).wait())
             total = sums["weight"] if axes else math.nan
         sums.update(total=sums["weight"], loss=0.0)
         counts = None
@@ -250,7 +256,7 @@ class ModuleStep:
             self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
         elif decision.error is not None and self._skips is None:
             return decision.effect, total
-        self._run_ends(own, sums["weight"], decision.effect, step)
+        self._run_ends(own, decision.effect, Call(sums["weight"], None, step))
         self._gather(own, decision.effect)
         return decision.effect, total
 
@@ -274,7 +280,7 @@ class ModuleStep:
             self._begin_flush(step)
         with torch.no_grad():
             own = self._own()
-            self._run_ends(own, 0.0, FLUSH, step, flush=True)
+            self._run_ends(own, FLUSH, Call(0.0, None, step).inside(flush=True))
             self._gather(own, FLUSH)
 
     def _begin_flush(self, step: int) -> None:
@@ -285,7 +291,7 @@ class ModuleStep:
         for late, sums in self._late_counts.take(step):
             self._check.raise_left_out(step - late, sums)
         own = 1.0 + step
-        sums = Counts(self._mesh, self._plan.agree, own, float(self._check.left_out)).wait()
+        sums = self._count(self._plan.agree, own, self._check.left_out).wait()
         self._check.left_out = 0.0
         if sums["weight"] != own * self._check.ranks:
             self._refuse(step)
@@ -305,9 +311,9 @@ class ModuleStep:
         self._mesh.report(error, step - 1)
         raise error
 
-    def _run_ends(self, held: dict[str, Tensor], weight: float, effect: Effect, step: int, **extra: Any) -> None:
+    def _run_ends(self, held: dict[str, Tensor], effect: Effect, call: Call) -> None:
         if self.pipeline.ends:
             states, old, flats = self.stepper.states, (self.after_state, self.on_state), self._flats
             self.after_state, self.on_state = run_ends(
-                self.pipeline, self._mesh, held, states, old, flats, weight, effect, step, **extra
+                self.pipeline, self._mesh, held, states, old, flats, effect, call
             )

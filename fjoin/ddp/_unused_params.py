@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
+from ..groups._record import Record
 from ..transforms._bucketwise import merge, restrict
-from ..transforms._tree import to_device
 
 
 class UsedParameters:
@@ -29,10 +28,11 @@ class UsedParameters:
 
     def anywhere(self) -> set[str]:
         """The parameters that have had a gradient on some rank since the last call; sends one small message."""
-        bits = to_device(self._mesh.device, torch.tensor([float(path in self._here) for path in self._paths]))
+        bits = {path: float(path in self._here) for path in self._paths}
         self._here.clear()
-        self._mesh.reduce_(bits, tuple(self._mesh.shape)).wait()
-        return {path for path, bit in zip(self._paths, bits.tolist(), strict=True) if bit}
+        return {
+            path for path, bit in Record(self._mesh, tuple(self._mesh.shape), bits, small=True).wait().items() if bit
+        }
 
 
 def keep_unused_state(

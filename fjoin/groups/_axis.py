@@ -13,14 +13,11 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from .._errors import JoinError
-from ..transforms._axis_env import Axis
+from ..transforms._axis_env import Axis, Done, Work
 from ..transforms._sums import sum_in_order
 from ..transforms.axes._order import from_order, to_order
 from ._malloc import keep_freed
-from ._messages import Copied, Message, plain
-from ._messages import Done as Done
-from ._messages import Received as Received
-from ._messages import Work as Work
+from ._messages import Copied, Message, Received, plain
 
 _REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 
@@ -51,6 +48,8 @@ class GroupAxis(Axis):
         cause: The typed error for an error of the backend.
     """
 
+    travels = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -78,14 +77,14 @@ class GroupAxis(Axis):
             )
         return self.group
 
-    def reduce_(self, buffer: Tensor) -> Work:
+    def begin_reduce(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
         group = self._open()
         if self.ordered:
             buffer.copy_(self.run("psum", buffer, None))
             return Done()
         if buffer.is_conj() or buffer.is_neg():
-            return Copied(self.reduce_(values := plain(buffer)), values, buffer)
+            return Copied(self.begin_reduce(values := plain(buffer)), values, buffer)
         if self._swaps and buffer.device.type == "cpu" and buffer.numel() * buffer.element_size() <= _SWAP_BYTES:
             received = torch.empty_like(buffer)
             # a + b = b + a, to the bit: both ranks have the same sum.
@@ -112,9 +111,10 @@ class GroupAxis(Axis):
         rows[self.rank].copy_(flat)
         return works
 
-    def gather_(self, flat: Tensor, sizes: Sequence[int]) -> Work:
+    def begin_gather(self, flat: Tensor, sizes: Sequence[int], rank: int) -> Work:
         """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
         self._open()
+        del rank
         start, cpu = sum(sizes[: self.rank]), flat.device.type == "cpu"
         stop = start + sizes[self.rank]
         own = flat[start:stop]
@@ -141,7 +141,7 @@ class GroupAxis(Axis):
         return x
 
     def start_(self, x: Tensor) -> Callable[[], object]:
-        work = self.typed(lambda: self.reduce_(x))
+        work = self.typed(lambda: self.begin_reduce(x))
         return lambda: self.typed(work.wait)
 
     def typed(self, call: Callable[[], T]) -> T:
@@ -187,7 +187,7 @@ class GroupAxis(Axis):
             return lambda: sum_in_order(parts().unbind(0))
         if op == "psum":
             out = x.clone()
-            work = self.reduce_(out)
+            work = self.begin_reduce(out)
 
             def total() -> Tensor:
                 work.wait()

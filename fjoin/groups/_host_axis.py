@@ -13,10 +13,11 @@ from .._errors import DesyncError
 from ..shared_memory._channel import HostChannel, combine, copy_all
 from ..shared_memory._exchange import Exchange
 from ..shared_memory._links import HostLinks
+from ..transforms._axis_env import Done, PieceSum, Work
 from ..transforms.axes._order import from_order, to_order
 from ._axis import GroupAxis
 from ._malloc import keep_freed
-from ._messages import Done, Work, plain
+from ._messages import plain
 
 
 class HostAxis(GroupAxis):
@@ -50,15 +51,19 @@ class HostAxis(GroupAxis):
         self._open()
         return self.channel.exchange(*args, **kwargs)
 
-    def reduce_(self, buffer: Tensor) -> Work:
+    def begin_reduce(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
         if buffer.device.type != "cpu":
-            return super().reduce_(buffer)
+            return super().begin_reduce(buffer)
         self._open()
         if buffer.numel() == 0:
             return Done()
         work = self.channel.reduce_("psum", buffer.detach().view(-1))
         return Summed(work) if work.pushes and buffer.is_floating_point() else work
+
+    def begin_scatter(self, flat: Tensor, bounds: Sequence[int], rank: int) -> PieceSum:
+        """Start summing the pieces of a flat buffer, each on its rank; on the CPU in place."""
+        return OwnPiece(self, flat, bounds) if flat.device.type == "cpu" else super().begin_scatter(flat, bounds, rank)
 
     def scatter_(self, buffer: Tensor, bounds: Sequence[int]) -> Exchange:
         """Start summing the pieces of a flat buffer on the CPU, each on its rank, in place.
@@ -127,10 +132,10 @@ class HostAxis(GroupAxis):
         take_one = (lambda parts: None) if receive is None else (lambda parts: copy_all(out, [parts[receive]]))
         return _After(self._exchange(op, x, ranges, take_one, same=(sorted(arg), shape)), out)
 
-    def gather_(self, flat: Tensor, sizes: Sequence[int], message: int | None = None) -> Work:
+    def begin_gather(self, flat: Tensor, sizes: Sequence[int], rank: int, message: int | None = None) -> Work:
         """Start filling a flat buffer from all ranks' parts of it, of these sizes in rank order; each has its own."""
         if flat.device.type != "cpu":
-            return super().gather_(flat, sizes)
+            return super().begin_gather(flat, sizes, rank)
         start = sum(sizes[: self.rank])
         own, at = flat[start : start + sizes[self.rank]], [sum(sizes[:i]) for i in range(self.size + 1)]
 
@@ -143,6 +148,22 @@ class HostAxis(GroupAxis):
         return self._exchange(
             "gather", own, [(0, len(own))] * self.size, fill, settles=True, same=same, message=message
         )
+
+
+class OwnPiece(PieceSum):
+    """The sum of this rank's piece, which it takes where the piece is."""
+
+    def __init__(self, axis: HostAxis, flat: Tensor, bounds: Sequence[int]) -> None:
+        self._piece, self._floats = flat[bounds[axis.rank] : bounds[axis.rank + 1]], flat.is_floating_point()
+        self._work = axis.scatter_(flat, bounds)
+
+    def arrived(self) -> bool:
+        return self._work.arrived()
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        self.total = self._work.total if self._floats else None
+        return self._piece
 
 
 class Summed:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..shared_memory._packets import INLINE_BYTES
+from ..transforms._axis_env import Done, Work
 from ._axis import GroupAxis
 from ._host_axis import HostAxis
-from ._messages import Done, Work
 
 
 class HostsAxis(GroupAxis):
@@ -33,7 +33,7 @@ class HostsAxis(GroupAxis):
         self._behind = HostAxis(links, ~number & 0xFF, ranks, inside.group, check=inside.check)
         self._waiting: list[Staged] = []  # whose sum between hosts has not begun
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A buffer whose messages inside the host need no copy."""
         return self.inside.zeros(numel, dtype)
 
@@ -41,10 +41,10 @@ class HostsAxis(GroupAxis):
         """A flat tensor for `start_`, on the CPU without a copy inside the host."""
         return self.inside.empty(numel, dtype, device)
 
-    def reduce_(self, buffer: Tensor) -> Work:
+    def begin_reduce(self, buffer: Tensor) -> Work:
         """Start summing a contiguous buffer in place."""
         if buffer.device.type != "cpu" or buffer.nbytes <= INLINE_BYTES:
-            return super().reduce_(buffer) if buffer.numel() else Done()
+            return super().begin_reduce(buffer) if buffer.numel() else Done()
         while self._waiting and self._waiting[0].first.arrived():
             self._begin()
         self._waiting.append(Staged(self, buffer.detach().view(-1)))
@@ -62,7 +62,7 @@ class HostsAxis(GroupAxis):
     def finish(self, work: Staged) -> None:
         """Give all ranks of this host the pieces of a sum."""
         sizes = [stop - start for start, stop in zip(work.bounds, work.bounds[1:], strict=False)]
-        self._behind.gather_(work.flat, sizes, work.number).wait()
+        self._behind.begin_gather(work.flat, sizes, self._behind.rank, work.number).wait()
 
 
 class Staged:
@@ -81,7 +81,7 @@ class Staged:
         """Wait for the sum inside the host, and begin that between hosts."""
         self.first.wait()
         start, stop = self.bounds[self._axis.inside.rank :][:2]
-        self._second = self._axis.across.reduce_(self.flat[start:stop])
+        self._second = self._axis.across.begin_reduce(self.flat[start:stop])
 
     def wait(self) -> None:
         if self._ended:

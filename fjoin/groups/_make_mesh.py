@@ -22,7 +22,6 @@ from ..shared_memory._hosts import split_by_host
 from ..transforms._axis_env import One, bind_axes, bound, under_vmap
 from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
-from ..transforms.axes._lockstep import SimulatedAxis
 from ._connections import Connections, event_loops
 from ._failures import BACKEND_ERROR
 from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
@@ -88,7 +87,7 @@ def mesh(
         raise ValueError("a mesh needs at least one axis, for example {'data': -1}")
     if under_vmap():
         raise NotVmappable("fjoin.mesh and train_step need simulate(..., engine='lockstep')")
-    simulated = {name: axis for name, axis in bound().items() if isinstance(axis, SimulatedAxis)}
+    simulated: dict[str, Any] = {name: axis for name, axis in bound().items() if axis.simulated}
     if simulated:
         sizes = _sizes(shape, math.prod(axis.size for axis in simulated.values()))
         if sizes != {name: axis.size for name, axis in simulated.items()}:
@@ -285,7 +284,7 @@ def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGrou
 
 def world_mesh() -> Mesh:
     """A mesh of all ranks with the axis "data": over the default group where there is one, without own groups."""
-    simulated = any(isinstance(axis, SimulatedAxis) for axis in bound().values())
+    simulated = any(axis.simulated for axis in bound().values())
     if dist.is_initialized() and not simulated:
         ENDED.clear()
         return mesh_from_group(dist.group.WORLD)

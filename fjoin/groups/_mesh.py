@@ -9,10 +9,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from ._axis import GroupAxis
-from ._host_axis import HostAxis
-from ._hosts_axis import HostsAxis
-from ._messages import Done, Work
+from ..transforms._axis_env import Done, Work
 from ._use import Use
 
 
@@ -65,16 +62,16 @@ class Mesh:
             return Done()
         *first, last = self.over(names)
         for axis in first:
-            _reduce_(axis, buffer).wait()
-        return _reduce_(last, buffer)
+            axis.begin_reduce(buffer).wait()
+        work: Work = last.begin_reduce(buffer)
+        return work
 
     def zeros(
         self, numel: int, dtype: torch.dtype, device: torch.device | None, names: tuple[str, ...]
     ) -> Tensor | None:
         """A buffer whose messages over some axes need no copy; None where any memory is as good."""
         over = self.over(names) if names and (device is None or device.type == "cpu") else []
-        axis = over[-1] if len(over) == 1 else None
-        return axis.zeros(numel, dtype) if isinstance(axis, (HostAxis, HostsAxis)) and numel else None
+        return over[0].zeros(numel, dtype) if len(over) == 1 and numel else None
 
     def exchange(
         self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
@@ -165,14 +162,6 @@ def check_mesh(where: str, mesh: Any) -> None:
     """Raise TypeError unless `mesh` is a Mesh."""
     if not isinstance(mesh, Mesh):
         raise TypeError(f"{where}: mesh must be a Mesh, made by fjoin.mesh({{'data': -1}}), got {mesh!r}")
-
-
-def _reduce_(axis: Any, buffer: Tensor) -> Work:
-    if isinstance(axis, GroupAxis):
-        return axis.reduce_(buffer)
-    if axis.size > 1:
-        buffer.copy_(axis.run("psum", buffer, None))
-    return Done()
 
 
 class SimulatedMesh(Mesh):

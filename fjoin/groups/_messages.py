@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from ..transforms._axis_env import Work
+
 # The time between two checks for failures while a message is awaited.
 _LOOK_AFTER = datetime.timedelta(seconds=1)
-
-
-class Work(Protocol):
-    def wait(self) -> Any: ...
-
-
-class Done:
-    """The work of a collective that has run already."""
-
-    def wait(self) -> None:
-        return None
 
 
 class Copied:

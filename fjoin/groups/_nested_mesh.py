@@ -9,16 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..transforms._axis_env import bound
-from ..transforms.axes._lockstep import SimulatedAxis
+from ..transforms._axis_env import Axis, bound
 from ._connections import Connections
 from ._group_mesh import GroupMesh, timeout_of
 from ._make_mesh import mesh, world_mesh
 from ._mesh import Mesh
 
 
-def _simulated() -> list[SimulatedAxis]:
-    return [axis for axis in bound().values() if isinstance(axis, SimulatedAxis)]
+def _simulated() -> list[Axis]:
+    return [axis for axis in bound().values() if axis.simulated]
 
 
 def world_size() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..transforms._check import is_number
-from ..transforms._spec import _FACTORIES
 from ..transforms._tree import fields
 from ..transforms.optimizers._inject import remade
 from ..transforms.step_param._optimizer import Optimizer
@@ -19,7 +17,7 @@ from ..transforms.step_param._optimizer import Optimizer
 def own_by_group(part: Optimizer) -> dict[str, Any]:
     """The hyperparameters that may differ by group, with those of an inner optimizer: numbers, and betas."""
     found: dict[str, Any] = {}
-    known = inspect.signature(_FACTORIES[part.spec.name]).parameters if part.spec.name in _FACTORIES else {}
+    known = part.spec.parameters
     for name, value in part.spec.args:
         if isinstance(value, Optimizer):
             found.update(own_by_group(value))

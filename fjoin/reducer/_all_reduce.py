@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._axis import Work
 from ..groups._mesh import Mesh
-from ..transforms.combinators._clip import ClipState, clip_factor
+from ..transforms._axis_env import Work
+from ..transforms._call import Call
+from ..transforms._rider import BucketSums
+from ..transforms.combinators._clip import ClipState
 from ..transforms.layout._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
-from ..transforms.reductions._mean import MeanState
+from ..transforms.reductions._reduction import MeanState
 from ._buckets import GradBuffer
 from ._flat_params import Storage, copy_if_aliased
 from ._lane import StepLane
@@ -42,7 +44,7 @@ class AllReduceHook:
         self._hook, self._plan, self._mesh, self._lane, self._step_check = plan.hook, plan, mesh, lane, step_check
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, lane.axes
         self.unit, self.scales = power_near(lane.ranks), plan.by_weight
-        late = plan.clip is not None and plan.clip.spec["mode"] == "previous"
+        late = plan.clip is not None and plan.clip.by_norm is not None and plan.clip.by_norm.previous
         self.direct = (plan.clip is None or late) and not plan.rest
         self._before: ClipState | None = None  # of the last step, where its norm decides the clip factor
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the lane
@@ -135,17 +137,8 @@ class AllReduceHook:
             out.total = None  # the stages make other values of these
             out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
         first = state()
-        new = run_stages(
-            rest,
-            old[1:],
-            storage,
-            outgoing,
-            self._mesh,
-            weight=first.total,
-            lane=None,
-            lane_dtype=self._lane.dtype,
-            step=self._step,
-        )
+        call = Call(first.total, None, self._step).inside(sums=BucketSums(self._lane.dtype))
+        new = run_stages(rest, old[1:], storage, outgoing, self._mesh, call)
         for out in outgoing:
             self._step_check.observe(out)
         self.observed(outgoing)
@@ -166,9 +159,10 @@ class AllReduceHook:
         return make
 
     def _clip(self, norm: Tensor) -> Tensor:
-        assert self._plan.clip is not None
+        assert self._plan.clip is not None and self._plan.clip.by_norm is not None
         norm = norm if self._before is None else self._before.or_else(norm)
-        return clip_factor(norm, self._plan.clip.spec["max_norm"])
+        factor: Tensor = self._plan.clip.by_norm.factor(norm)
+        return factor
 
     def _total(self, sums: dict[str, Any]) -> Any:
         if self._over is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..groups._axis import Work
+from ..transforms._axis_env import Work
 
 
 class Arrivals:

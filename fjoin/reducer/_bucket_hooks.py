@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..groups._axis import Work
 from ..groups._mesh import Mesh
-from ..transforms._axis_env import bind_axes, bound
-from ..transforms._bucketwise import FirstBucket, restrict
-from ..transforms._transform import Transform, donate_kwargs
-from ..transforms.combinators._chain import stages
+from ..transforms._axis_env import Work, bind_axes, bound
+from ..transforms._bucketwise import restrict
+from ..transforms._call import ALONE, Call
+from ..transforms._rider import BucketSums
+from ..transforms._transform import Transform
+from ..transforms.combinators._chain import behind_all, counting, stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.plan._plan import Plan, takes_flat
 from ._buckets import GradBuffer
@@ -103,7 +104,8 @@ class BucketHook:
         self.fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._given = 1.0  # the weight that this step's gradients already carry, divided out before the hook
         self._interleaver: Interleaver | None = None
-        self._calls: list[Call] = []
+        self._calls: list[BucketCall] = []
+        self._call = ALONE  # of the stages that run bucket by bucket, in this step
         self._bound: dict[str, Any] = {}
         self._in_waves = False
         self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard
@@ -164,27 +166,25 @@ class BucketHook:
         self._interleaver = Interleaver(axes) if self._in_waves and reduced else None
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
-        first_bucket = self._carried(values)
+        self._call = self._first_call(values).inside(donated=True)
         for i, bucket_state in enumerate(state.buckets):
             if self.flat:
                 params = {FLAT: storage.flats[i]}
             else:
                 params = {path: storage.leaves[path].detach() for path in storage.layout[i].paths}
             first = self._calls[0] if i else None
-            self._calls.append(Call(self, bucket_state, params, values["weight"], first_bucket, first, self._pieces[i]))
+            self._calls.append(BucketCall(self, bucket_state, params, first, self._pieces[i]))
 
-    def update(self, *args: Any, pieces: Pieces | None = None, **extra: Any) -> tuple[Any, Any]:
+    def update(self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None) -> tuple[Any, Any]:
         """Call the stages that run bucket by bucket; returns their gradients and state."""
         assert self._early is not None
         with bind_pieces(pieces):
-            return self._early.update(
-                *args,
-                lane_dtype=self._lane.dtype,
-                unit=self.unit,
-                step=self._step,
-                **donate_kwargs(self._early),
-                **extra,
-            )
+            return self._early.run(grads, state, params, self._call.inside(sums=sums))
+
+    @property
+    def sums_dtype(self) -> torch.dtype:
+        """The dtype of the words that the first bucket carries."""
+        return self._lane.dtype
 
     def launch(self, index: int, out: GradBuffer) -> Work | None:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
@@ -223,17 +223,11 @@ class BucketHook:
         """Run the other stages on all gradients; returns the new state, the summed lane, and 1 as the divisor."""
         for out in outgoing:
             out.wait()
-        weight, first_bucket = lane["weight"], self._carried(lane)
-        buckets = tuple(call.state for call in self._calls)
+        buckets, call = tuple(bucket.state for bucket in self._calls), self._first_call(lane)
         self.stop()
-        summed = self._early.sums(buckets[0]) if buckets and self._early is not None and self._early.sums else None
-        if summed is not None:
-            weight, first_bucket = summed.total, summed.lane
-        after = run_stages(
-            self._stages[old.form.n_early :], old.rest, storage, outgoing, self._mesh,
-            weight=weight, lane=first_bucket, lane_dtype=self._lane.dtype, unit=self.unit,
-            step=self._step,
-        )  # fmt: skip
+        if buckets:
+            call = behind_all(self._stages[: old.form.n_early], buckets[0], call)
+        after = run_stages(self._stages[old.form.n_early :], old.rest, storage, outgoing, self._mesh, call)
         state = HookState(buckets, after, old.form)
         for out in outgoing:
             self._step_check.observe(out)
@@ -252,9 +246,11 @@ class BucketHook:
         self._lane.send().wait()
         return state, self._step_check.read_lane(self._lane), 1.0
 
-    def _carried(self, lane: dict[str, Any]) -> dict[str, Any] | None:
-        """The lane values that travel in the hook's own messages; None where the lane is sent separately."""
-        return {name: v for name, v in lane.items() if name != "total"} if self._equal else None
+    def _first_call(self, lane: dict[str, Any]) -> Call:
+        """The call of the hook's first stage. Its messages carry the lane, unless that is sent separately."""
+        carried = {name: v for name, v in lane.items() if name != "total"} if self._equal else None
+        call = Call(lane["weight"], carried, self._step).inside(unit=self.unit, sums=BucketSums(self._lane.dtype))
+        return counting(self._stages, call)
 
     def _last_sums(self, state: HookState) -> Any:
         """The sums of the hook's last reduction apart from the gradients, a `MeanState`."""
@@ -273,42 +269,44 @@ def _either(a: Any, b: Any) -> Any:
 
 
 class GivesCalls(Protocol):
-    """The part of `BucketHook` that a `Call` uses."""
+    """The part of `BucketHook` that a `BucketCall` uses."""
 
     flat: bool
     fresh: bool
 
-    def update(self, *args: Any, **extra: Any) -> tuple[Any, Any]: ...
+    @property
+    def sums_dtype(self) -> torch.dtype: ...
+
+    def update(
+        self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None
+    ) -> tuple[Any, Any]: ...
 
 
-class Call:
+class BucketCall:
     """One bucket's call of the hook in one step."""
 
     def __init__(
-        self, run: GivesCalls, old: Any, params: dict[str, Tensor], weight: float, lane: Any, first: Any,
-        pieces: Pieces | None = None,
+        self, run: GivesCalls, old: Any, params: dict[str, Tensor], first: BucketCall | None, pieces: Pieces | None = None
     ) -> None:  # fmt: skip
-        self._pieces = pieces
-        self._run, self._old, self._params, self._weight = run, old, params, weight
-        self._lane = lane if first is None else None
-        self._first, self.done = first, False
+        self._run, self._old, self._params, self._pieces, self.done = run, old, params, pieces, False
+        self._first = first
+        self.sums: BucketSums = BucketSums(run.sums_dtype, None if first is None else first.sums)
         self.state: Any = None
         self.out: Any = None
-        self._pause: Callable[[], None] | None = None
-
-    def _state_of_first(self) -> Any:
-        while not self._first.done and self._pause is not None:
-            self._pause()  # the state may be needed before this bucket has sent anything
-        return self._first.state
 
     def __call__(self, pause: Callable[[], None] | None = None) -> None:
-        out, self._pause, run = self.out, pause, self._run
-        first_bucket = None if self._first is None else FirstBucket(self._state_of_first)
+        out, run, first = self.out, self._run, self._first
+
+        def wait_for_first() -> bool:
+            """Let the first bucket's call go on, where its sums may be needed before this bucket has sent anything."""
+            if first is None or first.done or pause is None:
+                return False
+            pause()
+            return True
+
         grads = {FLAT: out.grads} if run.flat else out.by_path()
-        sharded = {} if self._pieces is None else {"pieces": self._pieces}
-        new, state = run.update(
-            grads, self._old, self._params, weight=self._weight, lane=self._lane, first_bucket=first_bucket, **sharded
-        )
+        with self.sums.waiting(wait_for_first):
+            new, state = run.update(grads, self._old, self._params, self.sums, self._pieces)
         self.state = copy_if_aliased(state, [out.grads, *self._params.values()])
         if new is None:
             raise ValueError(
@@ -323,7 +321,7 @@ class Call:
         if run.flat and not out.scattered:
             out.clear_padding()  # a hook may have left any values there
         self.done = True
-        self._pause = self._first = self._old = None  # a cycle would keep the old state until a garbage collection
+        self._first = self._old = None  # the old state is not needed any more
 
     def wait(self) -> None:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._axis import Work
+from ..transforms._axis_env import Work
 from ..transforms._sums import widened
 from ..transforms._tree import check_dense
 from ..transforms.layout._buckets import Bucket

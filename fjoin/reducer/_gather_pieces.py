@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._axis import GroupAxis, Work
 from ..groups._mesh import Mesh
-from ..transforms._axis_env import Axis, bind_axes
+from ..transforms._axis_env import Axis, Work, bind_axes
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.pipelines._effect import Effect
@@ -24,20 +23,14 @@ def start_gather(storage: Storage, k: int, mesh: Mesh) -> None:
     pieces = storage.pieces
     assert pieces is not None
     if pieces.ranks > 1:
-        work = _start(mesh.axes[pieces.axis], storage.flats[k], pieces.bounds[k], pieces.rank)
-        if work is not None:
-            storage.arrivals.add(k, work)
+        storage.arrivals.add(k, _start(mesh.axes[pieces.axis], storage.flats[k], pieces.bounds[k], pieces.rank))
     # A graph that needs the old values must see that they have changed.
     torch.autograd.graph.increment_version(storage.by_bucket[k])
 
 
-def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work | None:
+def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work:
     sizes = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    if isinstance(axis, GroupAxis):
-        return axis.gather_(flat, sizes)
-    own = flat[bounds[rank] : bounds[rank + 1]]
-    flat.copy_(axis.run("all_to_all_single", own.repeat(len(sizes)), ((len(own),) * len(sizes), tuple(sizes))))
-    return None
+    return axis.begin_gather(flat, sizes, rank)
 
 
 def gather_leaves(

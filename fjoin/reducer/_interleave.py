@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._axis import GroupAxis
 from ..groups._malloc import keep_freed
 from ..transforms._axis_env import Axis, bind_axes, bound
 from ..transforms.layout._buckets import Bucket
@@ -114,7 +113,7 @@ class _Pausing(Axis):
     def run_(self, x: Tensor) -> Tensor:
         """psum in place."""
         self._task.check()
-        work = self._axis.reduce_(x)
+        work = self._axis.begin_reduce(x)
         self._task.pause()
         work.wait()
         return x
@@ -170,5 +169,5 @@ def travel(axes: dict[str, Any], layout: tuple[Bucket, ...], device: str) -> boo
     They do not with a single rank, in the simulator, with more than `MOST` buckets, or with one bucket, which is ready
     last.
     """
-    real = any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in axes.values())
+    real = any(axis.travels and axis.size > 1 for axis in axes.values())
     return real and 1 < len(layout) <= MOST and all(bucket.device.type == device for bucket in layout)

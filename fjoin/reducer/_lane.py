@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._axis import Done, Work
 from ..groups._consistency import sum_names
 from ..groups._mesh import Mesh
-from ..transforms._axis_env import bind_axes
-from ..transforms._lane import encode_lane, host_words, lane_dtype, rank_bit, step_lane, words_per_scalar
+from ..transforms._axis_env import Done, Work, bind_axes
+from ..transforms._lane import NONFINITE, encode_lane, host_words, lane_dtype, rank_bit, step_lane, words_per_scalar
 from ..transforms._tree import to_device
 from ..transforms.axes._collectives import axis_index
 from ..transforms.layout._buckets import Bucket
@@ -111,7 +110,7 @@ class StepLane:
 
     def _bit(self) -> tuple[str, float]:
         word, bit = rank_bit(self._rank)
-        return f"nonfinite{word}", bit
+        return f"{NONFINITE}{word}", bit
 
     def check(self, values: dict[str, Any]) -> None:
         """Raise ValueError unless aux["sum"] has the names of the first step."""

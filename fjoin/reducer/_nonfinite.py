@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .._errors import NonFinite
 from ..transforms._axis_env import Axis
-from ..transforms._lane import ranks_in
+from ..transforms._lane import NONFINITE, ranks_in
 from ._buckets import GradBuffer
 
 
 def masks(sums: dict[str, Any]) -> list[Any]:
     """The words of the lane that hold one bit per rank."""
-    return [value for name, value in sums.items() if name.startswith("nonfinite")]
+    return [value for name, value in sums.items() if name.startswith(NONFINITE)]
 
 
 def has_nonfinite(grads: Tensor) -> bool:

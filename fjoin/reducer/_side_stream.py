@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..groups._axis import Work
+from ..transforms._axis_env import Work
 
 
 class SideStream:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
+from ..transforms._call import Call
 from ..transforms._transform import Transform
+from ..transforms.combinators._chain import behind
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ._buckets import GradBuffer
 from ._flat_params import assign_, copy_if_aliased
@@ -30,12 +32,12 @@ def run_stages(
     storage: HasParams,
     outgoing: Sequence[GradBuffer],
     mesh: Mesh,
-    **extra: Any,
+    call: Call,
 ) -> tuple[Any, ...]:
     """Run stages on all gradients, one after the other, and write the result in place; returns the new states.
 
     Args:
-        extra: Keyword arguments of the first stage. After a stage that sums, `weight` and `lane` are its sums.
+        call: The call of the first stage.
     """
     if not parts:
         return ()
@@ -44,16 +46,14 @@ def run_stages(
     held = {path: of[path] for path in params}
     grads, new, pieces = dict(held), [], storage.pieces
     if pieces is not None and all(out.scattered for out in outgoing):
-        params, extra = pieces.own(params), {**extra, "sharded_over": pieces.axis}
+        params, call = pieces.own(params), call.inside(sharded_over=pieces.axis)
     with torch.no_grad(), bind_axes(mesh.axes), bind_pieces(pieces):
         for part, state in zip(parts, states, strict=True):
-            grads, after = part.update(grads, state, params, **extra)
+            grads, after = part.run(grads, state, params, call)
             new.append(copy_if_aliased(after, [*(out.grads for out in outgoing), *storage.flats]))
-            if part.sums is not None:
-                sums = part.sums(after)
-                extra = {**extra, "weight": sums.total, "lane": sums.lane}
+            call = behind(part, after, call)
             if part.sharded_over and pieces is not None:
-                params, extra = pieces.own(params), {**extra, "sharded_over": pieces.axis}
+                params = pieces.own(params)
                 for out in outgoing:
                     out.scatter(out.pack_own(grads))
                 held = {path: grad for out in outgoing for path, grad in out.by_path().items()}

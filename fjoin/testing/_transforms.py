@@ -5,7 +5,6 @@ Each law is a function whose argument makes a transform. It raises AssertionErro
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,9 @@ from typing import Any
 import torch
 
 from .. import transforms as tx
-from ..transforms._bucketwise import FirstBucket, merge, restrict
+from ..transforms._bucketwise import merge, restrict
+from ..transforms._call import Call
+from ..transforms._rider import BucketSums
 from ..transforms._transform import Needs
 from ..transforms.plan._plan import takes_flat
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
@@ -93,17 +94,16 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
         for step in range(3):
             grads, weight = grads_of(10 * step + rank), float(rank)
             out, whole = part.update(grads, whole, params, weight=weight, lane={"x": 1.0})
-            outs, first = [], None
+            outs: list[Any] = []
+            first: BucketSums | None = None
             for i, paths in enumerate(BUCKETS):
                 pick = (
                     (lambda tree, p=paths: _ravel(tree, p)) if flat else (lambda tree, p=paths: {k: tree[k] for k in p})
                 )
-                first_bucket: Any = None if first is None else FirstBucket(functools.partial(_same, first))
-                lane = {"x": 1.0} if first is None else None
-                one, states[i] = part.update(
-                    pick(grads), states[i], pick(params), weight=weight, lane=lane, first_bucket=first_bucket
-                )
-                first = states[i] if first is None else first
+                sums = BucketSums(torch.float32, first)
+                call = Call(weight, {"x": 1.0}).inside(sums=sums)
+                one, states[i] = part.run(pick(grads), states[i], pick(params), call)
+                first = first or sums
                 assert (one is None) == (out is None)
                 if out is not None and not layout:
                     assert same_bits(one, pick(out)), "a bucket alone gave another answer"
@@ -115,10 +115,6 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
                     assert same_bits(merge(order, params), whole), "the buckets' states are not the state of the whole"
 
     tx.simulate(one_rank, axes_for(make))
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _ravel(tree: Any, paths: tuple[str, ...]) -> Any:

@@ -14,6 +14,7 @@ from ..reducer._buckets import GradBuffer
 from ..reducer._flat_params import assign_, copy_if_aliased
 from ..reducer._step_check import Decision
 from ..transforms._axis_env import bind_axes
+from ..transforms._call import Call
 from ..transforms._tree import named_leaves
 from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._effect import Effect
@@ -52,10 +53,8 @@ def run_ends(
     states: Mapping[str, Any],
     old: tuple[Any, Any],
     lent: Iterable[Tensor],
-    weight: Any,
     effect: Effect,
-    step: int,
-    **extra: Any,
+    call: Call,
 ) -> tuple[Any, Any]:
     """Run the transforms of the parameters, or of their master copies, and of the optimizer's state, in place.
 
@@ -63,9 +62,7 @@ def run_ends(
         states: The optimizer's states by path; may be empty where there are no master copies and no `on_state`.
         old: The states of these two transforms.
         lent: The memory of the parameters, which the new states must not share.
-        weight: The sum of the weights of all ranks that share the gradients.
-        step: The number of steps before this one.
-        extra: Further keywords of the transforms.
+        call: The call, with the sum of the weights of all ranks that share the gradients.
 
     Returns:
         The new states of the two transforms.
@@ -74,7 +71,7 @@ def run_ends(
     if pipeline.after is not None:
         masters: dict[str, Tensor] = masters_of(params, dict(states)) if states else params
         with bind_axes(mesh.axes):
-            new, fresh = effect.after(pipeline.after, masters, after, weight, step, **extra)
+            new, fresh = effect.after(pipeline.after, masters, after, call)
         after = copy_if_aliased(fresh, [*lent, *masters.values()])
         if new is not masters:  # a transform with a period returns its input in the other steps
             assign_(masters, new)
@@ -84,7 +81,7 @@ def run_ends(
     if pipeline.on_state is not None:
         held = state_fields(states)
         with bind_axes(mesh.axes):
-            new, fresh = effect.after(pipeline.on_state, held, on_state, weight, step, params, **extra)
+            new, fresh = effect.after(pipeline.on_state, held, on_state, call, params)
         on_state = copy_if_aliased(fresh, named_leaves(held).values())
         if new is not held:
             assign_(named_leaves(held), named_leaves(new))

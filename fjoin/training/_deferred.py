@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..groups._axis import GroupAxis
 from ..groups._mesh import Mesh
 from ..reducer._interleave import Coroutine, Interleaver
 
@@ -59,7 +58,7 @@ class DeferredMessages:
         self._interleaver: Interleaver | None = None
         self._axes = mesh.axes
         # Whether messages can travel while this process computes.
-        self.travel = any(isinstance(axis, GroupAxis) and axis.size > 1 for axis in mesh.axes.values())
+        self.travel = any(axis.travels and axis.size > 1 for axis in mesh.axes.values())
         self._begun: list[_Begun] = []
         self.stages = 1
 

@@ -13,6 +13,7 @@ from ..reducer._gather_pieces import gather_changes_, start_gather
 from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import Decision, StepCheck
 from ..transforms._axis_env import bind_axes
+from ..transforms._call import Call
 from ..transforms._transform import Transform
 from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._pipeline import Pipeline
@@ -111,40 +112,38 @@ class EndOfStep:
                 of the weights of all ranks that share the gradients.
         """
         effect = decision.effect
-        extra: dict[str, Any] = {}
+        prefetch = None
         if self._deferred is not None:
             self._deferred.advance()
-            extra = {"prefetch": self._deferred} if effect.raises is False else {}
-        self._run_ends(body, sums["weight"], effect, **extra)
+            prefetch = self._deferred if effect.raises is False else None
+        self._run_ends(body, effect, Call(sums["weight"], None, body.step).inside(prefetch=prefetch))
         self._gather(body, effect)
         if buffers is not None:
             held = effect.keep(buffers, body.buffers_before)
             with bind_axes(self._mesh.axes):
-                body.buffers, body.buffers_state = effect.after(
-                    self._on_buffers, held, body.buffers_state, weight, body.step
-                )
+                call = Call(weight, None, body.step)
+                body.buffers, body.buffers_state = effect.after(self._on_buffers, held, body.buffers_state, call)
 
-    def _run_ends(self, body: StateData, weight: Any, effect: Effect, **extra: Any) -> None:
+    def _run_ends(self, body: StateData, effect: Effect, call: Call) -> None:
         pipeline, storage = self._pipeline, body.storage
         if pipeline.ends:
             params = storage.own_leaves()
             states = storage.optimizer_states() if storage.has_masters or pipeline.on_state else {}
             body.after, body.on_state = run_ends(
-                pipeline, self._mesh, params, states, (body.after, body.on_state), [*storage.flats, *storage.exact], weight, effect,
-                body.step,
-                **extra,
+                pipeline, self._mesh, params, states, (body.after, body.on_state), [*storage.flats, *storage.exact], effect,
+                call,
             )  # fmt: skip
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps."""
         with changing(body):
-            extra = {} if self._deferred is None else {"prefetch": self._deferred}
-            self._run_ends(body, 0.0, FLUSH, flush=True, **extra)
+            call = Call(0.0, None, body.step).inside(flush=True)
+            self._run_ends(body, FLUSH, call.inside(prefetch=self._deferred))
             self._gather(body, FLUSH)
             if body.buffers is not None:
                 with bind_axes(self._mesh.axes):
                     body.buffers, body.buffers_state = FLUSH.after(
-                        self._on_buffers, body.buffers, body.buffers_state, 0.0, body.step, flush=True
+                        self._on_buffers, body.buffers, body.buffers_state, call
                     )
 
     def _gather(self, body: StateData, effect: Effect) -> None:

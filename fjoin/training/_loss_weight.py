@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..groups._axis import Work
 from ..reducer._bucket_hooks import StepHook
 from ..reducer._buckets import GradBuffer
+from ..transforms._axis_env import Work
 
 
 class GradOutput(NamedTuple):

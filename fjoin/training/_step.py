@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._errors import DesyncError, FjoinError, JoinError, NonFinite
 from ..groups._consistency import same_loops
+from ..groups._record import Record
 from ..transforms.combinators._chain import identity
 from . import _join_steps as _join
 from ._executor import Run
@@ -275,14 +276,13 @@ class TrainStep:
         """
         settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
         own = 4.0 ** (throw + 2 * replays)  # no mean of different values equals one of them
-        words = torch.tensor([has_batch, own], dtype=torch.float32).to(self._device or "cpu")
         with self._alone():
             self._compare_loops(f"step.join(loader, {settings})")
-            self._mesh.reduce_(words, self._run.axes).wait()
-        have, settings_of_all = words.tolist()
-        if settings_of_all != own * self.ranks:
+            values, device = {"batches": float(has_batch), "settings": own}, self._device or torch.device("cpu")
+            sums = Record(self._mesh, self._run.axes, values, small=True, device=device).wait()
+        if sums["settings"] != own * self.ranks:
             raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
-        return float(have)
+        return sums["batches"]
 
     def _end_join(self) -> None:
         """End a loop that has ended on all ranks.

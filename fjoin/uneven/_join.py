@@ -13,15 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
-from ..groups._axis import Work
 from ..groups._consistency import same_joinables
 from ..groups._group_mesh import mesh_from_group
 from ..groups._mesh import Mesh
-from ._roll_call import PresenceMessage
+from ..groups._record import Record
+from ..transforms._axis_env import Work
 from ._torch_joinables import DDPHook, check_notifies, check_steps_alone, is_stepper
 from ._turns import Turns, turns_of
 
 WARN_AFTER = 1000
+
+
+# The flags of an iteration's record.
+_LIVE, _SYNCS = "has input", "synchronises"
 
 
 class _Config:
@@ -133,7 +137,7 @@ class Join:
         self._device = self._mesh.device
         if self._device.type != "cpu":
             self._device = self._notifier.join_device
-        self._roll: PresenceMessage | None = None  # of the last iteration
+        self._roll: Record | None = None  # of the last iteration
         self._shadowing = False
         self._kept: list[Any] = []
         self._watches: list[Any] = []
@@ -211,10 +215,10 @@ class Join:
     def notify(self, syncs: bool) -> None:
         """Begin an iteration of this rank."""
         self._turns.begin(syncs)
-        self._roll = PresenceMessage(self._mesh, self._device, live=True, syncs=syncs)
+        self._roll = self._call_roll(live=True, syncs=syncs)
         self.iterations += 1
         if self._throw:
-            live = self._roll.wait()
+            live = self._roll.ranks(_LIVE)
             if len(live) < self._mesh.size:
                 gone = [rank for rank in range(self._mesh.size) if rank not in live]
                 raise EarlyTermination(
@@ -224,13 +228,18 @@ class Join:
                     step=self.iterations - 1,
                 )
 
+    def _call_roll(self, live: bool = False, syncs: bool = False) -> Record:
+        """Start an iteration's message: the ranks that have input, and those that synchronise gradients in it."""
+        flags = {_LIVE: live, _SYNCS: syncs}
+        return Record(self._mesh, tuple(self._mesh.shape), {}, flags, small=True, device=self._device)
+
     def live(self) -> tuple[int, ...]:
         """The ranks that have input in this iteration."""
-        return self._roll.wait() if self._roll is not None else ()
+        return self._roll.ranks(_LIVE) if self._roll is not None else ()
 
     def syncing(self) -> tuple[int, ...]:
         """The ranks with input that synchronise gradients in this iteration."""
-        return self._roll.syncing() if self._roll is not None else ()
+        return self._roll.ranks(_SYNCS) if self._roll is not None else ()
 
     def _notify(self) -> Work | None:
         if self._shadowing:
@@ -283,13 +292,13 @@ class Join:
         last, is_last_joiner, shadowed = self.live(), True, 0
         try:
             self._turns.end()
-            while live := (roll := PresenceMessage(self._mesh, self._device)).wait():
+            while live := (roll := self._call_roll()).ranks(_LIVE):
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
                     )
                 self._roll = roll
-                self._take_turns(bool(roll.syncing()))
+                self._take_turns(bool(roll.ranks(_SYNCS)))
                 for hook in self._ddps:
                     hook.after_main()
                 last, is_last_joiner = live, False

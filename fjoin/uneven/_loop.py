@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
-import torch
-
 from .._errors import EarlyTermination, JoinError
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
+from ..groups._record import Record
 from ..training._join_steps import _END, NO_BATCH, JoinedLoader
 from ..training._leaving import left_by_code
 from ..training._look_ahead import LookAhead
 from ..training._loss import weigh
 from ..training._step import TrainStep
 from ..transforms._check import iterable
-from ..transforms._tree import to_device
 
 B = TypeVar("B")
 # Ranks that leave a loop together do so within this time. Those that go on may wait in a module's messages, and see nothing.
@@ -58,12 +56,12 @@ class Loop(Generic[B]):
             raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
         self._running, finished, by_code = True, False, False
         self.number, self.batches = 0, 0
-        answer: _Sum | None = None
+        answer: Record | None = None
         try:
             iterable("loader", self._loader)
             batches, given, look_ahead = iter(self._loader), self._empty, LookAhead()
             current, weight = self._load(batches)
-            total, have = self._sum(current, weight).wait()
+            total, have = self._sums(self._send(current, weight))
             while have:
                 if self._throw and have < self._mesh.size:
                     raise EarlyTermination(
@@ -72,7 +70,7 @@ class Loop(Generic[B]):
                         step=self.number,
                     )
                 following = (_END, 0.0) if current is _END else look_ahead(current, partial(self._load, batches))
-                answer = self._sum(*following)  # under way while the body runs
+                answer = self._send(*following)  # under way while the body runs
                 self.live, self.weight, self.total = current is not _END, weight, total
                 self.batches += self.live
                 if self.live and (weight or given is NO_BATCH):
@@ -80,7 +78,7 @@ class Loop(Generic[B]):
                 if total:
                     yield given
                 self.number += 1
-                total, have = answer.wait()
+                total, have = self._sums(answer)
                 current, weight = following
             finished = True
         except GeneratorExit:
@@ -107,21 +105,13 @@ class Loop(Generic[B]):
         batch = next(batches, _END)
         return batch, 0.0 if batch is _END else weigh(self._weigh, batch)
 
-    def _sum(self, batch: Any, weight: float) -> _Sum:
-        return _Sum(self._mesh, weight, batch is not _END)
+    def _send(self, batch: Any, weight: float) -> Record:
+        return Record(self._mesh, tuple(self._mesh.shape), {"weight": weight, "batches": float(batch is not _END)})
 
-
-class _Sum:
-    """A message under way with the sum of the weights and the number of ranks that have a batch."""
-
-    def __init__(self, mesh: Mesh, weight: float, has: bool) -> None:
-        self._words = to_device(mesh.device, torch.tensor([weight, float(has)], dtype=torch.float64))
-        self._work = mesh.reduce_(self._words, tuple(mesh.shape))
-
-    def wait(self) -> tuple[float, int]:
-        self._work.wait()
-        total, have = self._words.tolist()
-        return total, int(have)
+    @staticmethod
+    def _sums(record: Record) -> tuple[float, int]:
+        """The sum of the weights, and the number of ranks that have a batch."""
+        return record["weight"], int(record["batches"])
 
 
 @overload

@@ -63,7 +63,7 @@ def on_real_ranks(transport: str) -> Any:
     flat = torch.zeros(sum(sizes))
     start = sum(sizes[: mesh.rank])
     flat[start : start + sizes[mesh.rank]] = mesh.rank + 1.0
-    axis.gather_(flat, sizes).wait()
+    axis.begin_gather(flat, sizes, axis.rank).wait()
     kind = type(axis).__name__
     mesh.close()
     return kind, out, flat
@@ -162,7 +162,7 @@ def several_hosts(ranks: int) -> Any:
             for n in (5, 100_003):
                 x = torch.arange(float(n)) + mesh.rank
                 sums.append((axis.run("psum", x, None) - mesh.size * torch.arange(float(n))).unique().tolist())
-            works = [axis.reduce_(torch.full((50_000,), float(i))) for i in range(3)]
+            works = [axis.begin_reduce(torch.full((50_000,), float(i))) for i in range(3)]
             for work in reversed(works):
                 work.wait()
         finally:
@@ -301,7 +301,7 @@ def busy(transport: str) -> Any:
     mesh = fjoin.mesh({"data": -1}, transport=transport)
     axis: Any = mesh.axes["data"]
     first, second = torch.full((50_000,), 1.0), torch.full((60_000,), 2.0)
-    a, b = axis.reduce_(first), axis.reduce_(second)
+    a, b = axis.begin_reduce(first), axis.begin_reduce(second)
     for work in (a, b) if mesh.rank else (b, a):
         work.wait()
     return first[0].item(), second[-1].item()

@@ -88,13 +88,13 @@ class Late:
 
 def seconds_waited(delay: int, slow_s: float, counts: bool = False) -> float:
     """The seconds that 12 steps wait for messages of parameters, or of counts, which take `slow_s`."""
-    reduce_, Late.waited = GroupAxis.reduce_, 0.0
+    reduce_, Late.waited = GroupAxis.begin_reduce, 0.0
 
     def slow(self: Any, x: Tensor) -> Any:
         work = reduce_(self, x)
         return Late(work, slow_s) if (x.numel() > 100) != counts else work
 
-    GroupAxis.reduce_ = slow  # type: ignore[method-assign,assignment]
+    GroupAxis.begin_reduce = slow  # type: ignore[method-assign,assignment]
     try:
         step = fjoin.train_step(computed, tx.diloco(tx.sgd(0.1), "data", every=4, delay=delay))
         state = step.init(start())
@@ -102,7 +102,7 @@ def seconds_waited(delay: int, slow_s: float, counts: bool = False) -> float:
             state, _ = step(state, batch)
         return Late.waited
     finally:
-        GroupAxis.reduce_ = reduce_  # type: ignore[method-assign]
+        GroupAxis.begin_reduce = reduce_  # type: ignore[method-assign]
 
 
 def computed(params: Any, batch: Tensor) -> Tensor:

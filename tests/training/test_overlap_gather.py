@@ -60,19 +60,19 @@ class Late:
 
 def late(log: list[Any], make: Callable[..., Any] = Late) -> None:
     """Delay the gathers of this process."""
-    gather_ = GroupAxis.gather_
-    GroupAxis.gather_ = lambda self, flat, sizes: make(flat, gather_(self, flat, sizes), log)  # type: ignore[assignment,method-assign]
+    gather_ = GroupAxis.begin_gather
+    GroupAxis.begin_gather = lambda self, flat, sizes, rank: make(flat, gather_(self, flat, sizes, rank), log)  # type: ignore[assignment,method-assign]
 
 
 def restored(run: Callable[..., Any]) -> Callable[..., Any]:
     """The function of one rank, which leaves `GroupAxis` as it was."""
 
     def one_rank(*args: Any) -> Any:
-        gather_ = GroupAxis.gather_
+        gather_ = GroupAxis.begin_gather
         try:
             return run(*args)
         finally:
-            GroupAxis.gather_ = gather_  # type: ignore[method-assign]
+            GroupAxis.begin_gather = gather_  # type: ignore[method-assign]
 
     return one_rank
 

@@ -59,14 +59,14 @@ def different(steps: int, part: int) -> list[str]:
 
 def sabotaged(steps: int, part: int) -> list[str]:
     """The same with gradients of a wrong rank's piece, which must differ."""
-    from fjoin.reducer import _reduce_scatter
+    from fjoin.transforms import _axis_env
 
-    right = _reduce_scatter.sum_of_pieces
-    _reduce_scatter.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
+    right = _axis_env.sum_of_pieces
+    _axis_env.sum_of_pieces = lambda *args: right(*args) * 1.0001  # type: ignore[attr-defined]
     try:
         return different(steps, part)
     finally:
-        _reduce_scatter.sum_of_pieces = right  # type: ignore[attr-defined]
+        _axis_env.sum_of_pieces = right  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,14 @@ def _norm_in_state() -> tx.Transform:
     return tx.Transform(lambda params: (torch.zeros(()),), update, needs=tx.Needs.LEAVES)
 
 
-def _not_declared() -> tx.Transform:
-    """Passes the first-bucket state of the whole on to its inner transform, as if it were the inner one's."""
+def _on_some_buckets() -> tx.Transform:
+    """Reduces some of the leaves, and runs no reduction in a call without them."""
     inner = tx.mean("data")
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        out, state = inner.update(grads, state[0], params, **extra)
-        return out, (state,)
+        return inner.update(grads, state, params, **extra) if "scale" in grads else (grads, state)
 
-    return tx.Transform(lambda params: (inner.init(params),), update, needs=tx.Needs.LEAVES)
+    return tx.Transform(inner.init, update, needs=tx.Needs.LEAVES)
 
 
 def _broken_chain() -> tx.Transform:
@@ -195,7 +194,7 @@ BROKEN_TRANSFORMS = {
         _plain(_normalises_each, needs=tx.Needs.LAYOUT),
         *(_plain(_normalises, needs=needs) for needs in (tx.Needs.NOTHING, tx.Needs.LEAVES)),
     ],
-    "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _norm_in_state, _not_declared],
+    "goes_bucket_by_bucket": [_plain(_normalises, needs=tx.Needs.LEAVES), _norm_in_state, _on_some_buckets],
     "chains": [_broken_chain],
     "ignores_weight_zero": [_plain(_needs_all), _sums_later],
     "is_itself_alone": [_wrong_total, _another_way],

@@ -38,6 +38,8 @@ class _Group:
 class SimulatedAxis(Axis):
     """The interpreter of one axis on one simulated rank."""
 
+    simulated = True
+
     def __init__(self, world: _World, group: _Group, me: int) -> None:
         self._world, self._group, self._me = world, group, me
         self.size = len(group.members)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 
-from .._bucketwise import FirstBucket, substate
-from .._check import flag
+from .._call import Call, Group
+from .._check import axis_names, flag
 from .._spec import Spec, factory
-from .._transform import Needs, Reduction, Transform, check_transform, donate_kwargs, flush_kwargs, init_empty
+from .._timing import children
+from .._transform import Needs, Reduction, Transform, check_transform, init_empty
 from .._tree import State, Tree
+from .._weights import share_in
 from ..layout._pieces import pieces_here
 
 
@@ -61,38 +63,20 @@ def chain(*transforms: Transform) -> Transform:
                 params = pieces_here(params, part.sharded_over).own(params)
         return tuple(states)
 
-    def update(
-        grads: Tree, state: State, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        first_bucket: FirstBucket | None = None, donated: bool = False, flush: bool = False, **extra: Any,
-    ) -> tuple[Tree, State]:  # fmt: skip
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         if len(state) != len(parts):
             raise ValueError(
                 f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state"
             )
-        new, whole = list(state), grads
+        new, whole, call = list(state), grads, counting(parts, call)
         for i, part in enumerate(parts):
-            if flush and not part.accepts("flush"):
-                continue
-            there = substate(first_bucket, i)
-            lent = donate_kwargs(part, donated and i == 0)  # a stage may keep its result in its state
-            grads, new[i] = part.update(
-                grads,
-                state[i],
-                params,
-                weight=weight,
-                lane=lane,
-                first_bucket=there,
-                **lent,
-                **flush_kwargs(part, flush),
-                **extra,
-            )
+            if i == 1 and call.donated:
+                call = call.inside(donated=False)  # a stage may keep its result in its state
+            grads, new[i] = part.run(grads, state[i], params, call)
             if grads is None:
                 break
-            if part.sums:
-                sums = part.sums(new[i])
-                weight, lane = sums.total, sums.lane
+            call = behind(part, new[i], call)
             if part.sharded_over and parts[i + 1 :]:
-                extra["sharded_over"] = part.sharded_over
                 params = None if params is None else pieces_here(whole, part.sharded_over).own(params)
         return grads, tuple(new)
 
@@ -102,16 +86,54 @@ def chain(*transforms: Transform) -> Transform:
         return parts[reducing[-1]].sums(state[reducing[-1]])  # type: ignore[misc]
 
     spec = Spec("chain", (("transforms", tuple(parts)),))
-    return Transform(init, update, Needs.NOTHING, Reduction(last_sums) if reducing else None, spec=spec)
+    reduces = Reduction(last_sums) if reducing else None
+    return Transform(init, update, Needs.NOTHING, reduces, takes=("donated",), wraps="stages", spec=spec)
+
+
+# Scalars that a chain adds to the lane, where a later stage counts the ranks in another way than the one before.
+WEIGHTS, LIVE = "weight of the ranks", "ranks with input"
+
+
+def counting(parts: Sequence[Transform], call: Call) -> Call:
+    """The call with the scalars in its lane that these stages need to count ranks behind each other."""
+    kinds = [part.reduces.over or "weight" for part in parts if part.reduces]
+    added: dict[str, Any] = {}
+    for name, kind in ((WEIGHTS, "weight"), (LIVE, "live")):
+        if any(kind in kinds[i + 1 :] and before != kind for i, before in enumerate(kinds)):
+            added[name] = share_in(call, kind).factor  # type: ignore[arg-type]
+    return call.inside(lane={**(call.lane or {}), **added}) if added else call
+
+
+def behind(part: Transform, state: State, call: Call) -> Call:
+    """The call of the stage behind another one: after a reduction, with its sums.
+
+    Args:
+        part: The stage before.
+        state: Its new state.
+    """
+    if part.reduces is not None:
+        found, over, axis = part.reduces.sums(state), part.reduces.over, part.reduces.axis
+        weight = found.lane.get(WEIGHTS, found.total if over in (None, "weight") else None)
+        live = found.total if over == "live" else found.lane.get(LIVE)
+        axes = (*(() if call.group is None else call.group.axes), *(() if axis is None else axis_names(axis)))
+        call = call.inside(weight=found.total, lane=found.lane, group=Group(weight, live, axes))
+    return call.inside(sharded_over=part.sharded_over) if part.sharded_over else call
+
+
+def behind_all(parts: Sequence[Transform], state: State, call: Call) -> Call:
+    """The call of the stage behind several.
+
+    Args:
+        state: The new state of these stages, as one transform: a tuple, or that of a single stage.
+    """
+    for part, own in zip(parts, state if len(parts) > 1 else (state,), strict=True):
+        call = behind(part, own, call)
+    return call
 
 
 def stages(transform: Transform) -> list[Transform]:
     """The stages of a chain; any other transform is its own only stage, and identity has none."""
-    if transform.spec.name == "chain":
-        return list(transform.spec["transforms"])
-    if transform.spec.name == "identity":
-        return []
-    return [transform]
+    return children(transform) if transform.wraps == "stages" else [transform]
 
 
 @factory
@@ -122,11 +144,11 @@ def identity() -> Transform:
     (tensor(1.), ())
     """
 
-    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        del params, extra
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params, call
         return grads, state
 
-    return Transform(init_empty, update, Needs.NOTHING)
+    return Transform(init_empty, update, Needs.NOTHING, wraps="stages")
 
 
 @factory
@@ -153,8 +175,8 @@ def stateless(function: Callable[..., Any], elementwise: bool = False) -> Transf
         raise TypeError(f"stateless takes a function of one gradient leaf, got {function!r}")
     flag("elementwise", elementwise)
 
-    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        del params, extra
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params, call
         return optree.tree_map(function, grads), state
 
     return Transform(init_empty, update, Needs.NOTHING if elementwise else Needs.LEAVES)

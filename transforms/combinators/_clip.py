@@ -10,7 +10,7 @@ import torch
 
 from .._axis_env import AxisName
 from .._spec import factory
-from .._transform import Needs, Transform, init_empty
+from .._transform import ByNorm, Needs, Transform, init_empty
 from .._tree import State, Tree, global_norm, to_device
 from ..axes._collectives import psum
 
@@ -87,7 +87,7 @@ def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "e
         new = state if mode == "exact" else ClipState(norm.to(torch.float64))
         return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), new
 
-    return Transform(init, update)
+    return Transform(init, update, by_norm=ByNorm(lambda norm: clip_factor(norm, max_norm), mode == "previous"))
 
 
 @factory

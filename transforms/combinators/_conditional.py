@@ -11,12 +11,14 @@ import optree
 import torch
 from torch import Tensor
 
+from .._call import Call
 from .._check import whole_number
-from .._counter import Period, check_state, counts_steps
+from .._counter import check_state, counts_steps
 from .._placement import PerRank
 from .._spec import factory
 from .._sums import wide_dtype, widened
-from .._transform import Inner, Needs, Reduction, Transform, check_transform, flush_kwargs
+from .._timing import Period, Periodic, Switch, Windows
+from .._transform import Inner, Needs, Reduction, Transform, check_transform
 from .._tree import State, Tree, choose_state, device_of, to_device
 from .._weights import check_weight
 
@@ -61,32 +63,17 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
     phases = {"before": Inner(before, "before"), "after": Inner(after, "after")}
 
     @counts_steps
-    def update(
-        grads: Tree,
-        state: SwitchState,
-        params: Tree = None,
-        *,
-        donated: bool = False,
-        flush: bool = False,
-        persistent: bool = False,
-        **extra: Any,
-    ) -> tuple[Tree, State]:
+    def update(grads: Tree, state: SwitchState, params: Tree, call: Call) -> tuple[Tree, State]:
         check_state(state, SwitchState)
         name, own = ("before", state.step) if state.step < step else ("after", state.step - step)
-        if flush and not phases[name].transform.accepts("flush"):
-            return grads, state
-        extra = {**extra, "persistent": persistent}
-        more = flush_kwargs(phases[name].transform, flush)
-        grads, new = phases[name].update(grads, state, params, donated=donated, **{**extra, "step": own}, **more)
+        grads, new = phases[name].run(grads, state, params, call.inside(step=own))
         state = state._replace(**{name: new})
-        if flush:
+        if call.flush:
             return grads, state
-        if persistent and state.step == step - 1:
-            if before.accepts("flush"):
-                last = {**extra, "step": step, "weight": 0.0, "flush": True}
-                grads, new = phases["before"].update(grads, state, params, **last)
-                state = state._replace(before=new)
-            state = state._replace(after=after.init(grads))
+        if call.persistent and state.step == step - 1:
+            last = call.inside(step=step, weight=0.0, flush=True)
+            grads, new = phases["before"].run(grads, state, params, last)
+            state = state._replace(before=new, after=after.init(grads))
         return grads, state._replace(step=state.step + 1)
 
     def sums(state: SwitchState) -> Any:
@@ -94,7 +81,14 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
         return part.sums(inner) if part.sums else None
 
     both = before.reduces and after.reduces
-    return Transform(init, update, Needs.NOTHING, Reduction(sums) if both else None)
+    return Transform(
+        init,
+        update,
+        Needs.NOTHING,
+        Reduction(sums) if both else None,
+        takes=("donated",),
+        timing=Switch(step, before, after),
+    )
 
 
 class EveryState(NamedTuple):
@@ -142,38 +136,29 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
         return EveryState(0, transform.init(params), _no_weight())
 
     @counts_steps
-    def update(
-        grads: Tree,
-        state: EveryState,
-        params: Tree = None,
-        *,
-        weight: Any = None,
-        persistent: bool = False,
-        flush: bool = False,
-        **extra: Any,
-    ) -> tuple[Tree, State]:
+    def update(grads: Tree, state: EveryState, params: Tree, call: Call) -> tuple[Tree, State]:
         check_state(state, EveryState)
-        call = state.step
-        window = state.weight + check_weight(weight) if persistent else state.weight
+        number, persistent = state.step, call.persistent
+        window = state.weight + check_weight(call.weight) if persistent else state.weight
         none = torch.zeros_like(window)
 
-        def run(grads: Tree, state: EveryState, step: int, weight: Any, **flushes: bool) -> tuple[Tree, EveryState]:
-            given: dict[str, Any] = {**extra, "step": step, "weight": weight, "persistent": persistent}
-            grads, new = inner.update(grads, state, params, **given, **flushes)
+        def run(grads: Tree, state: EveryState, step: int, **changes: Any) -> tuple[Tree, EveryState]:
+            grads, new = inner.run(grads, state, params, call.inside(step=step, **changes))
             return grads, EveryState(state.step, new, none)
 
-        if flush:
-            calls = period.ended(call)
-            if period.open(call):
-                grads, state = run(grads, state, calls, window if persistent else weight)
+        weight = {"weight": window} if persistent else {}
+        if call.flush:
+            calls = period.ended(number)
+            if period.open(number):
+                grads, state = run(grads, state, calls, flush=False, **weight)
                 calls += 1
-            return run(grads, state, calls, none, flush=True) if transform.accepts("flush") else (grads, state)
-        state = state._replace(step=call + 1, weight=none if period.ends(call) else window)
-        if not period.due(call):  # perhaps another transform runs instead
+            return run(grads, state, calls, weight=none) if transform.accepts("flush") else (grads, state)
+        state = state._replace(step=number + 1, weight=none if period.ends(number) else window)
+        if not period.due(number):  # perhaps another transform runs instead
             return grads, state
-        return run(grads, state, period.window(call), window if persistent else weight)
+        return run(grads, state, period.window(number), **weight)
 
-    return Transform(init, update, Needs.NOTHING)
+    return Transform(init, update, Needs.NOTHING, takes=("flush",), timing=Periodic(period, transform))
 
 
 class AccumulateState(NamedTuple):
@@ -225,29 +210,24 @@ def accumulate(steps: int, transform: Transform) -> Transform:
     def init(params: Tree) -> State:
         return fresh(params, 0, transform.init(params))
 
-    def update(
-        grads: Tree, state: AccumulateState, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        first_bucket: Any = None, **extra: Any,
-    ) -> tuple[Tree, State]:  # fmt: skip
-        w = to_device(device_of(optree.tree_leaves(grads)), check_weight(weight))
+    def update(grads: Tree, state: AccumulateState, params: Tree, call: Call) -> tuple[Tree, State]:
+        w = to_device(device_of(optree.tree_leaves(grads)), check_weight(call.weight))
         gathered = optree.tree_map(
             lambda a, g: torch.where(w > 0, a + widened(g) * w.to(a.dtype), a), state.grads, grads
         )
-        total = state.weight + w
-        summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in (lane or {}).items()}
+        total, lane = state.weight + w, call.lane or {}
+        summed = {k: state.lane.get(k, 0.0) + torch.as_tensor(v, dtype=torch.float64) for k, v in lane.items()}
         count = state.step + 1
         if count % steps:
-            if first_bucket is not None:
-                summed = first_bucket.get().lane
             return None, AccumulateState(count, total, gathered, summed, state.inner)
         divisor = torch.where(total > 0, total, torch.ones_like(total))
         mean = optree.tree_map(lambda a, g: (a / divisor.to(a.dtype)).to(g.dtype), gathered, grads)
-        out, new = inner.update(
-            mean, state, params, weight=total, lane=summed or None, first_bucket=first_bucket, **extra
-        )
+        out, new = inner.run(mean, state, params, call.inside(weight=total, lane=summed or None))
         return out, fresh(grads, count, new)
 
-    return Transform(init, update, Needs.NOTHING, inner.reduction(), pauses=True)
+    return Transform(
+        init, update, Needs.NOTHING, inner.reduction(), pauses=True, timing=Windows(steps, transform), wraps="whole"
+    )
 
 
 def _no_weight() -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .._call import Call
 from .._spec import factory
-from .._transform import Needs, Transform, check_transform, flush_kwargs
+from .._transform import Needs, Transform, check_transform
 from .._tree import State, Tree, default_device_of, named_leaves
 from ._partition import masked, replace_leaves
 
@@ -43,22 +45,19 @@ def in_fragments(*parts: Transform) -> Transform:
     def init(params: Tree) -> State:
         return tuple(part.init(some) for part, some in zip(parts, fragments(params, len(parts)), strict=True))
 
-    def update(
-        grads: Tree, state: State, params: Tree = None, *, lane: Any = None, flush: bool = False, **extra: Any
-    ) -> tuple[Tree, State]:
-        del lane
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         new, states = {}, list(state)
         leaves = None if params is None else named_leaves(params)
+        call = call.inside(lane=None)
         for i, (part, some) in enumerate(zip(parts, fragments(grads, len(parts)), strict=True)):
-            if flush and not part.accepts("flush"):
-                continue
             of = None if leaves is None else {path: leaves[path] for path in some}
             with default_device_of(grads):
-                out, states[i] = part.update(some, state[i], of, **flush_kwargs(part, flush), **extra)
+                out, states[i] = part.run(some, state[i], of, call)
             new.update(out)
         return replace_leaves(grads, new), tuple(states)
 
-    return Transform(init, update, Needs.LEAVES | Needs.PATHS | Needs.TREE)
+    needs = Needs.LEAVES | Needs.PATHS | Needs.TREE
+    return Transform(init, update, needs, parts=lambda values: _alone(parts, values))
 
 
 def fragments(tree: Tree, count: int) -> list[dict[str, torch.Tensor]]:
@@ -95,9 +94,8 @@ def _groups(sizes: dict[str, int], most: int) -> list[list[str]]:
     return groups
 
 
-def fragments_alone(whole: Transform, params: Tree) -> list[Transform]:
+def _alone(parts: Sequence[Transform], params: Tree) -> list[Transform]:
     """The parts of `in_fragments`, each a transform that leaves the leaves of the others unchanged."""
-    parts: tuple[Transform, ...] = whole.spec["parts"]
     found = []
     for i, (part, some) in enumerate(zip(parts, fragments(params, len(parts)), strict=True)):
 

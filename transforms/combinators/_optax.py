@@ -11,6 +11,7 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
@@ -62,6 +63,9 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
 
     def init(params: Tree) -> OptaxState:
         run = compiled(_Shapes.of(params))
+        if _is_fake(params):  # `explain` has parameters without data, of which jax would read the memory
+            with unset_fake_temporarily():
+                return init(optree.tree_map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
         with run.precision():
             return OptaxState(run.leave(run.init(*run.enter(params))))
 
@@ -72,6 +76,8 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
                 "torch cannot differentiate through optax; use a stage of fjoin.transforms, or torch.no_grad()"
             )
         form = _Shapes.of(grads)
+        if _is_fake(grads):
+            return grads, state
         if params is not None and (other := _Shapes.of(params)) != form:
             raise ValueError(
                 f"grads and params differ: {form.shapes} of {form.dtypes}, but {other.shapes} of {other.dtypes}"
@@ -84,6 +90,10 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
             return run.tree(flats), OptaxState(run.leave(new))
 
     return Transform(init, update, Needs.LEAVES if per_leaf else Needs.TREE, vmappable=False)
+
+
+def _is_fake(tree: Tree) -> bool:
+    return any(isinstance(leaf, FakeTensor) for leaf in optree.tree_leaves(tree))  # type: ignore[arg-type]
 
 
 class _Shapes(NamedTuple):

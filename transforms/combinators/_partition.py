@@ -9,9 +9,9 @@ from typing import Any, TypeAlias, overload
 
 import optree
 
-from .._bucketwise import FirstBucket, substate
+from .._call import Call
 from .._spec import factory
-from .._transform import Compression, Needs, Reduction, Transform, check_transform, donate_kwargs, flush_kwargs
+from .._transform import Compression, Needs, Reduction, Transform, check_transform
 from .._tree import State, Tree, default_device_of, named_leaves, path_string
 from ..step_param._optimizer import Optimizer
 
@@ -86,16 +86,10 @@ def masked(transform: Transform, which: Which) -> Transform:
             raise ValueError(f"{which!r} matches no path; the paths are {paths}")
         return transform.init(chosen)
 
-    def update(
-        grads: Tree, state: State, params: Tree = None, *, flush: bool = False, **extra: Any
-    ) -> tuple[Tree, State]:
-        if flush and not transform.accepts("flush"):
-            return grads, state
-        extra = {**extra, **flush_kwargs(transform, flush)}
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         some = None if params is None else _chosen(which, params)
-        chosen = _chosen(which, grads)
         with default_device_of(grads):
-            new, state = transform.update(chosen, state, some, **extra)
+            new, state = transform.run(_chosen(which, grads), state, some, call)
         return replace_leaves(grads, _not_none(new, "masked")), state
 
     # `reduces` is not set: the leaves that are not chosen differ between ranks.
@@ -187,28 +181,13 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     def init(params: Tree) -> State:
         return tuple(parts[pattern].init(chosen) for pattern, chosen in _all_used(parts, params).items())
 
-    def update(
-        grads: Tree,
-        state: State,
-        params: Tree = None,
-        *,
-        lane: Any = None,
-        first_bucket: FirstBucket | None = None,
-        donated: bool = False,
-        flush: bool = False,
-        **extra: Any,
-    ) -> tuple[Tree, State]:
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         of = None if params is None else _labelled(parts, params)
         new_state, new = list(state), {}
         for i, (pattern, chosen) in enumerate(_labelled(parts, grads).items()):
-            part = parts[pattern]
-            if flush and not part.accepts("flush"):
-                continue
+            here = call if i == carrier or call.lane is None else call.inside(lane=None)
             with default_device_of(grads):
-                out, new_state[i] = part.update(
-                    chosen, state[i], of and of[pattern], lane=lane if i == carrier else None,
-                    first_bucket=substate(first_bucket, i), **donate_kwargs(part, donated), **flush_kwargs(part, flush), **extra,
-                )  # fmt: skip
+                out, new_state[i] = parts[pattern].run(chosen, state[i], of and of[pattern], here)
             new.update(_not_none(out, "partition"))
         return replace_leaves(grads, new), tuple(new_state)
 
@@ -226,12 +205,14 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
 
     encoded = any(one.encoded for one in lossy.values())
     compression = Compression(paths if functions else None, encoded) if lossy else None
-    return Transform(init, update, Needs.LEAVES | Needs.PATHS, reduces, compression)
+    return Transform(
+        init, update, Needs.LEAVES | Needs.PATHS, reduces, compression, takes=("donated",),
+        parts=lambda values: _alone(parts),
+    )  # fmt: skip
 
 
-def parts_alone(partitioned: Transform) -> list[Transform]:
+def _alone(parts: Mapping[Patterns, Transform]) -> list[Transform]:
     """The parts of a `partition`, each a transform that leaves the leaves of the others unchanged."""
-    parts: dict[Patterns, Transform] = dict(partitioned.spec["parts"])
     first = next((pattern for pattern, part in parts.items() if part.reduces), None)
     found = []
     for pattern, part in parts.items():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .._call import Call
 from .._check import whole_number
 from .._counter import counts_steps
 from .._spec import factory
@@ -92,15 +93,15 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
         return LoggedState(hook.init(params), 0)
 
     @counts_steps
-    def update(grads: Tree, state: LoggedState, params: Tree = None, **extra: Any) -> tuple[Tree, LoggedState]:
-        out, new = inner.update(grads, state, params, **extra)
+    def update(grads: Tree, state: LoggedState, params: Tree, call: Call) -> tuple[Tree, LoggedState]:
+        out, new = inner.run(grads, state, params, call)
         leaves, count = named_leaves(grads), state.step + 1
         if count % every == 0 and not any(isinstance(leaf, FakeTensor) for leaf in leaves.values()):
             bad = sum(int((~torch.isfinite(leaf)).sum()) for leaf in leaves.values())
             after = "no step" if out is None else f"{float(global_norm(out)):.6g}"
             logging.getLogger(logger).info(
                 "step %d, %s: weight %s, norm %.6g -> %s, %d not finite",
-                count, _which(leaves), extra.get("weight"), float(global_norm(grads)), after, bad,
+                count, _which(leaves), call.weight, float(global_norm(grads)), after, bad,
             )  # fmt: skip
         return out, LoggedState(new, count)
 

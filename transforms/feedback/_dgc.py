@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket, substate
+from .._call import Call
 from .._check import decay, flag, one_axis, positive, whole_number
 from .._counter import counts_steps
-from .._lane import Lane
 from .._placement import PerRank
 from .._spec import factory
+from .._timing import Changes
 from .._transform import Compression, Needs, Reduction, Transform
 from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, zeros_at_least_f32
 from .._weights import Over, share_of
 from ..codecs._codec import Codec, check_codec
 from ..codecs._sparse import top_k
 from ..combinators._partition import replace_leaves
-from ..reductions._mean import MeanState, init_mean, mean
+from ..reductions._mean import mean
+from ..reductions._reduction import MeanState, init_mean
 from ..reductions._residuals import ResidualMemory, init_last
 from ._error_feedback import WithoutInput, check_without_input
 
@@ -111,19 +112,15 @@ def dgc(
         return u, {path: of[path].to(x) + momentum * x for path, x in u.items()} if nesterov else u
 
     @counts_steps
-    def update(
-        grads: Tree, state: DGCState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, **extra: Any,
-    ) -> tuple[Tree, DGCState]:  # fmt: skip
-        share = share_of(weight, "live")
+    def update(grads: Tree, state: DGCState, params: Tree, call: Call) -> tuple[Tree, DGCState]:
+        share = share_of(call.weight, "live")
         of = {path: share.masked(torch.as_tensor(g)) for path, g in named_leaves(grads).items()}
         u, sends = gather(of if clip is None else _clipped(of, clip), state.momentum)
         memory = ResidualMemory(state.error, without_input == "flush", state.last, per_rank=True)
         codec = [codec for start, codec in codecs if start <= state.step][-1]
-        out, reduced = inner.update(
-            replace_leaves(grads, sends), state.reduced, params, weight=weight, lane=lane,
-            first_bucket=substate(first_bucket, "reduced"), **{**extra, "wire": codec, "memory": memory},
-        )  # fmt: skip
+        out, reduced = inner.run(
+            replace_leaves(grads, sends), state.reduced, params, call.inside(wire=codec, memory=memory)
+        )
         effect = all_finite(out) & (share.to(device_of(of.values())).factor > 0)
         new = {
             path: torch.where(effect, _without(x, memory.coded.get(path)), state.momentum[path])
@@ -140,6 +137,7 @@ def dgc(
         Needs.LAYOUT,
         Reduction(lambda state: state.reduced),
         Compression(None),
+        timing=Changes(tuple(sorted({start for start, _ in codecs if start}))) if warmup else None,
     )
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._bucketwise import FirstBucket
-from .._lane import Lane
+from .._call import Call
 from .._placement import PerRank
 from .._spec import factory
 from .._transform import Compression, Inner, Needs, Transform
 from .._tree import State, Tree, all_finite, device_of, named_leaves, to_device
-from .._weights import nonzero_or_one, share_of, unless_idle
+from .._weights import nonzero_or_one, share_in, unless_idle
 from ..axes._collectives import axis_index, axis_size
 from ..axes._primitive import names
 from ..combinators._partition import replace_leaves
@@ -93,13 +92,10 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             torch.full((2,), -1),
         )
 
-    def update(
-        grads: Tree, state: EF21State, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, persistent: bool = False, **extra: Any,
-    ) -> tuple[Tree, EF21State]:  # fmt: skip
+    def update(grads: Tree, state: EF21State, params: Tree, call: Call) -> tuple[Tree, EF21State]:
         of = {path: torch.as_tensor(g) for path, g in named_leaves(grads).items()}
         device = device_of(of.values())
-        share = share_of(weight, over or "weight").to(device)
+        share = share_in(call, over or "weight").to(device)
         factor, nothing = share.factor, torch.zeros_like(share.factor)
         # The weight of a kept gradient is kept too, and counts in the divisor.
         counted_last = nothing if without_input == "flush" else to_device(device, state.counts)
@@ -113,10 +109,10 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         wide = {path: of[path].to(h.dtype) for path, h in state.own.items() if path in of}
         # With the residual -h the message is w g - h, and its remainder gives h + c = w g - remainder.
         memory = ResidualMemory({path: -h for path, h in estimates.items()}, without_input == "flush", per_rank=True)
-        scalars = {**(lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)} if first_bucket is None else None
-        out, inner = inside.update(
-            replace_leaves(grads, wide), state, params, weight=weight, lane=scalars, first_bucket=first_bucket,
-            **{**extra, "memory": memory},
+        lane = {**(call.lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)}
+        out, inner = inside.run(
+            replace_leaves(grads, wide), state, params,
+            call.inside(lane=lane, memory=memory, persistent=False),
         )  # fmt: skip
         sums, results = sums_of(inner), named_leaves(out)
         fine = all_finite(results)
@@ -137,7 +133,7 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
             mine = torch.where(anew, mine - estimates[path], mine)  # only the message of this call
             own[path] = torch.where(fine, mine, own[path])
             whole[path] = torch.where(fine, total, whole[path])
-        new = unless_idle(counted, new, {path: of[path] for path in new}, persistent)
+        new = unless_idle(counted, new, {path: of[path] for path in new}, call.persistent)
         return replace_leaves(out, new), EF21State(inner, own, whole, counts, torch.where(fine, here, before))
 
     reduces = inside.reduction(_HELD, _MOVED, same=True)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from .._call import Call
 from .._check import whole_number
 from .._counter import counts_steps
 from .._placement import PerRank
@@ -81,16 +82,16 @@ def error_feedback(hook: Transform, without_input: WithoutInput = "freeze") -> T
         errors = zero_errors(hook, params)
         return ErrorState(hook.init(params), errors, init_last(errors))
 
-    def update(
-        grads: Tree, state: ErrorState, params: Tree = None, *, donated: bool = False, **extra: Any
-    ) -> tuple[Tree, ErrorState]:
+    def update(grads: Tree, state: ErrorState, params: Tree, call: Call) -> tuple[Tree, ErrorState]:
         memory = ResidualMemory(state.error, without_input == "flush", state.last)
-        out, new = inner.update(grads, state, params, donated=donated, **{**extra, "memory": memory})
+        out, new = inner.run(grads, state, params, call.inside(memory=memory))
         return out, ErrorState(new, {**state.error, **memory.new}, memory.last)
 
     # Chunk ownership, and so the second residual, depends on the bucket layout.
     needs = Needs.LAYOUT if encoded else Needs.NOTHING
-    return Transform(init, update, needs, inner.reduction(same=True), Compression(None, encoded))
+    return Transform(
+        init, update, needs, inner.reduction(same=True), Compression(None, encoded), takes=("donated",), wraps="whole"
+    )
 
 
 class LocoState(NamedTuple):
@@ -151,11 +152,11 @@ def loco(
         return LocoState(hook.init(params), 0, stored(errors), init_last(errors))
 
     @counts_steps
-    def update(grads: Tree, state: LocoState, params: Tree = None, **extra: Any) -> tuple[Tree, LocoState]:
+    def update(grads: Tree, state: LocoState, params: Tree, call: Call) -> tuple[Tree, LocoState]:
         of = {path: g for path, g in named_leaves(grads).items() if path in state.error}
         old = {path: codec.decode(state.error[path].unsqueeze(0), g.numel()).view(g.shape) for path, g in of.items()}
         errors = ResidualMemory(old, without_input == "flush", {path: state.last[path] for path in old})
-        out, kept = inner.update(grads, state, params, **{**extra, "memory": errors})
+        out, kept = inner.run(grads, state, params, call.inside(memory=errors))
         last = (state.step + 1) % reset == 0
         new = {
             path: torch.zeros_like(e) if last else torch.lerp(errors.before(path), e, beta)

@@ -8,20 +8,19 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket, substate
+from .._call import Call
 from .._check import decay, one_axis, whole_number
 from .._transform import Transform
 from .._tree import State, Tree, all_finite, named_leaves
 from .._weights import Over, nonzero_or_one, share_of
 from ..codecs._codec import Codec
 from ..codecs._signs import sign
+from ..combinators._chain import LIVE
 from ..combinators._conditional import switch_after
 from ..combinators._partition import replace_leaves
 from ..reductions._compress import quantized_mean
 from ..reductions._mean import mean
 from ._error_feedback import WithoutInput, error_feedback
-
-LIVE = "ranks with input"  # in the lane, where momenta of ranks without input count too
 
 
 def momentum_compression(
@@ -74,20 +73,16 @@ class Moments(NamedTuple):
 
 
 def moments(
-    inner: Transform, grads: Tree, state: Any, first_bucket: FirstBucket | None, warmup: int, b1: float, b2: float, over: Over,
-    extra: dict[str, Any],
-) -> Moments:  # fmt: skip
+    inner: Transform, grads: Tree, state: Any, call: Call, warmup: int, b1: float, b2: float, over: Over
+) -> Moments:
     """Averages gradients or momenta, and returns the new momentum and variance of these leaves."""
-    share = share_of(extra.get("weight"), "live")
+    share = share_of(call.weight, "live")
     wide = {path: share.masked(torch.as_tensor(g)).to(state.momentum[path]) for path, g in named_leaves(grads).items()}
     first = state.step < warmup
     sends = wide if first else {path: b1 * state.momentum[path] + (1 - b1) * g for path, g in wide.items()}
     if over == "world":  # a rank without input has a gradient of 0, and the same momentum as all ranks
-        lane = {**(extra.get("lane") or {}), LIVE: share.factor} if first_bucket is None else None
-        extra = {**extra, "weight": 1.0, "lane": lane}
-    out, new = inner.update(
-        replace_leaves(grads, sends), state.inner, first_bucket=substate(first_bucket, "inner"), **extra
-    )
+        call = call.inside(weight=1.0, lane={**(call.lane or {}), LIVE: share.factor})
+    out, new = inner.run(replace_leaves(grads, sends), state.inner, None, call)
     means = {path: torch.as_tensor(g) for path, g in named_leaves(out).items()}
     assert inner.sums is not None
     sums = inner.sums(new)

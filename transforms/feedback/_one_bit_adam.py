@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket
+from .._call import Call
 from .._check import positive
 from .._counter import counts_steps
 from .._spec import factory
+from .._timing import Changes
 from .._transform import Compression, Inner, Needs, Transform
 from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from .._weights import Over
 from ..codecs._codec import Codec
+from ..combinators._chain import LIVE
 from ..combinators._partition import replace_leaves
 from ._error_feedback import WithoutInput
-from ._momenta import LIVE, full_like_each, moments, momentum_compression
+from ._momenta import full_like_each, moments, momentum_compression
 
 
 class OneBitAdamState(NamedTuple):
@@ -83,17 +85,10 @@ def one_bit_adam(
         return OneBitAdamState(begun, 0, zeros_at_least_f32(params), zeros_at_least_f32(params), *counts)
 
     @counts_steps
-    def update(
-        grads: Tree,
-        state: OneBitAdamState,
-        params: Tree = None,
-        *,
-        first_bucket: FirstBucket | None = None,
-        **extra: Any,
-    ) -> tuple[Tree, OneBitAdamState]:
-        got = moments(inner, grads, state, first_bucket, warmup, b1, b2, over, extra)
+    def update(grads: Tree, state: OneBitAdamState, params: Tree, call: Call) -> tuple[Tree, OneBitAdamState]:
+        got = moments(inner, grads, state, call, warmup, b1, b2, over)
         back = {path: got.direction(path, b1, b2, eps).to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), OneBitAdamState(got.inner, state.step + 1, *got.new_state(state))
 
     reduces = Inner(inner).reduction(LIVE)
-    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None))
+    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None), timing=Changes((warmup,)))

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket
+from .._call import Call
 from .._check import decay, positive
 from .._counter import counts_steps
 from .._spec import factory
+from .._timing import Changes
 from .._transform import Compression, Inner, Needs, Transform
 from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from .._weights import Over, nonzero_or_one
 from ..codecs._codec import Codec
+from ..combinators._chain import LIVE
 from ..combinators._partition import replace_leaves
 from ._error_feedback import WithoutInput
-from ._momenta import LIVE, bias_correction, full_like_each, moments, momentum_compression
+from ._momenta import bias_correction, full_like_each, moments, momentum_compression
 
 
 class OneBitLambState(NamedTuple):
@@ -98,17 +100,10 @@ def one_bit_lamb(
         return OneBitLambState(begun, 0, m, v, count_m, count_v, fresh, ratio, change)
 
     @counts_steps
-    def update(
-        grads: Tree,
-        state: OneBitLambState,
-        params: Tree = None,
-        *,
-        first_bucket: FirstBucket | None = None,
-        **extra: Any,
-    ) -> tuple[Tree, OneBitLambState]:
+    def update(grads: Tree, state: OneBitLambState, params: Tree, call: Call) -> tuple[Tree, OneBitLambState]:
         if params is None:
             raise ValueError("one_bit_lamb needs the parameters: call update(grads, state, params)")
-        got, of = moments(inner, grads, state, first_bucket, warmup, b1, b2, over, extra), named_leaves(params)
+        got, of = moments(inner, grads, state, call, warmup, b1, b2, over), named_leaves(params)
         fresh, ratio, change, out = dict(state.fresh), dict(state.ratio), dict(state.change), {}
         for path, m in got.momentum.items():
             u = got.direction(path, b1, b2, eps)
@@ -134,7 +129,7 @@ def one_bit_lamb(
         )  # fmt: skip
 
     reduces = Inner(inner).reduction(LIVE)
-    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None))
+    return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None), timing=Changes((warmup,)))
 
 
 def _ratio(param: Tensor, direction: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._axis_env import AxisName
+from .._call import Call
 from .._check import some_axes, whole_number
 from .._spec import factory
 from .._transform import Needs, Transform
@@ -14,7 +15,8 @@ from .._weights import Over, check_over
 from ..axes._primitive import names
 from ..combinators._chain import chain
 from ..combinators._conditional import every
-from ..reductions._mean import MeanState, mean
+from ..reductions._mean import mean
+from ..reductions._reduction import MeanState
 from ._window import WindowMean, like
 
 
@@ -61,11 +63,9 @@ def average_parameters(axis: AxisName, over: Over = "weight") -> Transform:
     def init(params: Tree) -> AverageState:
         return AverageState(mean(axis).init(params))
 
-    def update(
-        values: Tree, state: AverageState, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
-    ) -> tuple[Tree, AverageState]:
-        del params, lane
-        average, hook, live = reduce(values, state, weight, **extra)
+    def update(values: Tree, state: AverageState, params: Tree, call: Call) -> tuple[Tree, AverageState]:
+        del params
+        average, hook, live = reduce(values, state, call)
         return where(live, like(average, values), values), AverageState(hook)
 
     return Transform(init, update, Needs.NOTHING)

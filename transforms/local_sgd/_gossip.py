@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
+from .._call import Call
 from .._check import one_axis
 from .._counter import counts_steps
 from .._lane import decode_lane, encode_lane, lane_dtype
@@ -63,15 +64,13 @@ def gossip(axis: str, over: Over = "weight") -> Transform:
         return GossipState(0)
 
     @counts_steps
-    def update(
-        values: Tree, state: GossipState, params: Tree = None, *, weight: Any = None, **extra: Any
-    ) -> tuple[Tree, State]:
-        del params, extra
+    def update(values: Tree, state: GossipState, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params
         ranks, new = axis_size(axis), GossipState(state.step + 1)
         if ranks == 1:
             return values, new
         shift = 2 ** (state.step % math.ceil(math.log2(ranks)))
-        weight = check_weight(weight)
+        weight = check_weight(call.weight)
         factor = {"weight": weight, "live": (weight > 0).to(weight.dtype), "world": torch.ones_like(weight)}[over]
         leaves = optree.tree_leaves(values)
         words = encode_lane({"weight": factor}, lane_dtype(v.dtype for v in leaves), ranks, device_of(leaves))

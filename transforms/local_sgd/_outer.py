@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._call import Call
 from .._check import is_finite, is_number, whole_number
-from .._counter import Period, check_state, counts_steps
-from .._later import Prefetch
+from .._counter import check_state, counts_steps
 from .._placement import PerRank
 from .._spec import factory
+from .._timing import Period, Periodic
 from .._transform import Needs, Transform, check_transform
 from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
 from .._weights import Over, check_weight
@@ -107,9 +108,9 @@ def outer_step(
         own = {path: seen[path].to(state.anchor[path].dtype) - value for path, value in values.items()}
         return state._replace(pending=own, pending_weight=state.weight, weight=torch.zeros_like(state.weight))
 
-    def mean_of(state: OuterState, extra: dict[str, Any]) -> Callable[[], tuple[Any, State, Tensor]]:
+    def mean_of(state: OuterState, call: Call) -> Callable[[], tuple[Any, State, Tensor]]:
         rates = rates_of(optimizer, state.anchor, state.optimizer)
-        return lambda: reduce(state.pending, state, state.pending_weight, rates, **extra)
+        return lambda: reduce(state.pending, state, call, rates, state.pending_weight)
 
     def use(
         values: dict[str, Tensor], state: OuterState, found: tuple[Any, State, Tensor]
@@ -126,35 +127,36 @@ def outer_step(
         return where(live, like(mixed, values), values), state
 
     @counts_steps
-    def update(
-        values: Tree, state: OuterState, params: Tree = None, *, weight: Any = None, lane: Any = None,
-        prefetch: Prefetch | None = None, flush: bool = False, **extra: Any,
-    ) -> tuple[Tree, OuterState]:  # fmt: skip
-        del params, lane
+    def update(values: Tree, state: OuterState, params: Tree, call: Call) -> tuple[Tree, OuterState]:
+        del params
         check_state(state, OuterState)
-        call, given = state.step, named_leaves(values)
+        number, given, prefetch = state.step, named_leaves(values), call.prefetch
         named = given
-        state = state._replace(step=call + (not flush), weight=state.weight + check_weight(weight))
-        begun = [past for past in range(max(call - delay, 0), call) if period.due(past)]  # and not used yet
+        state = state._replace(step=number + (not call.flush), weight=state.weight + check_weight(call.weight))
+        begun = [past for past in range(max(number - delay, 0), number) if period.due(past)]  # and not used yet
+
+        def in_window(at: int) -> Call:
+            return call.inside(step=period.window(at), prefetch=None)
 
         def used(at: int) -> tuple[dict[str, Tensor], OuterState]:
-            function = mean_of(state, {**extra, "step": period.window(at)})
+            function = mean_of(state, in_window(at))
             return use(named, state, prefetch.result(state.pending, function) if prefetch and delay else function())
 
-        if flush:
+        if call.flush:
             if begun:
                 named, state = used(begun[0])
-            if period.open(call):
+            if period.open(number):
                 state = change(named, state)
-                named, state = used(call + period.steps)
+                named, state = used(number + period.steps)
             return map_with_path(lambda path, _: named[path], values), state
-        if period.due(call):
+        if period.due(number):
             state = change(named, state)
             if delay and prefetch is not None:
-                function = mean_of(state, {**extra, "step": period.window(call)})
-                prefetch.begin(state.pending, function, delay)
-        if period.due(call - delay):
-            named, state = used(call - delay)
+                prefetch.begin(state.pending, mean_of(state, in_window(number)), delay)
+        if period.due(number - delay):
+            named, state = used(number - delay)
         return (values if named is given else map_with_path(lambda path, _: named[path], values)), state
 
-    return Transform(init, update, Needs.NOTHING)
+    return Transform(
+        init, update, Needs.NOTHING, takes=("flush", "prefetch"), timing=Periodic(period, hook, delay, alone=False)
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
+from .._call import Call
 from .._check import some_axes, whole_number
 from .._spec import factory
 from .._transform import Needs, Transform, init_empty
@@ -65,14 +66,12 @@ def average_state(axis: AxisName, over: Over = "weight") -> Transform:
                 )
         return AverageState(mean(axis).init(values))
 
-    def update(
-        values: Tree, state: AverageState, params: Tree = None, *, weight: Any = None, lane: Any = None, **extra: Any
-    ) -> tuple[Tree, AverageState]:
-        del params, lane
+    def update(values: Tree, state: AverageState, params: Tree, call: Call) -> tuple[Tree, AverageState]:
+        del params
         named = named_leaves(values)
         counts = {path: value for path, value in named.items() if _split(path)[1] == "step"}
         rest = {path: value for path, value in named.items() if path not in counts}
-        average, hook, live = reduce(rest, state, weight, **extra)
+        average, hook, live = reduce(rest, state, call)
         new = {**like(average, rest), **(pmax(counts, axis) if counts else {})}
         return map_with_path(lambda path, old: torch.where(live, new[path], old), values), AverageState(hook)
 
@@ -102,8 +101,8 @@ def reset_state(optimizer: Optimizer) -> Transform:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"reset_state takes the pipeline's optimizer, got {optimizer!r}")
 
-    def update(values: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        del extra
+    def update(values: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del call
         leaves = named_leaves(params)
 
         def initial(path: str, value: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName, bound
+from .._call import Call
 from .._transform import Inner, Transform, check_transform
 from .._tree import Tree, readable_without_sync
 from .._weights import Over, check_over, check_weight
@@ -36,7 +37,7 @@ class WindowMean:
         self._inner, self._over = Inner(hook, field), over
 
     def __call__(
-        self, values: Tree, state: Any, weight: Any, rates: Rates = (), **extra: Any
+        self, values: Tree, state: Any, call: Call, rates: Rates = (), weight: Any = None
     ) -> tuple[Tree, Any, Tensor]:
         """The mean, the hook's new state, and whether any rank has weight, 0-d bool.
 
@@ -45,25 +46,26 @@ class WindowMean:
 
         Args:
             state: The outer state.
-            weight: The weight of this rank's window.
+            call: The outer call.
             rates: Hyperparameters that must be the same on all ranks.
+            weight: The weight of this rank's window, where it is not that of the call.
 
         Raises:
             DesyncError: they are not.
         """
-        weight = check_weight(weight)
+        weight = check_weight(call.weight if weight is None else weight)
         factor: Any = {"weight": weight, "live": (weight > 0).to(weight.dtype), "world": None}[self._over]
         if factor is not None and readable_without_sync(factor):
             factor = factor.item()  # saves passes over the values
         lane = {"weight": weight, **({NAME: number_of(rates)} if rates else {})}
-        extra = {**extra, "persistent": False, "weight": factor, "lane": lane}
-        new, inner = self._inner.update(at_least_f32(values), state, None, **extra)
+        inside = call.inside(weight=factor, lane=lane, persistent=False, flush=False)
+        new, inner = self._inner.run(at_least_f32(values), state, None, inside)
         sums = self._inner.transform.sums
         assert sums is not None
         summed = sums(inner).lane
         if rates:
             axes = tuple(name for name in bound() if name in axes_of(self._inner.transform, tuple(bound())))
-            check_sum(rates, summed[NAME], axes, extra.get("step", 0))
+            check_sum(rates, summed[NAME], axes, call.step or 0)
         return new, inner, summed["weight"] > 0
 
 

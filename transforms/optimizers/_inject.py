@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._spec import _FACTORIES, factory
+from .._spec import factory
 from .._tree import State, fields
 from ..step_param._formula import like, rate_at
 from ..step_param._hyper import no_schedule
@@ -118,7 +117,7 @@ def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:
     Raises:
         TypeError: it was made by no factory.
     """
-    make = _FACTORIES.get(part.spec.name)
+    make = part.spec.factory
     if make is None:
         raise TypeError(f"{part!r} was made by no factory, so its arguments are not known")
     args = {name: remade(value, values) if isinstance(value, Optimizer) else values.get(name, value)
@@ -129,7 +128,7 @@ def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:
 def number_arguments(part: Optimizer) -> dict[str, float | Tensor]:
     """The hyperparameters that may change from step to step, also those of an optimizer inside: name -> value."""
     found: dict[str, float | Tensor] = {}
-    known = inspect.signature(_FACTORIES[part.spec.name]).parameters if part.spec.name in _FACTORIES else {}
+    known = part.spec.parameters
     for name, value in part.spec.args:
         if isinstance(value, Optimizer):
             found.update(number_arguments(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,17 +16,19 @@ from torch._subclasses.fake_tensor import (
 )
 
 from .._axis_env import bind_axes
-from .._bucketwise import FirstBucket, restrict
+from .._bucketwise import restrict
+from .._call import ALONE, Call
 from .._check import axis_sizes
 from .._lane import encode_lane, lane_dtype, mask_words, step_lane
+from .._rider import BucketSums
 from .._transform import Transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..axes._ragged import all_to_all_single
+from ..combinators._chain import counting, stages
 from ..layout._buckets import Bucket, lane_bucket
 from ..layout._pieces import Pieces, bind_pieces
 from ..plan._plan import make_plan, takes_flat
-from ..reductions._mean import MeanState
 from ..step_param._optimizer import Optimizer
 from ._explanation import Message
 from ._pipeline import Pipeline, Skips
@@ -66,6 +67,8 @@ class DryRun:
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
         self._notes: list[Message] = []
+        # By the identity of a stage, which is kept here: its messages, since a stage is asked for them more than once.
+        self._known: dict[tuple[Any, ...], tuple[Transform, int, tuple[Message, ...]]] = {}
         self.at_end = False  # whether the stages to run are those at the end of a step
         self._recorders = {name: Recorder(name, n, self._notes, sizes) for name, n in sizes.items()}
         paths, leaves, _ = flatten_in_insertion_order(params)
@@ -104,6 +107,12 @@ class DryRun:
             in_hook: Whether the stage is in the hook, whose messages may carry the lane.
             per_bucket: Whether the stage runs on each bucket.
         """
+        key = (id(part), step, in_hook, per_bucket, self.at_end)
+        if key not in self._known or self._known[key][:2] != (part, id(self.values)):
+            self._known[key] = part, id(self.values), self._run(part, step, in_hook, per_bucket)
+        return self._known[key][2]
+
+    def _run(self, part: Transform, step: int, in_hook: bool, per_bucket: bool) -> tuple[Message, ...]:
         del self._notes[:]
         lane = self._lane if in_hook and self.plan.reduced(step).equal else None
         if in_hook and part is self.plan.reduce:
@@ -113,11 +122,15 @@ class DryRun:
         elif per_bucket:
             self._update_buckets(part, step, lane)
         else:
-            extra = {"persistent": True} if self.at_end else {"lane": lane, "lane_dtype": self._dtype, **self._sharded}
-            state, prefetch = part.init(self.values), _AtOnce(self._notes)
+            call = Call(step=step) if self.at_end else self._call(step, lane, BucketSums(self._dtype))
             params = self.own if self.values is self.own else self.params
-            _update(part, self.values, params, state, step, prefetch=prefetch, **extra)
+            given = call.inside(prefetch=_AtOnce(self._notes), persistent=self.at_end)
+            _update(part, self.values, params, part.init(self.values), given)
         return tuple(self._notes)
+
+    def _call(self, step: int, lane: Any, sums: BucketSums) -> Call:
+        """The call of a stage of the hook."""
+        return counting(stages(self.hook), Call(None, lane, step).inside(sums=sums, **self._sharded))
 
     @property
     def _sharded(self) -> dict[str, Any]:
@@ -170,7 +183,7 @@ class DryRun:
         """Run a stage bucket by bucket; the first bucket carries the lane."""
         assert self.plan.early is not None
         flat = takes_flat(self.plan.early) and not (self._in_module and self.pieces)
-        full, first_bucket = part.init(self.values), None
+        full, sums = part.init(self.values), BucketSums(self._dtype)
         for k in range(len(self.layout)):
             pieces, some = self._in_bucket(k, flat)
             with bind_pieces(pieces):
@@ -179,17 +192,14 @@ class DryRun:
                     state = part.init(some)
                 else:
                     state = restrict(full, self.params, some)
-                own_lane = None if first_bucket else lane
-                _, new = _update(
-                    part, some, some, state, step, lane=own_lane, first_bucket=first_bucket, lane_dtype=self._dtype,
-                    **self._sharded,
-                )  # fmt: skip
-            first_bucket = first_bucket or FirstBucket(functools.partial(lambda first: first, new))
+                of_bucket = BucketSums(self._dtype, sums) if k else sums
+                _update(part, some, some, state, self._call(step, lane, of_bucket))
 
     def _reduce(self, part: Transform) -> None:
         """Run a plain reduction; one of its messages carries the lane, if there is a lane and a bucket for it."""
         assert part.reduces is not None and part.reduces.axis is not None
-        axis, total = part.reduces.axis, torch.ones((), dtype=torch.float64)
+        axis, total, sums = part.reduces.axis, torch.ones((), dtype=torch.float64), BucketSums(self._dtype)
+        sums.keep((total, {}))  # of the message of the lane
         carrier = None if self._in_module or part.sharded_over else lane_bucket(self.layout)
         words = encode_lane({"total": total, **(self._lane or {})}, self._dtype, axis_size(axis))
         if self._in_module:
@@ -204,8 +214,7 @@ class DryRun:
             if i == carrier:  # behind the gradients, in the same buffer
                 some = {"": torch.cat([some[""], words])}
             with bind_pieces(pieces):
-                first_bucket = FirstBucket(lambda: MeanState(total, {}))
-                part.update(some, part.init(some), some, weight=None, first_bucket=first_bucket)
+                part.run(some, part.init(some), some, ALONE.inside(sums=BucketSums(self._dtype, sums)))
 
     def _scatter_in_module(self, pieces: Pieces, bucket: Bucket) -> None:
         """The message of a module's bucket: all slices of other ranks at once."""
@@ -239,9 +248,9 @@ def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Skips | None, tu
     raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
 
 
-def _update(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, step: int, **extra: Any) -> Any:
+def _update(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, call: Call) -> Any:
     try:
-        return part.update(dict(values), _at(state, step), params, weight=None, step=step, **extra)
+        return part.run(dict(values), _at(state, call.step or 0), params, call)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TypeError(
             f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from .._call import Call
 from .._transform import Transform
 from .._tree import State, Tree, choose_state, readable_without_sync, to_device, where
 from .._weights import check_weight
@@ -69,27 +70,17 @@ class Effect(NamedTuple):
         return weight if self.steps else 0.0
 
     def after(
-        self,
-        transform: Transform,
-        values: Tree,
-        state: State,
-        weight: Any,
-        step: int,
-        params: Tree = None,
-        **extra: Any,
+        self, transform: Transform, values: Tree, state: State, call: Call, params: Tree = None
     ) -> tuple[Tree, State]:
         """Transform the parameters, the buffers, or the optimizer's state, at the end of each step, those without effect
         included.
 
         Args:
-            weight: The weight of this step.
-            step: The number of steps before this one.
+            call: The call, with the weight of this step and the number of the steps before it.
             params: The parameters, where `values` are others.
         """
-        params = values if params is None else params
-        if "flush" in extra and not transform.accepts("flush"):
-            return values, state
-        new = transform.update(values, state, params, weight=self.weight(weight), step=step, persistent=True, **extra)
+        at_end = call.inside(weight=self.weight(call.weight), persistent=True)
+        new = transform.run(values, state, values if params is None else params, at_end)
         if self.raises is False:
             return new
         return choose_state(~torch.as_tensor(self.raises), new, (values, state))

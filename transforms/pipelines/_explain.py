@@ -14,8 +14,6 @@ from .._check import whole_number
 from .._transform import Needs, Transform, check_transform
 from .._tree import Tree
 from ..combinators._chain import stages
-from ..combinators._fragments import fragments_alone
-from ..combinators._partition import parts_alone
 from ..layout._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of
@@ -154,11 +152,10 @@ def _rows(
     run: DryRun, at_step: int | None, part: Transform, in_hook: bool = False, per_bucket: bool = False
 ) -> list[Row]:
     """The rows of a stage, one for each phase; `in_hook` and `per_bucket` as in `DryRun.messages`."""
-    if part.spec.name in ("partition", "in_fragments") and at_step is None and changes_with_steps(part):
-        whole = part.spec.name == "partition"
+    if part.parts is not None and at_step is None and changes_with_steps(part):
         return [
             row
-            for one in (parts_alone(part) if whole else fragments_alone(part, run.values))
+            for one in part.parts(run.values)
             for row in _rows(run, at_step, one, in_hook and one.reduces is not None, per_bucket)
         ]
     state_bytes = _state_bytes(part.init(run.values))

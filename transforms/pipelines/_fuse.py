@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .._axis_env import bound, under_vmap
+from .._call import Call, call_of
 from .._check import flag as check_flag
 from .._lane import Lane, check_lane
 from .._placement import PerRank
 from .._spec import factory
-from .._transform import Transform, check_transform, donate_kwargs
+from .._transform import Transform, check_transform
 from .._tree import (
     State,
     Tree,
@@ -168,33 +169,30 @@ def pipeline_of(
         params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, donate: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
-        use(inside(state).window, check_flag("donate", donate))
+        old, call = inside(state), call_of({"weight": weight, "lane": lane, **extra})
+        call = call.inside(step=old.step)
+        use(old.window, check_flag("donate", donate))
         if not donate or under_vmap():
-            return run(params, grads, state, weight, lane, False, **extra)
+            return run(params, grads, state, call)
         with torch.no_grad():
             if not plain(params, grads):
-                return run(params, grads, state, weight, lane, False, **extra)
-            return run(params, in_own_memory(grads, params), state, weight, lane, True, **extra)
+                return run(params, grads, state, call)
+            return run(params, in_own_memory(grads, params), state, call.inside(donated=True))
 
-    def run(
-        params: Tree, grads: Tree, state: Any, weight: Any, lane: Lane | None, donate: bool, **extra: Any
-    ) -> tuple[Tree, State]:
-        outer, old = state, inside(state)
+    def run(params: Tree, grads: Tree, state: Any, call: Call) -> tuple[Tree, State]:
+        outer, old, lane = state, inside(state), call.lane
         check_same("grads", grads, "params", params)
         check_lane(lane)
         for taken in ("weight", rates_check.NAME):
             if lane and taken in lane:
                 raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
-        own, pieces = check_weight(weight), pieces_of(params, old)
+        own, pieces = check_weight(call.weight), pieces_of(params, old)
         rates = rates_check.rates_of(optimizer, held_of(pieces, params, old), old.optimizer)
         if old.step == 0 and plain(params, grads):
             rates = [*rates_check.mark_of(hook, optimizer, after, on_state, gather), *rates]
         given = {**(lane or {}), "weight": own, **({rates_check.NAME: rates_check.number_of(rates)} if rates else {})}
         with bind_pieces(pieces):
-            grads, hook_state = hook.update(
-                prepare(grads, outer), old.hook, params, weight=weight, lane=given, step=old.step,
-                **donate_kwargs(hook, donate), **extra,
-            )  # fmt: skip
+            grads, hook_state = hook.run(prepare(grads, outer), old.hook, params, call.inside(lane=given))
         own = old.window + own
         if grads is None:  # accumulating: no step in this call
             inner = old._replace(hook=hook_state, window=own)
@@ -205,31 +203,25 @@ def pipeline_of(
         effect, agreed = _judge(plans[axes], hook_state, grads, old.step, own, bool(skips), rates)
         held = held_of(pieces, params, old)
         new = held, old.optimizer
-        if donate and pieces is None and effect.steps is not False and are_apart(held):
+        if call.donated and pieces is None and effect.steps is not False and are_apart(held):
             bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
             new = step_tree(optimizer, held, grads, old.optimizer, True, bad)
         elif effect.steps is not False:
             new = effect.where(optimizer.step(held, grads, old.optimizer), new)
-        held, inner = end(*new, old, effect, agreed, **extra)
+        held, inner = end(*new, old, effect, call.inside(weight=agreed, lane=None, donated=False))
         params, inner = gathered(pieces, params, held, inner, effect)
         inner = inner._replace(hook=effect.keep(hook_state, old.hook), step=old.step + 1, window=torch.zeros_like(own))
         return params, effect.update_counters(skips, outer._replace(inner=inner)) if skips else inner
 
-    def end(
-        params: Tree, slots: State, old: PipelineState, effect: Effect, weight: Any, **extra: Any
-    ) -> tuple[Tree, PipelineState]:
+    def end(params: Tree, slots: State, old: PipelineState, effect: Effect, call: Call) -> tuple[Tree, PipelineState]:
         """The parameters and the state after the transforms at the end of a step."""
         after_state, slots_state = old.after, old.on_state
         if after:
-            masters, after_state = effect.after(
-                after, masters_of(params, slots), after_state, weight, old.step, **extra
-            )
+            masters, after_state = effect.after(after, masters_of(params, slots), after_state, call)
             params, slots = with_masters(masters, params, slots)
         if on_state:
             named = _by_path(params, slots)
-            fields, slots_state = effect.after(
-                on_state, state_fields(named), slots_state, weight, old.step, params, **extra
-            )
+            fields, slots_state = effect.after(on_state, state_fields(named), slots_state, call, params)
             replaced = with_state_fields(named, fields)
             slots = map_with_path(lambda path, _: replaced[path], params)
         return params, old._replace(optimizer=slots, after=after_state, on_state=slots_state)
@@ -259,7 +251,7 @@ def pipeline_of(
         pieces = pieces_of(params, old)
         held = held_of(pieces, params, old)
         matched(optimizer, held, old.optimizer)
-        held, inner = end(held, old.optimizer, old, FLUSH, 0.0, flush=True)
+        held, inner = end(held, old.optimizer, old, FLUSH, Call(0.0, step=old.step).inside(flush=True))
         params, inner = gathered(pieces, params, held, inner, FLUSH)
         return params, state._replace(inner=inner) if skips else inner
 

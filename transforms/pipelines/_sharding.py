@@ -19,9 +19,6 @@ from ..plan._plan import axes_of
 from ..sharding._gather import GatherState, ShardState, cut_of, gather, gather_changes
 from ..step_param._optimizer import Optimizer
 
-# The transforms that may hold one that shards: they hand on its result.
-_AROUND = ("chain", "compress", "cast", "error_feedback", "accumulate")
-
 
 class Sharding:
     """The pieces of a pipeline's parameters.
@@ -155,7 +152,7 @@ def sharding_of(
         )
     axis = str(found[0].sharded_over)
     for part in _around(hook):
-        if part.spec.name not in _AROUND and not _shards(part):
+        if part.wraps is None and not _shards(part):
             raise ValueError(
                 f"fuse: {part!r} cannot hold a scatter_mean: it may leave some gradients whole, which no rank would own"
             )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._call import Call
 from .._spec import factory
 from .._transform import Inner, Reduction, Transform, check_transform
 from .._tree import State, Tree, all_finite, choose_state, where, zeros_like
@@ -82,17 +83,16 @@ def _skip_transform(part: Transform) -> Transform:
         inner = part.init(params)
         return SkipState(inner, no_calls(), sums_of(inner))
 
-    def update(
-        grads: Tree, state: SkipState, params: Tree = None, *, donated: bool = False, **extra: Any
-    ) -> tuple[Tree, State]:
-        out, inner = inside.update(grads, state, params, donated=donated, **extra)
+    def update(grads: Tree, state: SkipState, params: Tree, call: Call) -> tuple[Tree, State]:
+        out, inner = inside.run(grads, state, params, call)
         if out is None:
             return None, state._replace(inner=inner, sums=sums_of(inner))
         fine = all_finite(out)
         kept = choose_state(fine, inner, state.inner)
         return where(fine, out, zeros_like(out)), SkipState(kept, state.skipped + ~fine, sums_of(inner))
 
-    return Transform(init, update, reduces=Reduction(lambda state: state.sums) if part.reduces else None)
+    reduces = Reduction(lambda state: state.sums) if part.reduces else None
+    return Transform(init, update, reduces=reduces, takes=("donated",))
 
 
 def guarded(

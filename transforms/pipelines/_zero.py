@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._spec import _FACTORIES, call_factory, factory
+from .._spec import call_factory, factory
 from .._transform import Transform, check_transform
-from .._weights import Over
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..combinators._chain import chain
@@ -60,7 +59,8 @@ def _sharded(part: Any, axis: str) -> Any:
     """The transform, with scatter_mean in the place of mean."""
     if isinstance(part, tuple):
         return tuple(_sharded(one, axis) for one in part)
-    if not isinstance(part, Transform) or part.spec.name not in _FACTORIES:
+    make = part.spec.factory if isinstance(part, Transform) else None
+    if make is None:
         return part
     args = dict(part.spec.args)
     if part.spec.name in ("mean", "quantized_mean") and axis in names(args["axis"]):
@@ -68,7 +68,5 @@ def _sharded(part: Any, axis: str) -> Any:
         found = scatter_mean(axis, args["over"])
         if "codec" in args:
             found = compress(args["codec"], found, args["seed"])
-        # Behind a mean over the ranks with input, their number is the weight.
-        over: Over = "weight" if args["over"] == "live" else args["over"]
-        return chain(found, mean(rest if len(rest) > 1 else rest[0], over)) if rest else found
-    return call_factory(_FACTORIES[part.spec.name], ((name, _sharded(value, axis)) for name, value in args.items()))
+        return chain(found, mean(rest if len(rest) > 1 else rest[0], args["over"])) if rest else found
+    return call_factory(make, ((name, _sharded(value, axis)) for name, value in args.items()))

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._counter import Period
 from .._spec import Spec
+from .._timing import Changes, Periodic, Switch, Windows, children, flushed, running
 from .._transform import Transform
 
-_PERIODIC = {"every": "transform", "outer_step": "hook"}  # factories with a period, and the argument that it is of
-_STARTS = ("warmup", "start")  # arguments that give the step in which a transform changes its behaviour
+_STARTS = ("warmup", "start")  # arguments of a factory outside fjoin that give the step in which its messages change
 
 
 class Phase(NamedTuple):
@@ -20,23 +19,6 @@ class Phase(NamedTuple):
     when: str  # in words, such as "from step 3"
     step: int  # the first step, counted from 0
     ends: bool = False  # whether there is a last step, as in a warm-up
-
-
-def running(part: Transform, step: int | None, at_end: bool = False) -> list[tuple[Transform, int | None]]:
-    """The transforms that run inside `part` in a step, each with its own number of the step; for step=None all.
-
-    Args:
-        at_end: Whether `part` runs on parameters, at the end of a step. A switch then flushes the first transform.
-    """
-    if step is not None and part.spec.name == "switch_after":
-        start, before = part.spec["step"], part.spec["before"]
-        if step >= start:
-            return [(part.spec["after"], step - start)]
-        return [(before, step), *(flushed(before, start) if at_end and step == start - 1 else [])]
-    if step is not None and part.spec.name in _PERIODIC:
-        period = Period.of(part.spec)
-        return [(part.spec[_PERIODIC[part.spec.name]], period.window(step))] if period.due(step) else []
-    return [(child, step) for child in part.spec.children if isinstance(child, Transform)]
 
 
 def phases(part: Transform, sends: Callable[[Transform, int], Any], at_end: bool = False) -> list[Phase]:
@@ -48,64 +30,52 @@ def phases(part: Transform, sends: Callable[[Transform, int], Any], at_end: bool
         sends: `(transform, step) -> messages`, for a transform without others inside.
         at_end: As for `running`.
     """
-    if part.spec.name == "switch_after":
-        start = part.spec["step"]
-        early = [phase for phase in phases(part.spec["before"], sends, at_end) if phase.step < start]
-        found = [Phase(_both(f"before step {start}", when), step, True) for when, step, _ in early]
-        if at_end and flushed(part.spec["before"], start):
-            found.append(Phase(f"step {start - 1}", start - 1, True))
-        since = f"from step {start}" if start else "each step"
-        after = phases(part.spec["after"], sends, at_end)
-        return [*found, *(Phase(_both(since, when), start + step, ends) for when, step, ends in after)]
-    if part.spec.name in _PERIODIC:
-        steps, first, other = Period.of(part.spec)
-        when = f"every {steps} steps" + (f", from step {first}" if first >= steps else "")
-        when += f", except every {other} steps" if other is not None else ""
+    when = part.timing
+    if isinstance(when, Switch):
+        return _of_switch(when, sends, at_end)
+    if isinstance(when, Periodic):
+        steps, first, other = when.period
+        often = f"every {steps} steps" + (f", from step {first}" if first >= steps else "")
+        often += f", except every {other} steps" if other is not None else ""
         shift = steps * (other is not None and first % other == 0)  # to a call that runs
-        inside = phases(part.spec[_PERIODIC[part.spec.name]], sends, at_end)
-        return [Phase(_both(when, inner), first + shift + step * steps, ends) for inner, step, ends in inside]
-    if part.spec.name == "accumulate":
-        steps, inside = part.spec["steps"], phases(part.spec["transform"], sends, at_end)
-        return [Phase(_both(f"once in {steps} calls", inner), step, ends) for inner, step, ends in inside]
-    ends = [value for name, value in part.spec.args if name in _STARTS and type(value) is int and value > 0]
-    if ends:
-        starts = _changes(0, ends[0], lambda step: sends(part, step))
+        inside = phases(when.transform, sends, at_end)
+        return [Phase(_both(often, inner), first + shift + step * steps, ends) for inner, step, ends in inside]
+    if isinstance(when, Windows):
+        inside = phases(when.transform, sends, at_end)
+        return [Phase(_both(f"once in {when.steps} calls", inner), step, ends) for inner, step, ends in inside]
+    if isinstance(when, Changes):
+        starts, sent = [0], sends(part, 0)
+        for step in when.steps:
+            before, sent = sent, sends(part, step)
+            starts += [step] if sent != before else []
         return [Phase(*one) for one in _between(starts)]
+    if last := _end_of_start(part):
+        return [Phase(*one) for one in _between(_changes(0, last, lambda step: sends(part, step)))]
     inner = [phases(child, sends, at_end) for child, _ in running(part, None)]
     several = [own for own in inner if own != [Phase("each step", 0)]]
     return [phase for own in several for phase in own] or [Phase("each step", 0)]
 
 
-def flushed(part: Transform, calls: int) -> list[tuple[Transform, int]]:
-    """The transforms that run in a flush after this many calls, each with its own number of the call."""
-    if not calls:
-        return []
-    if part.spec.name == "every":
-        period, child = Period.of(part.spec), part.spec["transform"]
-        ended, is_open = period.ended(calls), period.open(calls)
-        return [(child, ended)] * is_open + flushed(child, ended + is_open)
-    if part.spec.name == "outer_step":
-        period, hook = Period.of(part.spec), part.spec["hook"]
-        begun = range(max(calls - dict(part.spec.args).get("delay", 0), 0), calls)
-        waiting = [(hook, period.window(past)) for past in begun if period.due(past)]
-        return waiting + [(hook, period.ended(calls))] * period.open(calls)
-    if part.spec.name == "switch_after" and calls >= (start := part.spec["step"]):
-        return flushed(part.spec["after"], calls - start)
-    inside = running(part, calls - 1)
-    return [one for child, at in inside if at is not None for one in flushed(child, at + 1)]
+def _of_switch(when: Switch, sends: Callable[[Transform, int], Any], at_end: bool) -> list[Phase]:
+    start = when.step
+    early = [phase for phase in phases(when.before, sends, at_end) if phase.step < start]
+    found = [Phase(_both(f"before step {start}", words), step, True) for words, step, _ in early]
+    if at_end and flushed(when.before, start):
+        found.append(Phase(f"step {start - 1}", start - 1, True))
+    since = f"from step {start}" if start else "each step"
+    after = phases(when.after, sends, at_end)
+    return [*found, *(Phase(_both(since, words), start + step, ends) for words, step, ends in after)]
 
 
-def unfinished(part: Transform, steps: int) -> bool:
-    """Whether, after this many steps, a window of several steps has begun and its transform has not run."""
-    return bool(flushed(part, steps))
+def _end_of_start(part: Transform) -> int | None:
+    """The step at which a transform that says nothing of its timing changes, if its arguments name one."""
+    return next((value for name, value in part.spec.args if name in _STARTS and type(value) is int and value > 0), None)
 
 
 def changes_with_steps(part: Transform) -> bool:
-    """Whether a transform behaves differently in some steps, according to its spec."""
-    own = part.spec.name in ("switch_after", "accumulate", *_PERIODIC) or any(
-        name in _STARTS for name, _ in part.spec.args
-    )
-    return own or any(changes_with_steps(child) for child, _ in running(part, None))
+    """Whether a transform behaves differently in some steps."""
+    own = part.timing is not None or any(name in _STARTS for name, _ in part.spec.args)
+    return own or any(changes_with_steps(child) for child in children(part))
 
 
 def shown(part: Transform, step: int) -> str:
@@ -116,12 +86,13 @@ def shown(part: Transform, step: int) -> str:
 def _in_step(part: Any, step: int) -> Any:
     if not isinstance(part, Transform):
         return part
-    if part.spec.name in ("switch_after", "every", "accumulate"):
+    when = part.timing
+    if isinstance(when, (Switch, Windows)) or (isinstance(when, Periodic) and when.alone):
         inside = running(part, step)
         return _in_step(*inside[0]) if inside else part  # type: ignore[arg-type]
 
     def replaced(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
+        if type(value) in (list, tuple):
             return type(value)(replaced(item) for item in value)
         if isinstance(value, dict):
             return {key: replaced(item) for key, item in value.items()}

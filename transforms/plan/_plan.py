@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .._spec import is_ours
+from .._timing import children, running
 from .._transform import Needs, Transform
 from ..axes._primitive import names
 from ..combinators._chain import chain, stages
-from ._phases import changes_with_steps, running
+from ._phases import changes_with_steps
 
 AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
 
@@ -33,8 +33,8 @@ class Plan(NamedTuple):
         summed in place during backward, and the optimizer's kernel divides.
     early: the stages before the first one that needs the whole tree, as one transform. They run on each bucket during
         backward.
-    clip: a `clip_by_global_norm` that is the only stage between `reduce` and the optimizer. It too becomes part of the
-        kernel's scale.
+    clip: a stage that scales by the norm of all gradients, as `clip_by_global_norm`, and is the only one between `reduce`
+        and the optimizer. It too becomes part of the kernel's scale.
     rest: the stages that run on the whole tree after these.
     agree: the axes whose ranks loop together, in all steps: those of the hook and of the transforms at the end of a step.
     """
@@ -96,7 +96,7 @@ def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform) -> Pl
     own = first.reduces if first is not None else None
     alone = own is not None and own.fusable and reach <= set(names(own.axis or ()))
     if alone and not any(part.reduces for part in parts[1:]):
-        if len(parts) == 2 and parts[1].spec.name == "clip_by_global_norm":
+        if len(parts) == 2 and parts[1].by_norm is not None:
             return plan._replace(reduce=first, clip=parts[1])
         return plan._replace(reduce=first, rest=tuple(parts[1:]))
     whole = next((i for i, part in enumerate(parts) if Needs.TREE in part.needs), len(parts))
@@ -119,7 +119,7 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
     if not part.spec.name or "function" in dict(part.spec.args):
         return set(mesh_axes)
     found = set[str]()
-    ours = is_ours(part.spec.name)
+    ours = part.spec.is_ours
     for argument, value in part.spec.args:
         for name in value if isinstance(value, tuple) else (value,):
             # Any argument of a factory outside fjoin may name an axis.
@@ -130,11 +130,11 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
 
 def _summed_over(part: Transform, mesh_axes: Collection[str], step: int | None) -> set[str]:
     """The axes over which a transform makes all gradients equal and sums the lane."""
-    if part.sums is None or part.spec.name == "masked":
+    if part.sums is None:
         return set()
     inside = [_summed_over(child, mesh_axes, at) for child, at in running(part, step)]
-    if part.spec.name == "chain":
-        return set[str]().union(*inside)
+    if part.wraps == "stages":
+        return set().union(*inside)
     return set.intersection(*inside) if inside else axes_of(part, mesh_axes, step)
 
 
@@ -143,7 +143,7 @@ def warn_if_silent(
 ) -> None:
     """Warn if no part of a pipeline communicates and none of them contains `noop`."""
     given = [part for part in parts if part is not None]
-    if not any(axes_of(part, mesh_axes) or _holds(part, "noop") for part in given):
+    if not any(axes_of(part, mesh_axes) or _is_silent(part) for part in given):
         warnings.warn(
             f"nothing in {what!r} reduces over the {ranks} ranks, so each trains on its own batches alone; put "
             f"tx.mean({mesh_axes[0]!r}) into it, or tx.noop() where that is meant",
@@ -151,8 +151,9 @@ def warn_if_silent(
         )
 
 
-def _holds(part: Any, name: str) -> bool:
-    return part.spec.name == name or any(_holds(child, name) for child in part.spec.children)
+def _is_silent(part: Transform) -> bool:
+    """Whether a transform, or one inside it, is meant to send nothing."""
+    return part.silent or any(_is_silent(child) for child in children(part))
 
 
 def takes_flat(part: Transform) -> bool:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import optree
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket, substate
+from .._call import Call
 from .._check import flag, positive, real, some_axes, whole_number
 from .._counter import counts_steps
-from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
+from .._lane import decode_words, lane_dtype
+from .._rider import Rider, first_of, no_words
 from .._transform import Compression, Needs, Reduction, Transform
 from .._tree import Tree, device_of, named_leaves, plain
-from .._weights import Over, check_over, share_of, unless_idle
+from .._weights import Over, RankWeight, check_over, share_in, unless_idle
 from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
-from ..reductions._mean import MeanState, init_mean, mean, state_of_first
-from ..reductions._residuals import ResidualMemory
+from ..reductions._mean import mean
+from ..reductions._reduction import MeanState, init_mean
 from ._factors import (
     Exchange,
     FeedbackWeight,
@@ -70,11 +71,10 @@ def check_settings(given: Settings) -> None:
 
 
 class CallArgs(NamedTuple):
-    """The arguments of a call, except the gradients."""
+    """The arguments of a reduction, except the gradients."""
 
-    weight: Any
-    lane: Lane | None
-    first_bucket: FirstBucket | None
+    share: RankWeight
+    rider: Rider
     wire: Codec | None
     errors: dict[str, Tensor]  # path -> residual
     flush: bool
@@ -87,8 +87,8 @@ class Result(NamedTuple):
     means: dict[str, Tensor]  # path -> mean, in the leaf's shape and dtype
     errors: dict[str, Tensor]  # path -> new residual, for the paths of the given residuals
     q: dict[str, Tensor]
-    reduced: MeanState
-    counted: Tensor
+    counted: Tensor  # the sum of the factors, 0-d float64
+    rider: Tensor  # see `Sums`
 
 
 Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, CallArgs], Result]
@@ -112,35 +112,31 @@ def make_transform(
         return PowerSGDState(reduced, reduced.total.clone(), start(params) if settings.warm_start else {}, 0)
 
     @counts_steps
-    def update(
-        grads: Tree, state: PowerSGDState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: ResidualMemory | None = None,
-        donated: bool = False, persistent: bool = False, **extra: Any,
-    ) -> tuple[Tree, PowerSGDState]:  # fmt: skip
+    def update(grads: Tree, state: PowerSGDState, params: Tree, call: Call) -> tuple[Tree, PowerSGDState]:
+        del params
         grads, step = optree.tree_map(torch.as_tensor, grads), state.step + 1
         if axis_size(axis) == 1:
-            out, reduced = alone.update(
-                grads, state.reduced, weight=weight, lane=lane, first_bucket=substate(first_bucket, "reduced"),
-                persistent=persistent, **extra,
-            )  # fmt: skip
-            counted = share_of(weight, over).factor if first_bucket is None else first_bucket.get().counted
-            return out, state._replace(reduced=reduced, counted=counted, step=step)
+            out, reduced = alone.run(grads, state.reduced, None, call.inside(wire=None, memory=None, donated=False))
+            return out, state._replace(reduced=reduced, counted=share_in(call, over).factor, step=step)
         leaves = named_leaves(grads)
         real(leaves, "power_sgd")
-        if wire is not None:
+        if call.wire is not None:
             refuse_derivative(leaves.values(), "differentiate through the hook without its codec")
-        share, known = share_of(weight, over), dict[str, Tensor]()
+        share, memory, rider = share_in(call, over), call.memory, Rider(call)
+        known = dict[str, Tensor]()
         if memory is not None:
             mine = {path: leaf for path, leaf in leaves.items() if path in memory}
             known = dict(zip(mine, memory.residuals(mine, share), strict=True))
-        given = CallArgs(weight, lane, first_bucket, wire, known, memory is not None and memory.flush, donated)
-        made = reduce(leaves, state, given)
+        flush = memory is not None and memory.flush
+        made = reduce(leaves, state, CallArgs(share, rider, call.wire, known, flush, call.donated))
+        counted, lane = rider.settle(made.counted, made.rider)
+        reduced = MeanState(torch.full_like(counted, axis_size(axis)) if over == "world" else counted, lane)
         if memory is not None:
-            memory.keep(made.errors, made.errors.values(), share, made.reduced.total)
+            memory.keep(made.errors, made.errors.values(), share, reduced.total)
         out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])
-        out = unless_idle(made.counted, out, grads, persistent)
+        out = unless_idle(counted, out, grads, call.persistent)
         q = {path: made.q.get(path, old) for path, old in state.q.items()}
-        return out, PowerSGDState(made.reduced, made.counted, q, step)
+        return out, PowerSGDState(reduced, counted, q, step)
 
     return Transform(
         init,
@@ -148,6 +144,7 @@ def make_transform(
         needs | Needs.PATHS,
         Reduction(lambda state: state.reduced, axis, over),
         Compression(loses, encoded=False),
+        takes=("donated", "wire", "memory"),
     )
 
 
@@ -157,12 +154,11 @@ def low_rank_mean(
     """The mean of leaves; the leaves with a factor in `q` are sent as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = device_of(leaves.values())
-    mine = FeedbackWeight(*share_of(given.weight, over).to(device), given.flush)
-    named = {} if given.first_bucket is not None else {"total": mine.factor, **(given.lane or {})}
-    check_lane(given.lane)
+    mine, rider = FeedbackWeight(*given.share.to(device), given.flush), given.rider
     coded = given.wire is not None
     dtype = torch.float32 if coded else lane_dtype(leaf.dtype for leaf in leaves.values())
-    words = encode_lane(named, torch.float64, 1, device) if coded else encode_lane(named, dtype, ranks, device)
+    factor, sums_of = (mine.factor if rider.goes_along else None), (1 if coded else ranks)
+    words = rider.words(torch.float64 if coded else dtype, sums_of, device, factor)
     exchange = Exchange(axis, given.wire, coded and bool(given.errors), next(iter(leaves), ""))
     # Leaves that are summed uncompressed and unencoded have no residual.
     errors = {path: e for path, e in given.errors.items() if coded or path in q}
@@ -189,14 +185,13 @@ def low_rank_mean(
     second, _, q_residual = exchange("Q", own, words[:0])
     totals = cut(second, right_sizes)
 
-    if given.first_bucket is None:
-        lane = decode_lane(lane_words, named, 1 if coded else ranks)
-        counted = lane.pop("total")
-        reduced = MeanState(torch.full_like(counted, ranks) if over == "world" else counted, lane)
+    if rider.goes_along:
+        counted, sums = first_of(decode_words(lane_words, sums_of))
     else:
-        reduced, counted = state_of_first(given.first_bucket.substate("reduced")), given.first_bucket.get().counted
+        counted, sums = rider.total, no_words()
+    divided_by = torch.full_like(counted, ranks) if over == "world" else counted
     finite = check_finite(totals, counted)
-    divisor = reduced.total if finite.whole else torch.where(finite.live, reduced.total, torch.ones_like(counted))
+    divisor = divided_by if finite.whole else torch.where(finite.live, divided_by, torch.ones_like(counted))
 
     def divided(x: Tensor) -> Tensor:
         return x / divisor if finite.whole else torch.where(finite.live, x / divisor.to(x.dtype), torch.zeros_like(x))
@@ -220,6 +215,6 @@ def low_rank_mean(
         {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
         {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},
         {path: as_dtype(new, q[path].dtype) for path, new in new_q.items()},
-        reduced,
         counted,
+        sums,
     )  # fmt: skip

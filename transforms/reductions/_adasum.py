@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optree
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket
+from .._call import Call
 from .._check import one_axis
-from .._lane import Lane, check_lane, decode_lane, encode_lane
+from .._rider import Rider, first_of, no_words
 from .._spec import factory
 from .._transform import Needs, Reduction, Transform
 from .._tree import Tree, device_of, to_device
-from .._weights import nonzero_or_one, share_of, unless_idle
+from .._weights import RankWeight, nonzero_or_one
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
-from ._mean import MeanState, init_mean, state_of_first
+from ._reduction import Sums, init_mean, reducing
 
 
 @factory
@@ -58,30 +56,20 @@ def adasum(axis: AxisName) -> Transform:
     """
     axis = one_axis("adasum", axis)
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, persistent: bool = False, **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        check_lane(lane)
-        share = share_of(weight, "live")
-        grads = optree.tree_map(torch.as_tensor, grads)
+    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+        del call
         # Contiguous, like the tensors received from other ranks: sums over other strides round in another order.
         wide = optree.tree_map(
             lambda g: share.masked(g).to(torch.promote_types(g.dtype, torch.float32)).contiguous(), grads
         )
         summed = _over_ranks(wide, axis)
         out = optree.tree_map(lambda s, g: s.to(g.dtype), summed, grads)
-        if first_bucket is not None:
-            return out, state_of_first(first_bucket)
-        named = {"total": share.factor, **(lane or {})}
-        leaves = optree.tree_leaves(grads)
-        words = encode_lane(named, torch.float64, 1, device_of(leaves))
-        sums = decode_lane(psum(words, axis), named, 1)
-        total = sums.pop("total")
-        return unless_idle(total, out, grads, persistent), MeanState(total, sums)
+        if not rider.goes_along:
+            return Sums(out, rider.total, no_words())
+        words = rider.words(torch.float64, 1, device_of(optree.tree_leaves(grads)), share.factor)
+        return Sums(out, *first_of(psum(words, axis)))
 
-    return Transform(init_mean, update, Needs.LEAVES, Reduction(lambda state: state))
+    return Transform(init_mean, reducing(axis, "live", reduce), Needs.LEAVES, Reduction(lambda state: state))
 
 
 def _over_ranks(own: Tree, axis: str) -> Tree:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .._axis_env import AxisName
+from .._call import Call
 from .._check import whole_number
 from .._counter import counts_steps
 from .._spec import factory
-from .._transform import Compression, Inner, Needs, Transform, check_transform, donate_kwargs
+from .._transform import Compression, Inner, Needs, Transform, check_transform
 from .._tree import State, Tree, named_leaves
 from .._weights import Over
 from ..codecs._blocks import fp8
@@ -149,24 +150,22 @@ def _encoded(codec: Codec, hook: Transform, seed: int = 0) -> Transform:
     inner, lossy = Inner(hook), Compression(named_leaves)
     if not codec.stochastic:
 
-        def update(
-            grads: Tree, state: State, params: Tree = None, *, donated: bool = False, **extra: Any
-        ) -> tuple[Tree, State]:
-            return hook.update(grads, state, params, **donate_kwargs(hook, donated), **{**extra, "wire": codec})
+        def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+            return hook.run(grads, state, params, call.inside(wire=codec))
 
         reduces = hook.reduces and hook.reduces._replace(fusable=False, scatters=False)
-        return Transform(hook.init, update, needs, reduces, lossy)
+        return Transform(hook.init, update, needs, reduces, lossy, takes=("donated",), wraps="whole")
 
     def init(params: Tree) -> CompressState:
         return CompressState(hook.init(params), 0)
 
     @counts_steps
-    def stochastic(
-        grads: Tree, state: CompressState, params: Tree = None, *, donated: bool = False, **extra: Any
-    ) -> tuple[Tree, CompressState]:
+    def stochastic(grads: Tree, state: CompressState, params: Tree, call: Call) -> tuple[Tree, CompressState]:
         wire = replace(codec, key=(seed, state.step))
-        out, new = inner.update(grads, state, params, donated=donated, **{**extra, "wire": wire})
+        out, new = inner.run(grads, state, params, call.inside(wire=wire))
         return out, CompressState(new, state.step + 1)
 
     # Random bits are keyed by path.
-    return Transform(init, stochastic, needs | Needs.PATHS, inner.reduction(same=True), lossy)
+    return Transform(
+        init, stochastic, needs | Needs.PATHS, inner.reduction(same=True), lossy, takes=("donated",), wraps="whole"
+    )

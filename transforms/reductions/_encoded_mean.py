@@ -3,56 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
+from .._call import Call
 from .._check import real
-from .._lane import Lane, check_lane, decode_lane, encode_lane
+from .._rider import Rider
 from .._tree import Tree, device_of, named_leaves, plain, readable_without_sync
-from .._weights import Over, RankWeight, share_of, unless_idle
+from .._weights import Over, RankWeight
 from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
 from ..codecs._random_bits import places_of
 from ._coded_mean import Reduced, coded_mean
-from ._residuals import ResidualMemory
-
-
-class Encoded(NamedTuple):
-    out: Tree  # like the gradients
-    total: Tensor  # the divisor, 0-d float64
-    lane: dict[str, Tensor]  # the sums of the lane, 0-d float64
+from ._reduction import Sums
 
 
 def encoded_mean(
-    wire: Codec, grads: Tree, axis: AxisName, weight: Any, over: Over | None, lane: Lane | None,
-    memory: ResidualMemory | None, reduce: Callable[..., Reduced] = coded_mean, donated: bool = False,
-    persistent: bool = False, into: Callable[[Tensor], Tree] | None = None,
-) -> Encoded:  # fmt: skip
+    wire: Codec, grads: Tree, axis: AxisName, share: RankWeight, over: Over | None, rider: Rider, call: Call,
+    reduce: Callable[..., Reduced] = coded_mean, into: Callable[[Tensor], Tree] | None = None,
+) -> Sums:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
 
     Args:
-        memory: The residuals of this call; see `error_feedback`.
+        share: This rank's factor.
+        rider: Its words travel in the messages, in float64.
+        call: Of it, `memory` and `donated` are used: whether the mean may be written over the gradients.
         reduce: The reduction of one message: `coded_mean` or a function like it.
-        donated: Whether the mean may be written over the gradients.
-        persistent: Whether the gradients are returned instead of zeros where no rank has weight.
         into: From the flat mean to the result; by default a tree like the gradients.
 
     Raises:
         RuntimeError: something differentiates through the gradients.
     """
-    share = share_of(weight, over or "weight")
-    check_lane(lane)
     of = named_leaves(grads)
     real(of, "an encoded mean")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
-    device = device_of(of.values())
+    device, memory = device_of(of.values()), call.memory
     share = share.to(device)
-    flat, words = ravel(of.values(), device), encode_lane(lane or {}, torch.float64, 1, device)
-    room = flat if donated and plain(flat) and flat.is_contiguous() else None
+    flat, words = ravel(of.values(), device), rider.words(torch.float64, 1, device)
+    room = flat if call.donated and plain(flat) and flat.is_contiguous() else None
     flat = share.masked(flat)
     positions = places_of(of, device) if wire.stochastic else None
     if memory is None:
@@ -70,14 +62,11 @@ def encoded_mean(
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
     total, full = reduced.total, reduced.mean
-    counted = total
     if over is None:
         full = full * total.to(torch.float32)
     elif over == "world":
-        ranks = axis_size(axis)
-        full, total = full * (total / ranks).to(torch.float32), torch.full_like(total, ranks)
-    out = into(full) if into else unless_idle(counted, unravel(full, grads), grads, persistent)
-    return Encoded(out, total, decode_lane(reduced.words, lane or {}, 1))
+        full = full * (total / axis_size(axis)).to(torch.float32)
+    return Sums(into(full) if into else unravel(full, grads), total, reduced.words)
 
 
 class MessageWithResidual:

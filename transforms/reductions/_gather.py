@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket
+from .._call import Call
 from .._check import some_axes
-from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
+from .._lane import decode_words, lane_dtype
+from .._rider import Rider, first_of
 from .._spec import factory
 from .._transform import Needs, Reduction, Transform
 from .._tree import Tree, device_of
-from .._weights import Over, check_over, nonzero_or_one, share_of, unless_idle
+from .._weights import Over, RankWeight, check_over, nonzero_or_one
 from ..axes._collectives import all_gather, axis_size
 from ..codecs._bit_packing import pack, unpack, width
 from ..codecs._codec import Codec, as_bytes, poison, read
 from ._coded_mean import coded_mean, gathered_mean
 from ._encoded_mean import encoded_mean
-from ._mean import MeanState, init_mean, mean_state
-from ._residuals import ResidualMemory
+from ._reduction import Sums, init_mean, reducing
 
 
 @factory
@@ -56,31 +55,16 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
     some_axes("all_gather_mean", axis)
     check_over(over)
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: ResidualMemory | None = None,
-        donated: bool = False, persistent: bool = False, **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        grads = optree.tree_map(torch.as_tensor, grads)
-        lane = lane if first_bucket is None else None
-        if wire is not None and axis_size(axis) > 1:
-            out, total, sums = encoded_mean(
-                wire, grads, axis, weight, over, lane, memory, gathered_mean, donated, persistent
-            )
-            return out, mean_state(total, sums, first_bucket)
-        check_lane(lane)
-        ranks, share = axis_size(axis), share_of(weight, over)
-        leaves = optree.tree_leaves(grads)
-        dtype, device = lane_dtype(leaf.dtype for leaf in leaves), device_of(leaves)
-        named = {"total": share.factor, **(lane or {})}
-        all_grads, words = all_gather(
-            (optree.tree_map(share.masked, grads), encode_lane(named, dtype, 1, device)), axis
-        )
-        each = [decode_lane(row, named, 1) for row in words.unbind(0)]
-        sums = {name: torch.stack([one[name] for one in each]).sum(0) for name in named}
-        total = torch.full_like(sums["total"], ranks) if over == "world" else sums["total"]
-        parts = [one["total"] / nonzero_or_one(total) for one in each]
+    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+        if call.wire is not None and axis_size(axis) > 1:
+            return encoded_mean(call.wire, grads, axis, share, over, rider, call, gathered_mean)
+        ranks, leaves = axis_size(axis), optree.tree_leaves(grads)
+        words = rider.words(lane_dtype(leaf.dtype for leaf in leaves), 1, device_of(leaves), share.factor)
+        all_grads, all_words = all_gather((optree.tree_map(share.masked, grads), words), axis)
+        each = torch.stack([decode_words(row, 1) for row in all_words.unbind(0)])
+        factors, (total, sums) = each[:, 0], first_of(each.sum(0))
+        divisor = torch.full_like(total, ranks) if over == "world" else nonzero_or_one(total)
+        parts = [factor / divisor for factor in factors]
 
         def mean(rows: Tensor) -> Tensor:
             wide = torch.promote_types(rows.dtype, torch.float32)
@@ -89,10 +73,12 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
                 out = out + row.to(wide) * part.to(rows.device, wide)
             return out.to(rows.dtype)
 
-        out = unless_idle(sums.pop("total"), optree.tree_map(mean, all_grads), grads, persistent)
-        return out, mean_state(total, sums, first_bucket)
+        return Sums(optree.tree_map(mean, all_grads), total, sums)
 
-    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over))
+    reduces = Reduction(lambda state: state, axis, over)
+    return Transform(
+        init_mean, reducing(axis, over, reduce), Needs.NOTHING, reduces, takes=("donated", "wire", "memory")
+    )
 
 
 @factory
@@ -129,24 +115,17 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
     some_axes("majority_vote", axis)
     check_over(over)
     votes = _votes()
+    counts: Over = "weight" if over == "weight" else "live"
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        grads = optree.tree_map(torch.as_tensor, grads)
-        counts: Over = "weight" if over == "weight" else "live"
-        lane = lane if first_bucket is None else None
-        reduce = functools.partial(coded_mean, map_mean=functools.partial(_outcome, axis_size(axis)))
-        out, total, sums = encoded_mean(votes, grads, axis, weight, counts, lane, None, reduce)
+    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+        coded = functools.partial(coded_mean, map_mean=functools.partial(_outcome, axis_size(axis)))
+        alone = call.inside(memory=None, donated=False)
+        found = encoded_mean(votes, grads, axis, share, counts, rider, alone, coded)
         if axis_size(axis) == 1:
-            out = optree.tree_map(lambda g: torch.sign(g) + 0 * g, out)
-        if over == "world":
-            total = torch.full_like(total, axis_size(axis))
-        return out, mean_state(total, sums, first_bucket)
+            found = found._replace(out=optree.tree_map(lambda g: torch.sign(g) + 0 * g, found.out))
+        return found
 
-    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state))
+    return Transform(init_mean, reducing(axis, over, reduce, counts), Needs.NOTHING, Reduction(lambda state: state))
 
 
 def _outcome(ranks: int, mean: Tensor) -> Tensor:

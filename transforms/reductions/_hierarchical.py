@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._bucketwise import FirstBucket
+from .._call import Call
 from .._check import one_axis, real
-from .._lane import Lane, check_lane, decode_lane, encode_lane, lane_dtype
+from .._lane import decode_words, lane_dtype
+from .._rider import Rider, first_of
 from .._spec import factory
 from .._transform import Compression, Needs, Reduction, Transform
 from .._tree import Tree, device_of, named_leaves, to_device
-from .._weights import Over, RankWeight, check_over, nonzero_or_one, share_of, unless_idle
+from .._weights import Over, RankWeight, check_over, nonzero_or_one
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..codecs._codec import Codec, check_codec, refuse_derivative
 from ..codecs._random_bits import places_of
 from ._coded_mean import Reduced, coded_mean, cut
 from ._encoded_mean import MessageWithResidual, ravel, split, unravel
-from ._mean import MeanState, init_mean, mean_state
+from ._reduction import Sums, init_mean, reducing
 from ._residuals import ResidualMemory
 
 
@@ -69,56 +68,45 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         )
     own_wire = wire
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, wire: Codec | None = None, memory: ResidualMemory | None = None,
-        persistent: bool = False, **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        check_lane(lane)
-        of = {path: torch.as_tensor(leaf) for path, leaf in named_leaves(grads).items()}
+    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+        of = named_leaves(grads)
         real(of, "hierarchical_mean")
-        inside, nodes, share = axis_size(local), axis_size(node), share_of(weight, over)
+        inside, nodes = axis_size(local), axis_size(node)
         dtype = lane_dtype(leaf.dtype for leaf in of.values())
         flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [
             torch.zeros(0, dtype=dtype, device=device_of(()))
         ]
         own = share.masked(flat[0] if len(flat) == 1 else torch.cat(flat))
         own = own if share.known == 1.0 else own * share.factor.to(own.dtype)
-        named = {"total": share.factor, **({} if first_bucket is not None else lane or {})}
-        words = encode_lane(named, dtype, inside * nodes, own.device)
+        words = rider.words(dtype, inside * nodes, own.device, share.factor)
         size = -(-own.numel() // inside)
         rows = torch.cat([cut(own, inside, size), words.expand(inside, -1)], dim=1)
         part = psum_scatter(rows, local)
-        codec = wire or own_wire
+        codec = call.wire or own_wire
         if codec is None or nodes == 1:
             part = psum(part, node)
-            sums = decode_lane(part[size:], named, inside * nodes)
-            total = sums.pop("total")
+            total, sums = first_of(decode_words(part[size:], inside * nodes))
             part = part[:size] / nonzero_or_one(total).to(part)
         else:
             refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
-            sums = decode_lane(part[size:], named, inside * nodes)
-            here = sums.pop("total")
-            header = (
-                torch.stack(list(sums.values())) if sums else torch.zeros(0, dtype=torch.float64, device=own.device)
-            )
-            reduced = _across(codec, part[:size], here, header, local, node, of, memory, over)
-            total, part = reduced.total, reduced.mean
-            sums = dict(zip(sums, reduced.words.unbind(0), strict=True))
-        counted = total
+            here, header = first_of(decode_words(part[size:], inside * nodes))
+            reduced = _across(codec, part[:size], here, header, local, node, of, call.memory, over)
+            total, part, sums = reduced.total, reduced.mean, reduced.words
         if over == "world":
-            part, total = part * (total / (inside * nodes)).to(part), torch.full_like(total, inside * nodes)
+            part = part * (total / (inside * nodes)).to(part)
         whole = all_gather(part, local).flatten()
-        out = unless_idle(counted, unravel(whole[: own.numel()], grads), grads, persistent)
-        return out, mean_state(total, sums, first_bucket)
+        return Sums(unravel(whole[: own.numel()], grads), total, sums)
 
     needs = Needs.NOTHING if wire is None or wire.elementwise else Needs.LAYOUT
     lossy = wire is not None
     return Transform(
-        init_mean, update, needs, Reduction(lambda state: state, (local, node), over),
+        init_mean,
+        reducing((local, node), over, reduce),
+        needs,
+        Reduction(lambda state: state, (local, node), over),
         Compression(named_leaves) if lossy else None,
-    )  # fmt: skip
+        takes=("wire", "memory"),
+    )
 
 
 def _across(

@@ -5,47 +5,33 @@ A rank without input takes part with weight 0 and contributes exactly nothing. U
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._bucketwise import FirstBucket
+from .._call import Call
 from .._check import some_axes
-from .._lane import Lane, check_lane, decode_lane, encode_lane
-from .._lane import lane_dtype as dtype_of_lane
+from .._lane import decode_words
+from .._rider import Rider, first_of, no_words
 from .._spec import factory
 from .._sums import divided
 from .._transform import Needs, Reduction, Transform, init_empty
 from .._tree import Tree, device_of, plain
-from .._weights import Over, Unit, check_over, lacks_unit, nonzero_or_one, share_of, unit_near, unless_idle
+from .._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import sum_donated
-from ..codecs._codec import Codec
 from ._encoded_mean import encoded_mean
-from ._residuals import ResidualMemory
-
-
-class MeanState(NamedTuple):
-    """The total weight and the lane of the last message."""
-
-    total: Tensor  # the divisor of the sum, 0-d float64
-    lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
-
-
-def init_mean(params: Tree) -> MeanState:
-    del params
-    return MeanState(torch.zeros((), dtype=torch.float64), {})
+from ._reduction import Sums, init_mean, reducing
 
 
 def _weighted_sum(
-    grads: Tree, axis: AxisName, weight: Any, lane: Lane | None, over: Over, first_bucket: FirstBucket | None,
-    dtype: torch.dtype | None, unit: float | None, donated: bool = False,
-) -> tuple[Tree, MeanState, Unit]:  # fmt: skip
+    grads: Tree, axis: AxisName, share: RankWeight, rider: Rider, unit: float | None, donated: bool
+) -> tuple[Sums, Unit]:
     """The sum times a unit that makes it fit the gradients' dtype, and the unit; written over `donated` gradients."""
-    share, (leaves, structure) = share_of(weight, over), optree.tree_flatten(grads)
+    leaves, structure = optree.tree_flatten(grads)
 
     def add(waiting: list[int], unit: Unit, *words: Tensor) -> list[Tensor]:
         """Replace these leaves by their sums; returns the sum of the words."""
@@ -59,81 +45,45 @@ def _weighted_sum(
     waits = [lacks_unit(unit, [leaf]) for leaf in leaves]
     early, late = ([i for i, wait in enumerate(waits) if wait is last] for last in (False, True))
     scale: Unit = unit or 1.0
-    if first_bucket is not None:
-        add(early, scale)
-        new = state_of_first(first_bucket)
+    if rider.goes_along:
+        words = rider.words(rider.dtype(leaves), axis_size(axis), device_of(leaves), share.factor)
+        total, sums = first_of(decode_words(add(early, scale, words)[0], axis_size(axis)))
     else:
-        check_lane(lane)
-        n, full = axis_size(axis), {"total": share.factor, **(lane or {})}
-        words = encode_lane(full, dtype or dtype_of_lane(leaf.dtype for leaf in leaves), n, device_of(leaves))
-        sums = decode_lane(add(early, scale, words)[0], full, n)
-        new = MeanState(sums.pop("total"), sums)
+        add(early, scale)
+        total, sums = rider.total, no_words()
     if late:
-        scale = unit_near(new.total)
+        scale = unit_near(total)
         add(late, scale)
-    return optree.tree_unflatten(structure, leaves), new, scale
+    return Sums(optree.tree_unflatten(structure, leaves), total, sums), scale
 
 
 def _reduction(axis: AxisName, over: Over | None) -> Transform:
     """`mean`, or the weighted sum where `over` is None."""
     some_axes("sum_over" if over is None else "mean", axis)
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: ResidualMemory | None = None, donated: bool = False, persistent: bool = False, unit: float | None = None,
-        **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        grads = optree.tree_map(torch.as_tensor, grads)
-        if wire is not None and axis_size(axis) > 1:
-            out, total, sums = encoded_mean(
-                wire,
-                grads,
-                axis,
-                weight,
-                over,
-                None if first_bucket else lane,
-                memory,
-                donated=donated,
-                persistent=persistent,
-            )
-            return out, mean_state(total, sums, first_bucket)
-        summed, new, scale = _weighted_sum(
-            grads, axis, weight, lane, over or "weight", first_bucket, lane_dtype,
-            unit if unit is None or over in (None, "weight") else 1.0, donated and not persistent,
-        )  # fmt: skip
-        counted = new.total
+    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+        if call.wire is not None and axis_size(axis) > 1:
+            return encoded_mean(call.wire, grads, axis, share, over, rider, call)
+        unit = call.unit if call.unit is None or over in (None, "weight") else 1.0
+        (summed, total, words), scale = _weighted_sum(
+            grads, axis, share, rider, unit, call.donated and not call.persistent
+        )
         if over is None:
             if isinstance(scale, Tensor) or scale != 1.0:
                 summed = optree.tree_map(lambda g: divided(g, torch.as_tensor(scale)), summed)
-            return unless_idle(counted, summed, grads, persistent), new
-        if over == "world" and first_bucket is None:
-            new = new._replace(total=torch.full_like(new.total, axis_size(axis)))
-        divisor = nonzero_or_one(new.total)
+            return Sums(summed, total, words)
+        divisor = torch.full_like(total, axis_size(axis)) if over == "world" else nonzero_or_one(total)
         leaves = optree.tree_leaves(summed)
         if leaves and plain(leaves) and all(leaf.dtype.itemsize >= 4 for leaf in leaves):  # they are fresh, or donated
             torch._foreach_div_(leaves, divisor * scale)
         else:
             summed = optree.tree_map(lambda g: divided(g, divisor * scale), summed)
-        return unless_idle(counted, summed, grads, persistent), new
+        return Sums(summed, total, words)
 
-    return Transform(init_mean, update, Needs.NOTHING, Reduction(lambda state: state, axis, over, fusable=True))
-
-
-def mean_state(total: Tensor, lane: dict[str, Tensor], first_bucket: FirstBucket | None) -> MeanState:
-    """The state after a call, from the call's own message or from the first bucket's."""
-    return MeanState(total, lane) if first_bucket is None else state_of_first(first_bucket)
-
-
-def state_of_first(first_bucket: FirstBucket) -> MeanState:
-    state = first_bucket.get()
-    if not isinstance(state, MeanState):
-        raise TypeError(
-            f"extra['first_bucket'] gave a {type(state).__name__} where this stage's own MeanState was expected; a transform that "
-            f"runs another must hand on first_bucket.substate(field) of its state"
-        )
-    return state
+    reduces = Reduction(lambda state: state, axis, over, fusable=True)
+    return Transform(
+        init_mean, reducing(axis, over, reduce), Needs.NOTHING, reduces, takes=("donated", "wire", "memory")
+    )
 
 
 @factory
@@ -220,8 +170,8 @@ def noop() -> Transform:
     (tensor(2.), ())
     """
 
-    def update(grads: Tree, state: Any, params: Tree = None, **extra: Any) -> tuple[Tree, Any]:
-        del params, extra
+    def update(grads: Tree, state: Any, params: Tree, call: Call) -> tuple[Tree, Any]:
+        del params, call
         return grads, state
 
-    return Transform(init_empty, update, Needs.NOTHING)
+    return Transform(init_empty, update, Needs.NOTHING, silent=True)

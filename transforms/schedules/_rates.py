@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._spec import Spec, _show, is_ours
+from .._spec import Spec, _show
 from .._tree import readable_without_sync
 
 ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
@@ -80,7 +80,7 @@ def watched(spec: Spec, injected: bool = False) -> tuple[tuple[str, Any], ...]:
     for name, value in spec.args:
         if hasattr(value, "step_param"):
             found += watched(value.spec, injected or spec.name == "inject_hyperparameters")
-        elif callable(value) and name != "lr" and not injected and is_ours(spec.name):
+        elif callable(value) and name != "lr" and not injected and spec.is_ours:
             raise TypeError(
                 f"{spec.name}: {name} follows the schedule {_show(value)}; only lr can do so by itself, so wrap the optimizer in "
                 f"inject_hyperparameters(...)"

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
-from .._bucketwise import FirstBucket
-from .._lane import Lane, check_lane, decode_lane, encode_lane
-from .._lane import lane_dtype as dtype_of_lane
+from .._call import Call
+from .._lane import decode_words
+from .._rider import EMPTY, Rider, first_of, no_words
 from .._spec import factory
 from .._sums import divided, sum_in_order
 from .._transform import Needs, Reduction, Transform
 from .._tree import Tree, device_of, map_with_path, named_leaves, plain
-from .._weights import Over, Unit, check_over, lacks_unit, nonzero_or_one, share_of, unit_near
+from .._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._ragged import all_to_all_single
-from ..codecs._codec import Codec
 from ..layout._pieces import Pieces, pieces_here
 from ..reductions._encoded_mean import encoded_mean
-from ..reductions._mean import MeanState, init_mean, state_of_first
-from ..reductions._residuals import ResidualMemory
+from ..reductions._reduction import Sums, init_mean, reducing
 from ._coded_scatter import coded_scatter
 
 
@@ -76,58 +72,51 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         )
     check_over(over)
 
-    def update(
-        grads: Tree, state: MeanState, params: Tree = None, *, weight: Any = None, lane: Lane | None = None,
-        first_bucket: FirstBucket | None = None, lane_dtype: torch.dtype | None = None, wire: Codec | None = None,
-        memory: ResidualMemory | None = None, unit: float | None = None, **extra: Any,
-    ) -> tuple[Tree, MeanState]:  # fmt: skip
-        del state, params, extra
-        grads = optree.tree_map(torch.as_tensor, grads)
-        pieces, of = pieces_here(grads, axis), named_leaves(grads)
-        new = None if first_bucket else _sum_lane(of, axis, weight, lane, over, lane_dtype)
+    def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
+        pieces, of, wire = pieces_here(grads, axis), named_leaves(grads), call.wire
+        found = _sum_rider(of, axis, share, rider) if rider.goes_along else None
         slices: dict[str, Tensor] = {}
         sums: list[Tensor] = []
-        late = lacks_unit(unit, of.values())
-        if late:
-            new = new or state_of_first(first_bucket)  # type: ignore[arg-type]
-        scale = unit_near(new.total) if late and new else (unit or 1.0) if over == "weight" else 1.0
+        scale: Unit = (call.unit or 1.0) if over == "weight" else 1.0
+        if lacks_unit(call.unit, of.values()):
+            scale = unit_near(_divisor(found[0] if found else rider.total, axis, over))
         for k in range(len(pieces.buckets)):
             if wire is not None and pieces.ranks > 1:
                 scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
                 into = functools.partial(_like, pieces, k, of)
                 given = pieces.with_padding(k, of)
-                slices.update(encoded_mean(wire, given, axis, weight, over, None, memory, scatter, into=into).out)
+                slices.update(encoded_mean(wire, given, axis, share, over, EMPTY, call, scatter, into).out)
             else:
-                sums.append(_scatter(pieces, k, pieces.pack(k, of), axis, weight, over, scale))
-        new = new or state_of_first(first_bucket)  # type: ignore[arg-type]
+                sums.append(_scatter(pieces, k, share.times(pieces.pack(k, of), scale), axis))
+        total, words = found or (rider.total, no_words())
+        divisor = nonzero_or_one(_divisor(total, axis, over))
         for k, piece in enumerate(sums):
-            slices.update(pieces.leaves_own(k, _divided(piece, nonzero_or_one(new.total) * scale)))
-        return map_with_path(lambda path, _: slices[path], grads), new
+            slices.update(pieces.leaves_own(k, _divided(piece, divisor * scale)))
+        return Sums(map_with_path(lambda path, _: slices[path], grads), total, words)
 
     return Transform(
         init_mean,
-        update,
+        reducing(axis, over, reduce),
         Needs.NOTHING,
         Reduction(lambda state: state, axis, over, fusable=True, scatters=True),
         vmappable=False,
+        takes=("wire", "memory"),
     )
 
 
-def _sum_lane(
-    of: dict[str, Tensor], axis: str, weight: Any, lane: Lane | None, over: Over, dtype: torch.dtype | None
-) -> MeanState:
-    """Sum the weights and the lane, in a message of their own."""
-    check_lane(lane)
-    n, full = axis_size(axis), {"total": share_of(weight, over).factor, **(lane or {})}
-    dtype = dtype or dtype_of_lane(leaf.dtype for leaf in of.values())
-    sums = decode_lane(psum(encode_lane(full, dtype, n, device_of(of.values())), axis), full, n)
-    total = sums.pop("total")
-    return MeanState(torch.full_like(total, n) if over == "world" else total, sums)
+def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider) -> tuple[Tensor, Tensor]:
+    """The sums of the factors and of the rider, in a message of their own."""
+    ranks = axis_size(axis)
+    words = rider.words(rider.dtype(of.values()), ranks, device_of(of.values()), share.factor)
+    return first_of(decode_words(psum(words, axis), ranks))
 
 
-def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str, weight: Any, over: Over, unit: Unit) -> Tensor:
-    """The weighted sum of this rank's piece of a bucket, added in the order of the ranks."""
-    flat = share_of(weight, over).times(flat, unit)
+def _divisor(total: Tensor, axis: str, over: Over) -> Tensor:
+    return torch.full_like(total, axis_size(axis)) if over == "world" else total
+
+
+def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str) -> Tensor:
+    """The sum of this rank's piece of a bucket, added in the order of the ranks."""
     own = pieces.sizes(k)[pieces.rank]
     rows = all_to_all_single(flat, axis, input_split_sizes=pieces.sizes(k), output_split_sizes=(own,) * pieces.ranks)
     return sum_in_order(rows.view(pieces.ranks, own).unbind(0))

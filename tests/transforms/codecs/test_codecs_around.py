@@ -11,7 +11,6 @@ from helpers import max_diff, raises_text, same_bits
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._transform import donate_kwargs
 
 FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
     "later": lambda: tx.error_feedback(tx.power_sgd("data", start=2, min_compression_rate=1.0)),
@@ -80,7 +79,7 @@ def test_donated_gradients_make_no_difference(kind: str, form: str, dtype: torch
             grads = {"": flat} if form == "flat" else {"a": flat[:36].view(6, 6), "b": flat[36:].clone()}
             weight: Any = 0.0 if step == 3 and rank == 1 else 1.0 + rank
             weight = torch.tensor(weight) if step == 4 else weight
-            out, state = hook.update(grads, state, weight=weight, **donate_kwargs(hook, donated))
+            out, state = hook.update(grads, state, weight=weight, donated=donated)
             held.append(all(out[path].data_ptr() == g.data_ptr() for path, g in grads.items()))
             outs.append({path: x.clone() for path, x in out.items()})
             states.append(state)

@@ -97,6 +97,12 @@ def test_one_crossing_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(crossings) == 4  # gradients, parameters, and the state's floats and its count
 
 
+def test_explain_runs_no_jax_on_tensors_without_data() -> None:
+    hook = tx.chain(tx.mean("data"), tx.from_optax(optax.adam(0.5)))
+    what = tx.explain(tx.fuse(hook, tx.sgd(1.0)), {"w": torch.zeros(3)}, {"data": 2})
+    assert what.messages == 1 and what.rows[1].state_bytes == 4 * (3 + 3 + 1)
+
+
 def test_in_a_training_step() -> None:
     """On ranks with uneven inputs: optax's adamw on the mean is adamw."""
     batches = make_batches(1, [[3, 2, 4], [5], []])

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms._axis_env import Axis, bind_axes
-from fjoin.transforms._bucketwise import FirstBucket, restrict
+from fjoin.transforms._bucketwise import restrict
+from fjoin.transforms._rider import BucketSums
 
 STEPS = 8
 
@@ -160,14 +161,12 @@ def test_a_matrix_does_not_hear_its_neighbours(rank: int) -> None:
             grads = {path: torch.randn(shape, generator=g) for path, shape in ODD.items()}
             weight = float(step != 1)
             out, whole = hook.update(grads, whole, weight=weight, lane={"x": 1.0})
-            first: Any = None
+            first: BucketSums | None = None
             for i, paths in enumerate(buckets):
-                first_bucket = None if first is None else FirstBucket(lambda: first)  # noqa: B023
+                sums = BucketSums(torch.float32, first)
                 some = {path: grads[path] for path in paths}
-                one, states[i] = hook.update(
-                    some, states[i], weight=weight, lane=None if first_bucket else {"x": 1.0}, first_bucket=first_bucket
-                )
-                first = first or states[i]
+                one, states[i] = hook.update(some, states[i], weight=weight, lane={"x": 1.0}, sums=sums)
+                first = first or sums
                 assert same_bits(one, {path: out[path] for path in paths})
                 assert same_bits(states[i], restrict(whole, params, paths))
 
@@ -229,9 +228,10 @@ def test_no_message_without_something_in_it() -> None:
     assert sizes({"m": matrix}) == [30 + 2, 20]
     assert sizes({"v": vector}) == [7 + 2]
     assert sizes({}) == [2] == sizes({"e": empty})
-    first = tx.PowerSGDState(tx.MeanState(torch.ones(()), {}), torch.ones(()), {}, 1)
+    first = BucketSums(torch.float32)
+    first.keep((torch.ones(()), {}))
     for params, want in (({"m": matrix}, [30, 20]), ({"v": vector}, [7]), ({"e": empty}, []), ({}, [])):
-        assert sizes(params, first_bucket=FirstBucket(lambda: first)) == want
+        assert sizes(params, sums=BucketSums(torch.float32, first)) == want
 
 
 def test_on_one_rank_nothing_is_compressed() -> None:

@@ -12,7 +12,6 @@ from helpers import max_diff, same_bits
 from power_problem import SHAPES, draws, exact32, made
 
 from fjoin import transforms as tx
-from fjoin.transforms._transform import donate_kwargs
 
 
 def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
@@ -135,7 +134,7 @@ def test_donated_gradients_take_the_means(kind: str, dtype: torch.dtype) -> None
                 grads["conv"][0, 0, 0, 0] = float("nan")
             held = dict(grads)
             weight = 0.0 if step == 4 and rank == 1 else 1.0
-            out, state = hook.update(grads, state, weight=weight, **donate_kwargs(hook, donated))
+            out, state = hook.update(grads, state, weight=weight, donated=donated)
             if kind != "late" or step > 1:  # before, these are plain means
                 taken &= all(out[path].data_ptr() == held[path].data_ptr() for path in ("a", "conv"))
             outs.append({path: v.clone() for path, v in out.items()})
@@ -178,7 +177,7 @@ def test_only_what_needs_gradients_no_more_hands_them_on(around: str) -> None:
     def one_rank() -> None:
         state = hook.init(draws(0))
         for _ in range(2):
-            _, state = hook.update(draws(0), state, **donate_kwargs(hook))
+            _, state = hook.update(draws(0), state, donated=True)
 
     tx.simulate(one_rank, {"data": 2})
     assert set(reported) == {expected}

@@ -149,7 +149,6 @@ def test_zero_of_a_mean_over_several_axes_is_that_mean(over: Any, codec: Any) ->
             torch.testing.assert_close(got, torch.full_like(got, expected), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason='a mean over="live" behind another one counts nodes, and not ranks')
 def test_a_chain_of_live_means_is_the_mean_over_both_axes() -> None:
     def rank(value: float, weight: int) -> Tensor:
         hook = tx.chain(tx.mean("local", over="live"), tx.mean("node", over="live"))

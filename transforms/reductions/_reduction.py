@@ -1,0 +1,68 @@
+"""A reduction as a transform: gradients, this rank's factor and a rider go in, sums come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import optree
+import torch
+from torch import Tensor
+
+from .._axis_env import AxisName
+from .._call import Call
+from .._check import axis_names
+from .._rider import Rider
+from .._tree import State, Tree
+from .._weights import Over, RankWeight, share_in, unless_idle
+from ..axes._collectives import axis_size
+
+
+class MeanState(NamedTuple):
+    """The total weight and the lane of the last message."""
+
+    total: Tensor  # the divisor of the sum, 0-d float64
+    lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
+
+
+def init_mean(params: Tree) -> MeanState:
+    del params
+    return MeanState(torch.zeros((), dtype=torch.float64), {})
+
+
+class Sums(NamedTuple):
+    """The result of a reduction."""
+
+    out: Tree  # like the gradients
+    total: Tensor  # the sum of the ranks' factors, 0-d float64
+    rider: Tensor  # the sums of the rider, (scalars,) float64; not read where this call carries none
+
+
+Reduce: TypeAlias = Callable[[Tree, RankWeight, Rider, Call], Sums]
+
+
+def reducing(
+    axis: AxisName, over: Over | None, reduce: Reduce, counts: Over | None = None
+) -> Callable[..., tuple[Tree, State]]:
+    """The `update` of a transform that is one reduction, with a `MeanState` as state.
+
+    Args:
+        over: The divisor; None for a sum.
+        reduce: `(gradients, factor, rider, call) -> sums`. It sums this rank's factor and the words of the rider in the
+            message of the gradients.
+        counts: What the factor counts, where that is not `over`.
+    """
+
+    def update(grads: Tree, state: MeanState, params: Tree, call: Call) -> tuple[Tree, MeanState]:
+        del state, params
+        grads = optree.tree_map(torch.as_tensor, grads)
+        rider = Rider(call)
+        found = reduce(grads, share_in(call, counts or over or "weight"), rider, call)
+        total, lane = rider.settle(found.total, found.rider)
+        divisor = total
+        if over == "world":  # of all axes, behind another reduction
+            before = call.group.axes if call.group is not None else ()
+            divisor = torch.full_like(total, axis_size(tuple(dict.fromkeys((*before, *axis_names(axis))))))
+        return unless_idle(total, found.out, grads, call.persistent), MeanState(divisor, lane)
+
+    return update
