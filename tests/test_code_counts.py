@@ -16,8 +16,8 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 110,
     "lines of reducer, training, ddp": 6600,
-    "code lines": 20400,
-    "lines": 38900,
+    "code lines": 20500,
+    "lines": 39100,
     "files over 250 lines": 34,
     "fmt: skip": 104,
 }

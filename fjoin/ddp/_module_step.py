@@ -27,10 +27,10 @@ from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense, named_leaves
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import masters_of
-from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
+from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.reductions._reduction import MeanState
 from ..transforms.step_param._state_fields import state_fields
 from ._buckets import DDPBucket, divide

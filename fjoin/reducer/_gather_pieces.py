@@ -12,8 +12,8 @@ from ..groups._mesh import Mesh
 from ..transforms._axis_env import Axis, Work, bind_axes
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._mixed_precision import master_of
-from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._sharding import Sharding
+from ..transforms.program._effect import Effect
 from ..transforms.sharding._gather import GatherState, ShardState, cut_of, gather_changes
 from ._flat_params import Storage, assign_
 

@@ -18,7 +18,7 @@ from .._errors import NonFinite
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Axis
 from ..transforms._lane import decode_lane, host_lane
-from ..transforms.pipelines._effect import Effect
+from ..transforms.program._effect import Effect
 from ._buckets import GradBuffer
 from ._lane import StepLane
 from ._nonfinite import error_of_some, error_of_step, has_nonfinite, masks, nonfinite_paths

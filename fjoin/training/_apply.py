@@ -17,8 +17,8 @@ from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
 from ..transforms._tree import named_leaves
 from ..transforms.optimizers._mixed_precision import masters_of
-from ..transforms.pipelines._effect import Effect
 from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.program._effect import Effect
 from ..transforms.step_param._checked import unchecked
 from ..transforms.step_param._state_fields import state_fields
 from ._state import StateData

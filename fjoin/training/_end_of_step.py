@@ -15,8 +15,8 @@ from ..reducer._step_check import Decision, StepCheck
 from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
 from ..transforms._transform import Transform
-from ..transforms.pipelines._effect import FLUSH, Effect
 from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.program._effect import FLUSH, Effect
 from ._apply import changing, run_ends, step_bucket
 from ._deferred import DeferredMessages
 from ._state import StateData

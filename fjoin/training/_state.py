@@ -16,7 +16,7 @@ from ..reducer._gather_pieces import gather_state
 from ..reducer._hook_state import HookState
 from ..transforms._tree import path_string
 from ..transforms.optimizers._inject import with_hyperparameters
-from ..transforms.pipelines._fuse import PipelineState
+from ..transforms.pipelines._tree_memory import PipelineState
 
 
 @dataclass

@@ -29,6 +29,8 @@ from ..combinators._chain import counting, stages
 from ..layout._buckets import Bucket, lane_bucket
 from ..layout._pieces import Pieces, bind_pieces
 from ..plan._plan import make_plan, takes_flat
+from ..program._ops import Agree
+from ..program._program import Parts, agreements
 from ..step_param._optimizer import Optimizer
 from ._explanation import Message
 from ._pipeline import Pipeline, Skips
@@ -160,11 +162,21 @@ class DryRun:
         return tuple(self._notes)
 
     def lane_messages(self, step: int) -> tuple[tuple[Message, ...], ...]:
-        """The messages of a step that carry only the lane. A module sends fewer of them, since no loop ends in it."""
-        found = self.plan.lane_messages(step)
-        if self._in_module and self.plan.reduced(step).axes != self.plan.agree and self.skips is not None:
-            found = found[1:]
-        return tuple(self.sum_of(self._counts(axes), axes) for axes in found if self._ranks(axes) > 1)
+        """The messages of a step that carry only the record."""
+        early, late = self._agreements(step)
+        if self._in_module and self.plan.reduce is not None:
+            early = early[1:]  # the record of the sums of the buckets is shown with them
+        alone = [op for op in (*early, *late) if not op.rides and op.moment != "pieces"]
+        return tuple(self.sum_of(self._counts(op.axes), op.axes) for op in alone if self._ranks(op.axes) > 1)
+
+    def verdict(self) -> tuple[Message, ...]:
+        """The messages of whether pieces of gradients are finite."""
+        axes = next(op.axes for op in self._agreements(0)[1] if op.moment == "pieces")
+        return self.sum_of(torch.zeros(2, dtype=torch.float64), axes)
+
+    def _agreements(self, step: int) -> tuple[tuple[Agree, ...], tuple[Agree, ...]]:
+        parts = Parts(skips=self.skips is not None)
+        return agreements(self.plan, parts, step, "module" if self._in_module else "buckets")
 
     def sum_of(self, words: Tensor, axes: tuple[str, ...]) -> tuple[Message, ...]:
         """The messages of a sum of these words."""

@@ -133,7 +133,7 @@ def _gather_rows(run: DryRun, sharding: Sharding | None, slots: Any) -> list[Row
     """The messages of a sharded pipeline beside those of its stages."""
     if sharding is None or run.pieces is None:
         return []
-    verdict = run.sum_of(torch.zeros(2, dtype=torch.float64), (sharding.axis,))
+    verdict = run.verdict()
     codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
     state = _state_bytes(sharding.init(run.pieces, run.own, slots))
     return [

@@ -8,8 +8,8 @@ from .._placement import Placement, leaves_with_placement
 from .._transform import Transform
 from .._tree import State
 from ..combinators._chain import stages
-from ._fuse import PipelineState
 from ._pipeline import Pipeline
+from ._tree_memory import PipelineState
 
 
 def placements(part: Pipeline | Transform, state: State) -> dict[str, Placement]:

@@ -63,18 +63,6 @@ class Plan(NamedTuple):
         """The reduction of the hook in a step, counted from 0."""
         return self.always or _reduced(self.hook, self.mesh_axes, step)
 
-    def lane_messages(self, step: int) -> tuple[tuple[str, ...], ...]:
-        """The axes of the messages that carry only the lane in a step.
-
-        - One message over all ranks that loop together, at the start of backward, unless the hook's own messages carry
-          the lane to them.
-        - One message after the hook, if the hook leaves different gradients on ranks that step together.
-        """
-        axes, equal = self.reduced(step)
-        if axes == self.agree:
-            return () if equal else (axes,)
-        return (self.agree,) if equal or not axes else (self.agree, axes)
-
 
 def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform) -> Plan:
     """The plan of a pipeline, or of a hook alone.

@@ -11,7 +11,6 @@ from .._call import Call
 from .._transform import Transform
 from .._tree import State, Tree, choose_state, readable_without_sync, to_device, where
 from .._weights import check_weight
-from ._pipeline import Skips
 
 # A bool where the host knows it, a 0-d bool tensor otherwise.
 Flag: TypeAlias = "bool | Tensor"
@@ -55,7 +54,7 @@ class Effect(NamedTuple):
             return where(self.steps, new, old)
         return new if self.steps else old
 
-    def update_counters(self, skips: Skips, outer: Any) -> Any:
+    def update_counters(self, skips: Any, outer: Any) -> Any:
         """The counts of a pipeline that skips steps. A step without input does not count."""
         if self.live is False:
             return outer

@@ -1,0 +1,149 @@
+"""The programs of pipelines, written by hand, and the executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fjoin import transforms as tx
+from fjoin.transforms.plan._plan import make_plan
+from fjoin.transforms.program._effect import Effect
+from fjoin.transforms.program._execute import execute
+from fjoin.transforms.program._ops import Agree, Ends, Gather, Judge, Keep, Stages, Step
+from fjoin.transforms.program._program import Parts, program
+
+DATA, NODES = {"data": 4}, {"node": 2, "local": 2}
+MEAN, NODE, LOCAL = tx.mean("data"), tx.mean("node"), tx.mean("local")
+SCATTER, VOTE = tx.scatter_mean("local"), tx.masked(MEAN, "*.weight")
+AVERAGE, STATE = tx.every(2, tx.average_parameters("data")), tx.every(4, tx.average_state("data"))
+RIDES, ALONE = Agree("begin", ("data",), rides=True), Agree("begin", ("data",), late=True)
+
+# hook, the parts of the pipeline, axes, step, where it runs, and the operations but for those that all programs have.
+PROGRAMS: dict[str, Any] = {
+    "a mean": (MEAN, Parts(), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
+    "a mean of a module": (MEAN, Parts(), DATA, 0, "module", [Agree("begin", ("data",)), Stages((MEAN,))]),
+    "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
+    "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "tree", [Stages((MEAN,)), RIDES]),
+    "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [Stages((VOTE,)), Agree("verdict", ("data",))]),
+    "nothing, then an average": (tx.noop(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages((tx.noop(),))]),
+    "nothing, purely": (tx.noop(), Parts(AVERAGE), DATA, 0, "tree", [Stages((tx.noop(),))]),
+    # The state of a switch has the sums of both its transforms, or none.
+    "a switch before": (
+        tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 2, "buckets", [None, Agree("verdict", ("data",))]
+    ),
+    "a switch after": (tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 3, "buckets", [ALONE, None]),
+    "local steps of nodes": (
+        LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets",
+        [Agree("begin", ("node", "local"), late=True), Stages((LOCAL,)), Agree("begin", ("local",), rides=True)],
+    ),
+    "pieces": (
+        tx.chain(SCATTER, NODE), Parts(shards="local"), NODES, 0, "buckets",
+        [Stages((SCATTER, NODE)), Agree("begin", ("node", "local"), rides=True), Agree("pieces", ("local",))],
+    ),
+    "pieces, purely": (
+        tx.chain(SCATTER, NODE), Parts(shards="local"), NODES, 0, "tree",
+        [Stages((SCATTER, NODE)), Agree("begin", ("node", "local"), rides=True)],
+    ),
+    "pieces, purely, that are checked": (
+        tx.chain(SCATTER, NODE), Parts(shards="local", skips=True), NODES, 0, "tree",
+        [Stages((SCATTER, NODE)), Agree("begin", ("node", "local"), rides=True), Agree("pieces", ("local",))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_those_written_by_hand(name: str) -> None:
+    hook, parts, axes, step, place, expected = PROGRAMS[name]
+    ends = [part for part in (parts.after, parts.on_state) if part is not None]
+    found = program(make_plan(hook, axes, *ends), parts, step, place)
+    expected = [Stages((hook,)) if op is None else op for op in expected]
+    after = [Ends(parts.after, "params")] if parts.after else []
+    state = [Ends(parts.on_state, "optimizer")] if parts.on_state else []
+    gather = [Gather(parts.shards)] if parts.shards else []
+    assert list(found) == [*expected, Judge(parts.skips), Step(), *after, *state, *gather, Keep()]
+
+
+def test_steps_that_send_the_same_have_equal_programs() -> None:
+    plan = make_plan(tx.switch_after(3, MEAN, tx.noop()), DATA, AVERAGE)
+    made = [program(plan, Parts(AVERAGE), step, "buckets") for step in range(6)]
+    assert made[0] == made[1] == made[2] != made[3] == made[4] == made[5]
+    assert program(make_plan(MEAN, DATA), Parts(), 0, "tree") == program(
+        make_plan(tx.mean("data"), DATA), Parts(), 9, "tree"
+    )
+
+
+class Listed:
+    """A memory that lists what it is asked for."""
+
+    def __init__(self, pauses: bool = False) -> None:
+        self.seen: list[str] = []
+        self._pauses = pauses
+
+    def stages(self, op: Stages) -> bool:
+        self.seen.append("stages")
+        return not self._pauses
+
+    def judge(self, op: Judge) -> Effect:
+        self.seen.append("judge")
+        return Effect(True, False)
+
+    def agree(self, op: Agree) -> None:
+        self.seen.append(op.moment)
+
+    def step(self, effect: Effect) -> None:
+        self.seen.append(f"step {effect.steps}")
+
+    def ends(self, op: Ends, effect: Effect) -> None:
+        self.seen.append(f"ends on {op.on}")
+
+    def gather(self, op: Gather, effect: Effect) -> None:
+        self.seen.append(f"gather over {op.axis}")
+
+    def keep(self, effect: Effect) -> None:
+        self.seen.append("keep")
+
+
+def test_the_executor_runs_operations_in_their_order() -> None:
+    parts, memory = Parts(AVERAGE, STATE, "data"), Listed()
+    effect = execute(program(make_plan(MEAN, DATA, AVERAGE, STATE), parts, 0, "tree"), memory)
+    assert effect == Effect(True, False)
+    assert memory.seen == [
+        "stages", "begin", "judge", "step False", "ends on params", "ends on optimizer", "gather over data", "keep"
+    ]  # fmt: skip
+
+
+def test_a_window_that_goes_on_ends_the_program() -> None:
+    memory = Listed(pauses=True)
+    assert execute(program(make_plan(MEAN, DATA), Parts(), 0, "tree"), memory) is None
+    assert memory.seen == ["stages"]
+
+
+def test_a_flush_has_the_ends_only() -> None:
+    memory = Listed()
+    execute(Parts(AVERAGE, None, "data").ends, memory, Effect(False))
+    assert memory.seen == ["ends on params", "gather over data"]
+
+
+def test_a_step_of_a_pipeline_is_its_program() -> None:
+    """A rank's parameters by the pipeline, and by the plain formula: sgd with momentum on the weighted mean."""
+    pipeline = tx.fuse(MEAN, tx.sgd(0.5, momentum=0.5), after=AVERAGE)
+
+    def rank(value: float, weight: float) -> Any:
+        params, state = (
+            {"w": torch.ones(2, dtype=torch.float64)},
+            pipeline.init({"w": torch.ones(2, dtype=torch.float64)}),
+        )
+        for _ in range(3):
+            params, state = pipeline.step(
+                params, {"w": torch.full((2,), value, dtype=torch.float64)}, state, weight=weight
+            )
+        return params["w"][0].item(), state.step
+
+    mean, momentum, expected = (1 * 1 + 3 * 2 + 5 * 0) / 3, 0.0, 1.0
+    for _ in range(3):
+        momentum = 0.5 * momentum + mean
+        expected -= 0.5 * momentum
+    for found, steps in tx.simulate(rank, {"data": 3}, [1.0, 3.0, 5.0], [1.0, 2.0, 0.0]):
+        assert abs(found - expected) < 1e-12 and steps == 3

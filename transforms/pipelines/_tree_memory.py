@@ -1,0 +1,168 @@
+"""A step on trees: the memory of a pure pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from .._call import Call
+from .._placement import PerRank
+from .._transform import Transform
+from .._tree import State, Tree, all_finite, map_with_path, path_string, to_device
+from .._weights import check_weight
+from ..axes._collectives import psum
+from ..codecs._codec import Codec
+from ..layout._pieces import Pieces, bind_pieces
+from ..optimizers._mixed_precision import masters_of, with_masters
+from ..program._effect import Effect, flag
+from ..program._ops import Agree, Ends, Gather, Judge, Stages
+from ..step_param._lift import step as step_tree
+from ..step_param._optimizer import Optimizer
+from ..step_param._state_fields import state_fields, with_state_fields
+from . import _rates as rates_check
+from ._donation import are_apart
+from ._sharding import Sharding
+
+
+class PipelineState(NamedTuple):
+    hook: State
+    optimizer: State  # the tree of the parameters with an optimizer state at every leaf
+    after: State
+    on_state: State
+    step: int  # steps so far, skipped ones included, on the host; periods count by it
+    window: PerRank[Tensor]  # this rank's weights in the calls of `accumulate` since the last step, 0-d float64
+    gather: State = ()  # of a sharded pipeline
+
+
+class Owner(NamedTuple):
+    """The parts of a pipeline."""
+
+    hook: Transform
+    optimizer: Optimizer
+    after: Transform | None
+    on_state: Transform | None
+    codec: Codec | None
+    sharding: Sharding | None
+    skips: bool  # whether it skips steps whose gradients are not finite
+
+
+class TreeMemory:
+    """The trees of one step, from which the next ones are made.
+
+    Attributes:
+        params: The parameters: the given ones, then those after the step.
+        state: Likewise the state.
+        held: The parameters that this rank steps.
+    """
+
+    def __init__(self, owner: Owner, params: Tree, old: PipelineState, pieces: Pieces | None, call: Call) -> None:
+        self._owner, self._old, self._pieces, self._call = owner, old, pieces, call
+        self.params, self.state = params, old
+        sharding = owner.sharding
+        self.held = sharding.held(pieces, params, old.gather) if sharding and pieces else params
+        self._agreed, self._fine = check_weight(call.weight), torch.ones((), dtype=torch.bool)
+        self._grads: Tree = None
+        self._hook_state: State = None
+        self._rates: rates_check.Rates = ()
+
+    def begin(self, grads: Tree, compares: bool) -> None:
+        """Take the gradients.
+
+        Args:
+            compares: Whether ranks may compare their pipelines, in the first step.
+        """
+        owner, old = self._owner, self._old
+        self._grads = grads
+        self._rates = rates_check.rates_of(owner.optimizer, self.held, old.optimizer)
+        if old.step == 0 and compares:
+            mark = rates_check.mark_of(owner.hook, owner.optimizer, owner.after, owner.on_state, owner.codec)
+            self._rates = [*mark, *self._rates]
+
+    def stages(self, op: Stages) -> bool:
+        """Run the hook. The record rides in the lane."""
+        lane = {**(self._call.lane or {}), "weight": self._agreed}
+        if self._rates:
+            lane[rates_check.NAME] = rates_check.number_of(self._rates)
+        with bind_pieces(self._pieces):
+            self._grads, self._hook_state = self._owner.hook.run(
+                self._grads, self._old.hook, self.params, self._call.inside(lane=lane)
+            )
+        self._agreed = self._old.window + self._agreed
+        if self._grads is None:
+            self.state = self._old._replace(hook=self._hook_state, window=self._agreed)
+        elif self._owner.skips:
+            self._fine = all_finite(self._grads)
+        return self._grads is not None
+
+    def agree(self, op: Agree) -> None:
+        number = None
+        if op.moment == "pieces":
+            self._fine = psum((~self._fine).to(torch.float64), op.axes) == 0
+        elif op.rides:
+            assert self._owner.hook.sums is not None
+            sums = self._owner.hook.sums(self._hook_state).lane
+            self._agreed, number = sums["weight"], sums.get(rates_check.NAME)
+        else:
+            words = [to_device(self._fine.device, self._agreed), (~self._fine).to(self._agreed.dtype)]
+            if self._rates:
+                words.append(self._agreed.new_full((), rates_check.number_of(self._rates)).to(self._fine.device))
+            self._agreed, bad, *numbers = psum(torch.stack(words), op.axes)
+            self._fine, number = bad == 0, numbers[0] if numbers else None
+        if number is not None:
+            rates_check.check_sum(self._rates, number, op.axes, self._old.step)
+
+    def judge(self, op: Judge) -> Effect:
+        return Effect(flag(self._agreed > 0), flag(self._fine))
+
+    def step(self, effect: Effect) -> None:
+        optimizer, slots = self._owner.optimizer, self._old.optimizer
+        new = self.held, slots
+        if self._call.donated and self._pieces is None and effect.steps is not False and are_apart(self.held):
+            bad = (~effect.steps).to(torch.float32) if isinstance(effect.steps, Tensor) else None
+            new = step_tree(optimizer, self.held, self._grads, slots, True, bad)
+        elif effect.steps is not False:
+            new = effect.where(optimizer.step(self.held, self._grads, slots), new)
+        self._take(*new)
+
+    def _take(self, held: Tree, slots: State) -> None:
+        self.held, self.state = held, self.state._replace(optimizer=slots)
+        if self._pieces is None:
+            self.params = held
+
+    def ends(self, op: Ends, effect: Effect) -> None:
+        slots, call = self.state.optimizer, self._call.inside(weight=self._agreed, lane=None, donated=False)
+        if op.on == "params":
+            masters, state = effect.after(op.part, masters_of(self.held, slots), self.state.after, call)
+            self._take(*with_masters(masters, self.held, slots))
+            self.state = self.state._replace(after=state)
+            return
+        named = by_path(self.held, slots)
+        fields, state = effect.after(op.part, state_fields(named), self.state.on_state, call, self.held)
+        replaced = with_state_fields(named, fields)
+        self._take(self.held, map_with_path(lambda path, _: replaced[path], self.held))
+        self.state = self.state._replace(on_state=state)
+
+    def gather(self, op: Gather, effect: Effect) -> None:
+        effect = effect.at_end if self._owner.after else effect
+        sharding, pieces = self._owner.sharding, self._pieces
+        if effect.steps is False or sharding is None or pieces is None:
+            return
+        new, found = sharding.gather(pieces, self.params, self.held, self.state.optimizer, self.state.gather)
+        self.params = new if self._owner.codec is None else effect.where(new, self.params)
+        self.state = self.state._replace(gather=found)
+
+    def keep(self, effect: Effect) -> None:
+        self.state = self.state._replace(
+            hook=effect.keep(self._hook_state, self._old.hook),
+            step=self._old.step + 1,
+            window=torch.zeros_like(self._agreed),
+        )
+
+
+def by_path(params: Tree, slots: State) -> dict[str, Any]:
+    """Path -> optimizer state."""
+    paths, _, structure = optree.tree_flatten_with_path(params)
+    return dict(zip(map(path_string, paths), structure.flatten_up_to(slots), strict=True))

@@ -1,0 +1,1 @@
+"""A step as data: its operations in order, and their executor."""

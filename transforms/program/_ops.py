@@ -1,0 +1,63 @@
+"""The operations of a step."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+from .._transform import Transform
+
+
+class Stages(NamedTuple):
+    """Runs the stages of the hook on the gradients, up to the last one. The record rides in their messages, if it does."""
+
+    parts: tuple[Transform, ...]
+
+
+class Agree(NamedTuple):
+    """The ranks of some axes agree on numbers, by the sum of a record of each of them.
+
+    moment: "begin": weights, loss, the user's sums, what is known before the gradients. "verdict": whether the gradients
+        after the hook are finite, their norm, and where nothing needs it earlier what "begin" has. "pieces": a verdict of
+        pieces, over the axis that shards. "used": the parameters that some rank has used.
+    rides: whether it travels in the messages of the hook; otherwise in one of its own.
+    late: whether it may be read in the next step, if nothing in this one needs it.
+    """
+
+    moment: Literal["begin", "verdict", "pieces", "used"]
+    axes: tuple[str, ...]
+    rides: bool = False
+    late: bool = False
+
+
+class Judge(NamedTuple):
+    """Decides on the effect of the step, from what has been agreed on.
+
+    skips: whether a step whose gradients are not finite is left out without an error.
+    """
+
+    skips: bool
+
+
+class Step(NamedTuple):
+    """Runs the optimizer on what this rank steps."""
+
+
+class Ends(NamedTuple):
+    """Runs a transform of the parameters, or of the optimizer's state, at the end of the step."""
+
+    part: Transform
+    on: Literal["params", "optimizer"]
+
+
+class Gather(NamedTuple):
+    """Gives all ranks of an axis the parameters that each has stepped."""
+
+    axis: str
+
+
+class Keep(NamedTuple):
+    """Takes the new states, or keeps the old ones with advanced counters."""
+
+
+Op: TypeAlias = Stages | Agree | Judge | Step | Ends | Gather | Keep
+Program: TypeAlias = tuple[Op, ...]

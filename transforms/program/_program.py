@@ -1,0 +1,69 @@
+"""The program of a step: what a pipeline does in it, in order, as data."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from .._transform import Transform
+from ..combinators._chain import stages
+from ..plan._plan import Plan
+from ._ops import Agree, Ends, Gather, Judge, Keep, Op, Program, Stages, Step
+
+# Where a step runs: on trees, on the flat buckets of a train_step, in a registered module's buckets.
+Place = Literal["tree", "buckets", "module"]
+
+
+class Parts(NamedTuple):
+    """The parts of a pipeline that its program depends on."""
+
+    after: Transform | None = None
+    on_state: Transform | None = None
+    shards: str | None = None  # the axis over which its hook shards
+    skips: bool = False  # whether it skips steps that are not finite
+
+    @property
+    def ends(self) -> Program:
+        """The operations behind the optimizer, which a flush runs too."""
+        ops: list[Op] = []
+        if self.after is not None:
+            ops.append(Ends(self.after, "params"))
+        if self.on_state is not None:
+            ops.append(Ends(self.on_state, "optimizer"))
+        if self.shards is not None:
+            ops.append(Gather(self.shards))
+        return tuple(ops)
+
+
+def program(plan: Plan, parts: Parts, step: int, place: Place) -> Program:
+    """The program of a step.
+
+    Args:
+        step: The number of the step, from 0. Steps that send the same messages have equal programs.
+    """
+    hook = Stages(tuple(stages(plan.hook)))
+    early, late = agreements(plan, parts, step, place)
+    return (*early, hook, *late, Judge(parts.skips), Step(), *parts.ends, Keep())
+
+
+def agreements(plan: Plan, parts: Parts, step: int, place: Place) -> tuple[tuple[Agree, ...], tuple[Agree, ...]]:
+    """What the ranks agree on before the messages of the hook, and with or after them.
+
+    Where ranks loop together, in a train_step or a module, all of them must know of each other in every step. A hook that
+    makes gradients equal on all of them carries the record; otherwise it goes alone. Where the hook leaves different
+    gradients, the ranks that step together need a verdict after it, in which the record rides if nobody needs it earlier.
+    """
+    axes, equal = plan.reduced(step)
+    together = plan.agree
+    early: list[Agree] = []
+    late: list[Agree] = []
+    if place == "module" and plan.reduce is not None:  # torch's buckets have no room for a record
+        early.append(Agree("begin", axes))
+    elif equal:
+        late.append(Agree("begin", axes, rides=True))
+    if place != "tree" and axes != together and not (place == "module" and parts.skips):
+        early.append(Agree("begin", together, late=True))
+    if not equal and (axes or (place != "tree" and axes == together)):
+        late.append(Agree("verdict", axes))
+    if plan.hook.sharded_over is not None and (place != "tree" or (parts.skips and equal)):
+        late.append(Agree("pieces", (plan.hook.sharded_over,)))
+    return tuple(early), tuple(late)
