@@ -18,6 +18,7 @@ from .._tree import State, Tree, check_dense, check_same, named_leaves, plain, r
 from ..codecs._codec import Codec
 from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of
+from ..plan._phases import changes_with_steps
 from ..plan._plan import Plan, make_plan
 from ..program._effect import FLUSH
 from ..program._execute import execute
@@ -108,16 +109,20 @@ def pipeline_of(
     owner = Owner(hook, optimizer, after, on_state, gather, sharding, skips is not None)
     parts = Parts(after, on_state, sharding.axis if sharding else None, skips is not None)
     plans: dict[tuple[tuple[str, int], ...], Plan] = {}
-    alike: dict[tuple[tuple[str, int], ...], Program] = {}  # the program of all steps, where they are alike
+    programs: dict[tuple[tuple[str, int], ...], Program] = {}  # of steps that are all alike
+    alike = not changes_with_steps(hook)
 
     def program_of(step: int) -> Program:
         """The program of a step over the axes that are bound here."""
         axes = tuple((name, axis.size) for name, axis in bound().items())
         if axes not in plans:
-            plans[axes] = plan = make_plan(hook, dict(axes))
-            if plan.always is not None:
-                alike[axes] = program(plan, parts, step, "tree")
-        return alike[axes] if axes in alike else program(plans[axes], parts, step, "tree")
+            plans[axes] = make_plan(hook, dict(axes))
+            if alike:
+                programs[axes] = program(plans[axes], parts, 0, "tree")
+        return programs[axes] if alike else program(plans[axes], parts, step, "tree")
+
+    # As torch.compiler.assume_constant_result does, without the import of the compiler: a compiled step has one program.
+    program_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def pieces_of(params: Tree, state: PipelineState) -> Pieces | None:
         """The pieces of the parameters, of which the state must be."""
@@ -172,7 +177,7 @@ def pipeline_of(
                 raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
         memory = TreeMemory(owner, params, old, pieces_of(params, old), call)
         memory.begin(prepare(grads, state), plain(params, grads))
-        effect = execute(program_of(old.step), memory)
+        effect = execute(program_of(0 if alike else old.step), memory)
         inner = memory.state
         if not skips:
             return memory.params, inner

@@ -134,13 +134,16 @@ class TreeMemory:
 
     def ends(self, op: Ends, effect: Effect) -> None:
         slots, call = self.state.optimizer, self._call.inside(weight=self._agreed, lane=None, donated=False)
-        if op.on == "params":
-            masters, state = effect.after(op.part, masters_of(self.held, slots), self.state.after, call)
+        # Not `op.part`, which is the same: in a compiled step the program is a constant, whose objects are not traced.
+        after, on_state = self._owner.after, self._owner.on_state
+        if op.on == "params" and after is not None:
+            masters, state = effect.after(after, masters_of(self.held, slots), self.state.after, call)
             self._take(*with_masters(masters, self.held, slots))
             self.state = self.state._replace(after=state)
             return
+        assert on_state is not None
         named = by_path(self.held, slots)
-        fields, state = effect.after(op.part, state_fields(named), self.state.on_state, call, self.held)
+        fields, state = effect.after(on_state, state_fields(named), self.state.on_state, call, self.held)
         replaced = with_state_fields(named, fields)
         self._take(self.held, map_with_path(lambda path, _: replaced[path], self.held))
         self.state = self.state._replace(on_state=state)

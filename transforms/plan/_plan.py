@@ -106,7 +106,7 @@ def axes_of(part: Transform, mesh_axes: Collection[str], step: int | None = None
     """
     if not part.spec.name or "function" in dict(part.spec.args):
         return set(mesh_axes)
-    found = set[str]()
+    found: set[str] = set()
     ours = part.spec.is_ours
     for argument, value in part.spec.args:
         for name in value if isinstance(value, tuple) else (value,):
