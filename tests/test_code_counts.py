@@ -9,16 +9,16 @@ from code_counts import axis_kinds, counts, foreign_privates, name_comparisons, 
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "executors of a step": 5,
-    "classes of messages of a few scalars": 8,
+    "executors of a step": 3,
+    "classes of messages of a few scalars": 3,
     "keywords of update that are handed on": 2,
     "tests for the class of an axis": 0,
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 110,
-    "lines of reducer, training, ddp": 6600,
-    "code lines": 20500,
-    "lines": 39100,
-    "files over 250 lines": 34,
+    "lines of reducer, training, ddp": 6700,
+    "code lines": 20550,
+    "lines": 39250,
+    "files over 250 lines": 33,
     "fmt: skip": 104,
 }
 COUNTS = counts(ROOT)

@@ -18,7 +18,7 @@ from ..reducer._flat_params import copy_if_aliased
 from ..reducer._gather_pieces import gather_leaves
 from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import StepCheck
-from ..training._apply import run_ends
+from ..training._apply import end_on_optimizer, end_on_params
 from ..training._loss_weight import unscale
 from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
@@ -312,8 +312,8 @@ class ModuleStep:
         raise error
 
     def _run_ends(self, held: dict[str, Tensor], effect: Effect, call: Call) -> None:
-        if self.pipeline.ends:
-            states, old, flats = self.stepper.states, (self.after_state, self.on_state), self._flats
-            self.after_state, self.on_state = run_ends(
-                self.pipeline, self._mesh, held, states, old, flats, effect, call
-            )
+        pipeline, mesh, states, flats = self.pipeline, self._mesh, self.stepper.states, self._flats
+        if pipeline.after is not None:
+            self.after_state = end_on_params(mesh, pipeline.after, held, states, self.after_state, flats, effect, call)
+        if pipeline.on_state is not None:
+            self.on_state = end_on_optimizer(mesh, pipeline.on_state, held, states, self.on_state, effect, call)

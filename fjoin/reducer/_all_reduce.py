@@ -49,6 +49,7 @@ class AllReduceHook:
         self._before: ClipState | None = None  # of the last step, where its norm decides the clip factor
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the lane
         self._step = 0
+        self._states: Any = None  # of this step, where stages run behind the reduction
         self._alone: Work | None = None  # the lane's own message, where no bucket carries the lane
 
     @property
@@ -84,8 +85,7 @@ class AllReduceHook:
 
     def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
-        if self.direct and self.clip:
-            self._before = (state() if callable(state) else state)[1]
+        self._before = self._norm_before(state)
         self._lane.write(values)
         self._step = step
         self._alone = self._lane.send() if self._carrier is None else None
@@ -93,13 +93,18 @@ class AllReduceHook:
     def launch(self, index: int, out: GradBuffer) -> Work:
         return self._mesh.reduce_(out.buffer, self._axes)
 
-    def knows_scale(self) -> bool:
-        """Whether the lane alone determines the divisor of a bucket."""
-        return self._before is None or bool(torch.isfinite(self._before.norm))
+    def _norm_before(self, state: Any) -> ClipState | None:
+        """The norm of the step before, where it decides the clip factor."""
+        return (state() if callable(state) else state)[1] if self.direct and self.clip else None
+
+    def knows_scale(self, state: Any) -> bool:
+        """Whether in a step from this state the lane alone determines the divisor of a bucket."""
+        before = self._norm_before(state)
+        return before is None or bool(torch.isfinite(before.norm))
 
     def stop(self) -> None:
         """Discard a step that has failed."""
-        self._alone = None
+        self._alone = self._states = None
 
     def close(self) -> None:
         """Free the buffers."""
@@ -120,32 +125,37 @@ class AllReduceHook:
 
     def finish(
         self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any], Any]:
-        """Complete the step after backward; see `StepHook`."""
+    ) -> tuple[dict[str, Any], Any]:
+        """Complete the messages after backward; see `StepHook`."""
         rest = self._plan.rest
         for out in outgoing:
             out.wait()
             if not rest:
                 self._step_check.observe(out)  # while later messages are still under way
         sums = self.sums()
+        divisor = self.divisor(sums)
         if not rest:
-            self.observed(outgoing)
-        state, divisor = self.state(sums, outgoing), self.divisor(sums)
-        if not rest:
-            return state, sums, divisor
+            return sums, divisor
         for out in outgoing:
             out.total = None  # the stages make other values of these
             out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
-        first = state()
+        first = self.state(sums, outgoing)()
         call = Call(first.total, None, self._step).inside(sums=BucketSums(self._lane.dtype))
-        new = run_stages(rest, old[1:], storage, outgoing, self._mesh, call)
+        self._states = (first, *run_stages(rest, old[1:], storage, outgoing, self._mesh, call))
         for out in outgoing:
             self._step_check.observe(out)
-        self.observed(outgoing)
-        return (first, *new), sums, 1.0
+        return sums, 1.0
 
-    def observed(self, outgoing: list[GradBuffer]) -> None:
-        """Called once all buckets have been observed."""
+    def share(self, outgoing: list[GradBuffer]) -> None:
+        """Share what is known of pieces of gradients, where ranks hold pieces."""
+
+    def verdict(self, outgoing: list[GradBuffer], lane: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError("a plain reduction settles the verdict")
+
+    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
+        """The state after the step, or a function that makes it."""
+        states, self._states = self._states, None
+        return self.state(sums, outgoing) if states is None else states
 
     def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
         """A function that makes the state that the pure hook would have after these messages."""

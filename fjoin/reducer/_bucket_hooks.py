@@ -69,12 +69,21 @@ class StepHook(Protocol):
 
     def finish(
         self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any], Any]:
-        """Complete the step after backward.
+    ) -> tuple[dict[str, Any] | None, Any]:
+        """Complete the messages after backward, and look at the gradients.
 
         Returns:
-            The new state, or a function that makes it; the summed lane; the divisor of the gradients.
+            The summed lane, or None where it takes a verdict; the divisor of the gradients.
         """
+
+    def share(self, outgoing: list[GradBuffer]) -> None:
+        """Share what is known of pieces of gradients, where ranks hold pieces."""
+
+    def verdict(self, outgoing: list[GradBuffer], lane: dict[str, Any]) -> dict[str, Any]:
+        """The summed lane, with whether each rank's gradients are finite; for gradients that differ between ranks."""
+
+    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
+        """The state after the step, or a function that makes it; once."""
 
     def stop(self) -> None:
         """Discard a step that has failed."""
@@ -105,6 +114,7 @@ class BucketHook:
         self._given = 1.0  # the weight that this step's gradients already carry, divided out before the hook
         self._interleaver: Interleaver | None = None
         self._calls: list[BucketCall] = []
+        self._state: HookState | None = None  # of this step
         self._call = ALONE  # of the stages that run bucket by bucket, in this step
         self._bound: dict[str, Any] = {}
         self._in_waves = False
@@ -219,8 +229,8 @@ class BucketHook:
 
     def finish(
         self, old: HookState, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
-    ) -> tuple[HookState, dict[str, Any], float]:
-        """Run the other stages on all gradients; returns the new state, the summed lane, and 1 as the divisor."""
+    ) -> tuple[dict[str, Any] | None, float]:
+        """Run the other stages on all gradients; returns the summed lane, and 1 as the divisor."""
         for out in outgoing:
             out.wait()
         buckets, call = tuple(bucket.state for bucket in self._calls), self._first_call(lane)
@@ -228,23 +238,37 @@ class BucketHook:
         if buckets:
             call = behind_all(self._stages[: old.form.n_early], buckets[0], call)
         after = run_stages(self._stages[old.form.n_early :], old.rest, storage, outgoing, self._mesh, call)
-        state = HookState(buckets, after, old.form)
+        self._state = state = HookState(buckets, after, old.form)
         for out in outgoing:
             self._step_check.observe(out)
+        if not self._equal:
+            return None, 1.0
+        last = self._last_sums(state)
+        return self._lane.once(self._step_check.from_tensors({**last.lane, "total": last.total})), 1.0
+
+    def share(self, outgoing: list[GradBuffer]) -> None:
+        """Share whether pieces of gradients are finite."""
         if (axis := self._plan.hook.sharded_over) is not None:
             self._step_check.share(outgoing, self._mesh.axes[axis])
-        if self._equal:
-            last = self._last_sums(state)
-            return state, self._lane.once(self._step_check.from_tensors({**last.lane, "total": last.total})), 1.0
-        # The ranks' gradients differ, so each rank sends whether its own are finite. Those after a reduction hold values of
-        # other ranks too: they make the total NaN, and the rank's bit tells of its own gradients before.
+
+    def verdict(self, outgoing: list[GradBuffer], lane: dict[str, Any]) -> dict[str, Any]:
+        """The summed lane, and whether each rank's gradients are finite.
+
+        Those after a reduction hold values of other ranks too: they make the total NaN, and the rank's bit tells of its own
+        gradients before.
+        """
         bad = self._step_check.bad(outgoing)
         if self._own_bad is not None:
             lane = {**lane, "total": _nan_if(bad, lane["total"])}
             bad = functools.reduce(_either, self._own_bad, 0.0)
         self._lane.write(self._lane.mark(lane, bad))
         self._lane.send().wait()
-        return state, self._step_check.read_lane(self._lane), 1.0
+        return self._step_check.read_lane(self._lane)
+
+    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> HookState | None:
+        """The state after the step."""
+        state, self._state = self._state, None
+        return state
 
     def _first_call(self, lane: dict[str, Any]) -> Call:
         """The call of the hook's first stage. Its messages carry the lane, unless that is sent separately."""

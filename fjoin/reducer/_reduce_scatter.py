@@ -40,7 +40,7 @@ class ReduceScatterHook(AllReduceHook):
         self._under_way = []
         super().stop()
 
-    def observed(self, outgoing: list[GradBuffer]) -> None:
+    def share(self, outgoing: list[GradBuffer]) -> None:
         """Share the verdict and the norm of the pieces, where the messages have not told them."""
         told = all(out.total is not None and math.isfinite(out.total) for out in outgoing)  # the same on all ranks
         if told and outgoing and not self._step_check.norm:

@@ -1,4 +1,4 @@
-"""One step on flat buckets: forward, and backward with messages under way; `EndOfStep` does the rest."""
+"""The driver of steps on flat buckets: windows, forward and backward; its program does the rest."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ..reducer._buckets import BucketQueue
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..reducer._grad_hooks import GradHooks
 from ..reducer._lane import StepLane
+from ..reducer._late_counts import LateCounts
 from ..reducer._reduce_scatter import ReduceScatterHook
 from ..reducer._step_check import StepCheck
 from ..reducer._step_ids import StepIds
@@ -27,8 +28,13 @@ from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
+from ..transforms.program._effect import FLUSH
+from ..transforms.program._execute import execute
+from ..transforms.program._ops import Program
+from ..transforms.program._program import Parts, program
+from ._apply import tears
 from ._deferred import DeferredMessages
-from ._end_of_step import EndOfStep
+from ._flat_memory import FlatMemory
 from ._float16 import Units
 from ._join_steps import Iteration
 from ._loss import Loss, user_sums
@@ -79,7 +85,17 @@ class Run:
             self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
         self._deferred = DeferredMessages(mesh)
         weakref.finalize(self, self._deferred.clear).atexit = False  # each message under way has a thread
-        self._end = EndOfStep(pipeline, mesh, self.hook, self.step_check, on_buffers, self._deferred, overlap_gather)
+        overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
+        self.prefetch = self._deferred if overlaps and self._deferred.travel else None
+        self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape, self.step_check.check_step)
+        sharding, self.overlap_gather = pipeline.sharding, overlap_gather
+        # Whether each bucket's gather begins once it has been stepped.
+        self.gathers_buckets = sharding is not None and sharding.codec is None and pipeline.after is None
+        shards = None if sharding is None else sharding.axis
+        self._parts = Parts(pipeline.after, pipeline.on_state, shards, pipeline.skips is not None, on_buffers)
+        self._programs: dict[
+            bool, Program
+        ] = {}  # of steps that are all alike, in which buckets are stepped as they arrive or not
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self._reached = False  # whether a backward pass has reached a parameter
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
@@ -116,14 +132,16 @@ class Run:
 
     def forget(self) -> None:
         """Forget the steps so far: a new run begins."""
-        self._end.late_counts.clear()
+        self.late_counts.clear()
         self.step_check.clear()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         self._begin_flush(body)
         body.storage.arrivals.wait()
-        self._end.flush(body)
+        body.torn = tears(body.step)
+        execute(self._parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
+        body.torn = ""
 
     def _begin_flush(self, body: StateData) -> None:
         """Check that all ranks flush after the same step, and raise for a step that some of them left out.
@@ -151,7 +169,7 @@ class Run:
 
     def _raise_late(self, step: int) -> None:
         """Read the counts of the step before, where they have not been read yet, and raise for them."""
-        for late, of_all in self._end.late_counts.take(step):
+        for late, of_all in self.late_counts.take(step):
             sums = StepCheck.host(of_all)
             self.step_check.check_step(step, sums, late)  # sums on a device have not been checked yet
             self.step_check.raise_left_out(step - late, sums)
@@ -237,26 +255,21 @@ class Run:
         self._counts.check(own)
         self._counts.step_id = self._ids.begin(body.step, rates)
         counts, lane = self._counts.complete(own, iteration is not None and iteration.has_next), self._lane(body.step)
-        values, counts_of_all = counts, None
-        if lane is not self._counts:
-            values, counts_of_all = lane.complete(own), self._send_counts(counts, storage)
-        queue.start(storage)
-        self.hook.start(body.hook, storage, lane, values, body.step)
+        values = counts if lane is self._counts else lane.complete(own)
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest
-        if loss is not None:
-            self._backward(grad_output, loss, storage)
-        elif replayed is not None:
-            with queue.muted(storage):
-                NOTHING.backward(replayed)
-        storage.arrivals.wait()
-        queue.finish()
-        early, outgoing = self._early, queue.outgoing
-        if early is not None and self.step_check.readable_without_sync(outgoing) and early.knows_scale():
-            sums = self._end.bucket_by_bucket(early, body, buffers, outgoing, values)
-        else:
-            sums = self._end.together(body, buffers, outgoing, values, counts_of_all)
-        of_all = counts_of_all or (lambda: sums)
+
+        def backward() -> None:
+            if loss is not None:
+                self._backward(grad_output, loss, storage, 3)
+            elif replayed is not None:
+                with queue.muted(storage):
+                    NOTHING.backward(replayed)
+
+        memory = FlatMemory(self, body, values["weight"], buffers)
+        memory.begin(queue, backward, lane, values, partial(self._send_counts, counts, storage))
+        execute(self._program(body, queue), memory)
+        of_all = memory.of_all
         if iteration is not None:
             iteration.others = partial(self._has_next, of_all)
         step = body.step
@@ -267,8 +280,21 @@ class Run:
             step, True, aux, lambda: StepCheck.host(of_all()), partial(self.step_check.raise_pending, newest=True)
         )
 
-    def _backward(self, grad_output: GradOutput, loss: Tensor, storage: Storage) -> None:
+    def _program(self, body: StateData, queue: BucketQueue) -> Program:
+        """The program of the step from this state."""
+        early, reads = self._early, self.step_check.readable_without_sync(queue.outgoing)
+        each = early is not None and reads and early.knows_scale(body.hook)
+        if self._plan.always is None:
+            return program(self._plan, self._parts, body.step, "buckets", each)
+        if each not in self._programs:
+            self._programs[each] = program(self._plan, self._parts, body.step, "buckets", each)
+        return self._programs[each]
+
+    def _backward(self, grad_output: GradOutput, loss: Tensor, storage: Storage, inside: int = 0) -> None:
         """Run the backward pass, and check that it reaches a parameter, until one pass has.
+
+        Args:
+            inside: The number of calls between `__call__` and this one, for the place of a warning.
 
         Raises:
             ValueError: it reaches no parameter.
@@ -286,7 +312,7 @@ class Run:
                 "batch out, give it weight 0"
             )
         self._reached = True
-        warn_of_module_params(loss, stacklevel=6)
+        warn_of_module_params(loss, stacklevel=6 + inside)
 
     def _forward(
         self, body: StateData, batch: Any, weight: float, axes: dict[str, Any]

@@ -18,7 +18,7 @@ from ..codecs._codec import Codec
 from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of, with_masters
 from ..program._effect import Effect, flag
-from ..program._ops import Agree, Ends, Gather, Judge, Stages
+from ..program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
 from ..step_param._lift import step as step_tree
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
@@ -93,9 +93,11 @@ class TreeMemory:
         self._agreed = self._old.window + self._agreed
         if self._grads is None:
             self.state = self._old._replace(hook=self._hook_state, window=self._agreed)
-        elif self._owner.skips:
-            self._fine = all_finite(self._grads)
         return self._grads is not None
+
+    def observe(self) -> None:
+        if self._owner.skips:
+            self._fine = all_finite(self._grads)
 
     def agree(self, op: Agree) -> None:
         number = None
@@ -126,6 +128,9 @@ class TreeMemory:
         elif effect.steps is not False:
             new = effect.where(optimizer.step(self.held, self._grads, slots), new)
         self._take(*new)
+
+    def step_each(self, op: StepEach) -> Effect:
+        raise NotImplementedError("a tree arrives whole")
 
     def _take(self, held: Tree, slots: State) -> None:
         self.held, self.state = held, self.state._replace(optimizer=slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ._effect import Effect
-from ._ops import Agree, Ends, Gather, Judge, Keep, Program, Stages, Step
+from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Program, Stages, Step, StepEach
 
 
 class Memory(Protocol):
@@ -13,6 +13,9 @@ class Memory(Protocol):
 
     def stages(self, op: Stages) -> bool:
         """Run the hook; returns whether there are gradients to step with: not within a window of several calls."""
+
+    def observe(self) -> None:
+        """Wait for the hook's messages, and look at the gradients."""
 
     def agree(self, op: Agree) -> None:
         """Agree with other ranks, or read what the hook's messages have carried."""
@@ -22,6 +25,9 @@ class Memory(Protocol):
 
     def step(self, effect: Effect) -> None:
         """Run the optimizer."""
+
+    def step_each(self, op: StepEach) -> Effect:
+        """Judge and step the buckets as they arrive; returns the effect."""
 
     def ends(self, op: Ends, effect: Effect) -> None:
         """Run a transform at the end of the step."""
@@ -46,10 +52,14 @@ def execute(program: Program, memory: Memory, effect: Effect | None = None) -> E
         if isinstance(op, Stages):
             if not memory.stages(op):
                 return None
+        elif isinstance(op, Observe):
+            memory.observe()
         elif isinstance(op, Agree):
             memory.agree(op)
         elif isinstance(op, Judge):
             effect = memory.judge(op)
+        elif isinstance(op, StepEach):
+            effect = memory.step_each(op)
         else:
             assert effect is not None
             if isinstance(op, Step):

@@ -13,6 +13,10 @@ class Stages(NamedTuple):
     parts: tuple[Transform, ...]
 
 
+class Observe(NamedTuple):
+    """Waits for the messages of the hook, and looks at the gradients: whether they are finite, and their norm."""
+
+
 class Agree(NamedTuple):
     """The ranks of some axes agree on numbers, by the sum of a record of each of them.
 
@@ -42,11 +46,20 @@ class Step(NamedTuple):
     """Runs the optimizer on what this rank steps."""
 
 
+class StepEach(NamedTuple):
+    """Waits for one bucket after the other, judges it and steps it: in the place of `Observe`, `Judge` and `Step`.
+
+    skips: as in `Judge`.
+    """
+
+    skips: bool
+
+
 class Ends(NamedTuple):
-    """Runs a transform of the parameters, or of the optimizer's state, at the end of the step."""
+    """Runs a transform of the parameters, of the optimizer's state or of the buffers at the end of the step."""
 
     part: Transform
-    on: Literal["params", "optimizer"]
+    on: Literal["params", "optimizer", "buffers"]
 
 
 class Gather(NamedTuple):
@@ -59,5 +72,5 @@ class Keep(NamedTuple):
     """Takes the new states, or keeps the old ones with advanced counters."""
 
 
-Op: TypeAlias = Stages | Agree | Judge | Step | Ends | Gather | Keep
+Op: TypeAlias = Stages | Observe | Agree | Judge | Step | StepEach | Ends | Gather | Keep
 Program: TypeAlias = tuple[Op, ...]

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from .._transform import Transform
 from ..combinators._chain import stages
 from ..plan._plan import Plan
-from ._ops import Agree, Ends, Gather, Judge, Keep, Op, Program, Stages, Step
+from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Op, Program, Stages, Step, StepEach
 
 # Where a step runs: on trees, on the flat buckets of a train_step, in a registered module's buckets.
 Place = Literal["tree", "buckets", "module"]
@@ -20,6 +20,7 @@ class Parts(NamedTuple):
     on_state: Transform | None = None
     shards: str | None = None  # the axis over which its hook shards
     skips: bool = False  # whether it skips steps that are not finite
+    on_buffers: Transform | None = None  # the transform of the buffers, in a train_step
 
     @property
     def ends(self) -> Program:
@@ -31,18 +32,23 @@ class Parts(NamedTuple):
             ops.append(Ends(self.on_state, "optimizer"))
         if self.shards is not None:
             ops.append(Gather(self.shards))
+        if self.on_buffers is not None:
+            ops.append(Ends(self.on_buffers, "buffers"))
         return tuple(ops)
 
 
-def program(plan: Plan, parts: Parts, step: int, place: Place) -> Program:
+def program(plan: Plan, parts: Parts, step: int, place: Place, each: bool = False) -> Program:
     """The program of a step.
 
     Args:
         step: The number of the step, from 0. Steps that send the same messages have equal programs.
+        each: Whether buckets are stepped as they arrive, where the hook is a plain reduction.
     """
     hook = Stages(tuple(stages(plan.hook)))
     early, late = agreements(plan, parts, step, place)
-    return (*early, hook, *late, Judge(parts.skips), Step(), *parts.ends, Keep())
+    if each:
+        return (*early, hook, *late, StepEach(parts.skips), *parts.ends, Keep())
+    return (*early, hook, Observe(), *late, Judge(parts.skips), Step(), *parts.ends, Keep())
 
 
 def agreements(plan: Plan, parts: Parts, step: int, place: Place) -> tuple[tuple[Agree, ...], tuple[Agree, ...]]:
@@ -62,8 +68,8 @@ def agreements(plan: Plan, parts: Parts, step: int, place: Place) -> tuple[tuple
         late.append(Agree("begin", axes, rides=True))
     if place != "tree" and axes != together and not (place == "module" and parts.skips):
         early.append(Agree("begin", together, late=True))
-    if not equal and (axes or (place != "tree" and axes == together)):
-        late.append(Agree("verdict", axes))
     if plan.hook.sharded_over is not None and (place != "tree" or (parts.skips and equal)):
         late.append(Agree("pieces", (plan.hook.sharded_over,)))
+    if not equal and axes:
+        late.append(Agree("verdict", axes))
     return tuple(early), tuple(late)

@@ -1,0 +1,224 @@
+"""A step on flat buckets: the memory of a `train_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..groups._mesh import Mesh
+from ..reducer._all_reduce import AllReduceHook
+from ..reducer._bucket_hooks import StepHook
+from ..reducer._buckets import BucketQueue
+from ..reducer._gather_pieces import gather_changes_, start_gather
+from ..reducer._lane import StepLane
+from ..reducer._late_counts import LateCounts
+from ..reducer._step_check import Decision, StepCheck
+from ..transforms._axis_env import bind_axes
+from ..transforms._call import Call
+from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.program._effect import FLUSH, Effect
+from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
+from ._apply import end_on_optimizer, end_on_params, step_bucket, tears
+from ._deferred import DeferredMessages
+from ._state import StateData
+
+
+class Shell(Protocol):
+    """The part of a `Run` that outlives a call, and that its memories use."""
+
+    pipeline: Pipeline
+    mesh: Mesh
+    hook: StepHook
+    step_check: StepCheck
+    late_counts: LateCounts
+    prefetch: DeferredMessages | None
+    overlap_gather: bool
+    gathers_buckets: bool
+
+
+class FlatMemory:
+    """One call of a step on the flat buckets of a state.
+
+    Attributes:
+        sums: The record, summed over the ranks that share the gradients, once it is known.
+        of_all: Waits for the record, summed over all ranks that loop together.
+
+    Args:
+        weight: This rank's weight, for the transform of its buffers.
+        buffers: The buffers after the forward pass.
+    """
+
+    def __init__(self, shell: Shell, body: StateData, weight: float, buffers: dict[str, Tensor] | None) -> None:
+        self._shell, self._body, self._weight, self._buffers = shell, body, weight, buffers
+        self.sums: dict[str, Any] | None = None
+        self._counts: Callable[[], dict[str, Any]] | None = None
+        self._divisor: Any = 1.0
+        self._decision = Decision(FLUSH)
+        self._flushes = True
+
+    def begin(
+        self,
+        queue: BucketQueue,
+        backward: Callable[[], None],
+        lane: StepLane,
+        values: dict[str, Any],
+        send_counts: Callable[[], Callable[[], dict[str, Any]]],
+    ) -> None:
+        """Take what a step needs; without it, only its end can run.
+
+        Args:
+            backward: Runs the backward pass.
+            lane: The record of the ranks that share the gradients.
+            values: This rank's values in it.
+            send_counts: Starts the record of all ranks that loop together, in a message of its own.
+        """
+        self._queue, self._backward, self._lane, self._values = queue, backward, lane, values
+        self._send_counts, self._flushes = send_counts, False
+
+    @property
+    def of_all(self) -> Callable[[], dict[str, Any]]:
+        """Waits for the record of all ranks that loop together."""
+        sums = self.sums
+        assert sums is not None
+        return self._counts or (lambda: sums)
+
+    def stages(self, op: Stages) -> bool:
+        """Run the backward pass, with the messages of full buckets under way."""
+        body, hook, storage = self._body, self._shell.hook, self._body.storage
+        self._queue.start(storage)
+        hook.start(body.hook, storage, self._lane, self._values, body.step)
+        self._backward()
+        storage.arrivals.wait()
+        self._queue.finish()
+        return True
+
+    def observe(self) -> None:
+        body, queue = self._body, self._queue
+        self.sums, self._divisor = self._shell.hook.finish(body.hook, body.storage, queue.outgoing, self._values)
+
+    def agree(self, op: Agree) -> None:
+        hook, outgoing = self._shell.hook, self._queue.outgoing
+        if op.moment == "pieces":
+            hook.share(outgoing)
+        elif op.moment == "verdict":
+            self.sums = hook.verdict(outgoing, self._values)
+        elif not op.rides:
+            self._counts = self._send_counts()
+
+    def judge(self, op: Judge) -> Effect:
+        """Decide whether this step may change anything.
+
+        Raises:
+            NonFinite, DesyncError: on all ranks; the state is as before.
+        """
+        shell, body, outgoing = self._shell, self._body, self._queue.outgoing
+        if self.sums is None:  # each rank decides for itself
+            self.sums = shell.hook.verdict(outgoing, self._values)
+        counts = None if self._counts is None else shell.late_counts.read(body.step, self._counts)
+        self._decision = shell.step_check.decide(body.step, self.sums, outgoing, self._divisor, shell.hook.clip, counts)
+        self._raise_or_count()
+        return self._decision.effect
+
+    def _raise_or_count(self) -> None:
+        body, decision, skips = self._body, self._decision, self._shell.pipeline.skips
+        if not decision.changes:
+            body.buffers = body.buffers_before
+        if decision.error is not None and skips is None:
+            body.lose_window(body.calls + 1)  # a window that ends in this error is lost as a whole
+            raise decision.error
+        if skips is not None:
+            body.outer = decision.effect.update_counters(skips, body.outer)
+        body.torn = tears(body.step)
+
+    def step(self, effect: Effect) -> None:
+        if not self._decision.changes:
+            return
+        # In the order of the forward pass, in which the parameters are gathered.
+        with torch.no_grad():
+            for i, out in reversed(list(enumerate(self._queue.outgoing))):
+                step_bucket(self._body, i, out, self._decision)
+                if self._shell.gathers_buckets:
+                    start_gather(self._body.storage, i, self._shell.mesh)
+
+    def step_each(self, op: StepEach) -> Effect:
+        """Wait for the record, then step each bucket as soon as its message has arrived."""
+        shell, body, outgoing = self._shell, self._body, self._queue.outgoing
+        hook, check = shell.hook, shell.step_check
+        assert isinstance(hook, AllReduceHook)
+        self.sums = sums = hook.sums()
+        self._decision = decision = check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
+        if not decision.changes:
+            for out in outgoing:
+                out.wait()
+        self._raise_or_count()
+        for i, out in enumerate(outgoing) if decision.changes else ():
+            out.wait()
+            check.observe(out)
+            error = check.decide(body.step, sums, [out], 1.0, None).error
+            if error is not None:
+                for rest in outgoing:
+                    rest.wait()
+                if i == 0:  # nothing has been changed yet
+                    body.torn = ""
+                raise error
+            with torch.no_grad():
+                step_bucket(body, i, out, decision)
+        return decision.effect
+
+    def ends(self, op: Ends, effect: Effect) -> None:
+        shell, body, storage = self._shell, self._body, self._body.storage
+        if op.on == "buffers":
+            self._end_on_buffers(op, effect)
+            return
+        prefetch = shell.prefetch
+        if prefetch is not None and op.on == "params" and not self._flushes:
+            prefetch.advance()
+        call = self._call(0.0 if self.sums is None else self.sums["weight"])
+        call = call.inside(prefetch=prefetch if effect.raises is False else None)
+        states: Mapping[str, Any] = {}
+        if storage.has_masters or op.on == "optimizer":
+            states = storage.optimizer_states()
+        with torch.no_grad():
+            own = storage.own_leaves()
+            if op.on == "params":
+                lent = [*storage.flats, *storage.exact]
+                body.after = end_on_params(shell.mesh, op.part, own, states, body.after, lent, effect, call)
+            else:
+                body.on_state = end_on_optimizer(shell.mesh, op.part, own, states, body.on_state, effect, call)
+
+    def _end_on_buffers(self, op: Ends, effect: Effect) -> None:
+        body = self._body
+        held = body.buffers if self._flushes else self._buffers
+        if held is None:
+            return
+        held = held if self._flushes else effect.keep(held, body.buffers_before)
+        with torch.no_grad(), bind_axes(self._shell.mesh.axes):
+            body.buffers, body.buffers_state = effect.after(op.part, held, body.buffers_state, self._call(self._weight))
+
+    def _call(self, weight: Any) -> Call:
+        return Call(weight, None, self._body.step).inside(flush=self._flushes)
+
+    def gather(self, op: Gather, effect: Effect) -> None:
+        shell, storage = self._shell, self._body.storage
+        sharding = shell.pipeline.sharding
+        effect = effect.at_end if shell.pipeline.after else effect
+        if sharding is None or effect.steps is False:
+            return
+        with torch.no_grad():
+            if sharding.codec is not None:
+                self._body.gather = gather_changes_(storage, sharding, shell.mesh, self._body.gather, effect)
+                return
+            if not shell.gathers_buckets:
+                for k in reversed(range(len(storage.layout))):
+                    start_gather(storage, k, shell.mesh)
+            if not shell.overlap_gather:
+                storage.arrivals.wait()
+
+    def keep(self, effect: Effect) -> None:
+        body, hook = self._body, self._shell.hook
+        if not self._flushes and self.sums is not None:
+            body.hook = effect.keep(hook.new_state(self.sums, self._queue.outgoing), body.hook)
+        body.torn = ""
