@@ -22,7 +22,7 @@ SCALAR_MESSAGES = (
     "fjoin/optim/_zero_join.py:gradients", "fjoin/training/_step.py:_count", "fjoin/groups/_record.py:Record",
 )  # fmt: skip
 # They run stages, judge, or run an optimizer.
-STEPS = ("optimizer.step(", "memory.step(", ".decide(", ".finish(", ".update(", ".run(")
+STEPS = ("optimizer.step(", "memory.step(", "part.init(", "stepper.step(", "step_bucket(")
 # They make words, and sum them.
 SENDS_SCALARS = (("torch.tensor(", "torch.zeros(", "encode_lane("), ("reduce_(", '"psum"'))
 STEP_ROOMS = ("fjoin/reducer", "fjoin/training", "fjoin/ddp")

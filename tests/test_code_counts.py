@@ -9,17 +9,17 @@ from code_counts import axis_kinds, counts, foreign_privates, name_comparisons, 
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "executors of a step": 3,
+    "executors of a step": 2,
     "classes of messages of a few scalars": 3,
     "keywords of update that are handed on": 2,
     "tests for the class of an axis": 0,
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 110,
-    "lines of reducer, training, ddp": 6700,
-    "code lines": 20550,
-    "lines": 39250,
+    "lines of reducer, training, ddp": 6800,
+    "code lines": 20650,
+    "lines": 39350,
     "files over 250 lines": 33,
-    "fmt: skip": 104,
+    "fmt: skip": 102,
 }
 COUNTS = counts(ROOT)
 

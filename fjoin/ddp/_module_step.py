@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,13 +15,9 @@ from ..groups._mesh import Mesh
 from ..groups._record import Record
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
-from ..reducer._gather_pieces import gather_leaves
 from ..reducer._late_counts import LateCounts
-from ..reducer._step_check import StepCheck
-from ..training._apply import end_on_optimizer, end_on_params
+from ..reducer._step_check import CountsOfAll, Decision, StepCheck
 from ..training._loss_weight import unscale
-from ..transforms._axis_env import bind_axes
-from ..transforms._call import Call
 from ..transforms._lane import NONFINITE
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense, named_leaves
@@ -30,10 +26,9 @@ from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
-from ..transforms.program._effect import FLUSH, Effect
-from ..transforms.reductions._reduction import MeanState
+from ..transforms.program._effect import Effect
 from ..transforms.step_param._state_fields import state_fields
-from ._buckets import DDPBucket, divide
+from ._buckets import DDPBucket
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
 
@@ -42,11 +37,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class ModuleStep:
-    """Decides on the steps of one pipeline and takes them, in place on the module's own parameters.
+    """The state of a pipeline on a module's own parameters, and the decisions on its steps; `ModuleMemory` takes them.
 
     Args:
         leaves: Path -> parameter.
-        weighs: Whether the hook sums the ranks' weights into the lane, beside the divisor of its mean.
         pieces: The pieces that ranks own, for a pipeline that shards.
 
     Attributes:
@@ -56,10 +50,9 @@ class ModuleStep:
     """
 
     def __init__(
-        self, pipeline: Pipeline, plan: Plan, mesh: Mesh, leaves: Mapping[str, Tensor], weighs: bool,
-        pieces: Pieces | None = None,
-    ) -> None:  # fmt: skip
-        self.pipeline, self._plan, self._mesh, self._leaves, self._weighs = pipeline, plan, mesh, leaves, weighs
+        self, pipeline: Pipeline, plan: Plan, mesh: Mesh, leaves: Mapping[str, Tensor], pieces: Pieces | None = None
+    ) -> None:
+        self.pipeline, self._plan, self._mesh, self._leaves = pipeline, plan, mesh, leaves
         self._pieces = pieces
         self._skips = skips = pipeline.skips
         self._loaded_checksum = 0
@@ -91,7 +84,7 @@ class ModuleStep:
         self._watched = [item for item in items if item[1].watched]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         ranks = math.prod(axis.size for axis in mesh.over(plan.agree))
-        self._check = StepCheck(ranks, skips=skips is not None)
+        self.check = StepCheck(ranks, skips=skips is not None)
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
         self._late_counts = LateCounts(pipeline.ends, mesh.shape, self._check_pass)
         # Where the ranks' gradients differ although the hook reduces: 1 if this rank's own, before it, are not finite.
@@ -102,7 +95,7 @@ class ModuleStep:
         """The hyperparameters of the next step that may differ between ranks, by name."""
         return self.stepper.check_rates(self._watched)
 
-    def _own(self) -> dict[str, Tensor]:
+    def own(self) -> dict[str, Tensor]:
         """Path -> the values that this rank steps: parameters, or slices of them."""
         held = {path: p.detach() for path, p in self._leaves.items()}
         sharding = self.pipeline.sharding
@@ -150,7 +143,7 @@ class ModuleStep:
             raise ValueError(
                 f"the optimizer's state is of {sorted(saved)}, but the module has {sorted(self.stepper.states)}"
             )
-        own = self._own()
+        own = self.own()
         self.stepper.adopt(self.stepper.prepared((path, at(path), own[path], s) for path, s in saved.items()))
         self.outer, self.after_state, self.on_state, self.gather_state = outer, after, on_state, gather
         self._loaded_checksum = state_dict["parameters"]
@@ -167,7 +160,7 @@ class ModuleStep:
         self._own_bad = 0.0 if axes and not equal else None
         self._counts = None
         if self._counts_alone(step):
-            self._counts = self._count(self._plan.agree, 0.0, self._check.left_out)
+            self._counts = self._count(self._plan.agree, 0.0, self.check.left_out)
 
     def _count(self, axes: tuple[str, ...], weight: float, flag: float) -> Record:
         """Start summing a weight, and a flag of each rank, in a message of their own."""
@@ -184,118 +177,73 @@ class ModuleStep:
             if self.scaling.missed:
                 out.grads.fill_(math.nan)  # makes all ranks leave the step out
         if self._own_bad is not None:
-            self._check.observe(out)
-            self._own_bad = max(self._own_bad, float(self._check.bad([out])))
+            self.check.observe(out)
+            self._own_bad = max(self._own_bad, float(self.check.bad([out])))
 
-    def observe(self, out: DDPBucket) -> None:
-        """Record a statistic of a bucket's gradients after the hook."""
-        self._check.observe(out)
-
-    def __call__(
-        self, step: int, outs: list[DDPBucket], used: set[str] | None, weight: float, divisor: float,
-        found: MeanState | None,
-    ) -> tuple[Effect, float]:  # fmt: skip
-        """Decide on a step, and take it.
+    def decide(
+        self, step: int, outs: list[DDPBucket], sums: dict[str, float], counts: Sequence[CountsOfAll] | None
+    ) -> tuple[Decision, bool]:
+        """Decide on a step.
 
         Args:
-            step: The number of steps before this one.
             outs: The buckets, each observed, not yet divided.
-            used: The parameters that some rank has used; None for all.
-            weight: The weight of this rank.
-            divisor: The remaining divisor of the gradients.
-            found: The sums of the hook's last reduction.
+            sums: The record, summed over the ranks that share the gradients.
+            counts: See `StepCheck.decide`.
 
         Returns:
-            The effect of the step, and the total of the hook's mean. Where the hook does not make gradients equal, the
-            total is the weight of the ranks that decide together, NaN where each decides alone or the gradients are not
-            finite.
+            The decision, and whether the step ends here with an error, which is raised after the backward pass.
         """
-        pipeline, (axes, equal) = self.pipeline, self._plan.reduced(step)
-        if equal:
-            assert found is not None
-            total = float(found.total)
-            sums: dict[str, Any] = {"weight": float(found.lane["weight"]) if self._weighs else total}
-        else:  # the ranks' gradients differ, and so may their decisions
-            own_bad = bad = float(self._check.bad(outs))
-            if self._own_bad is not None:  # after a reduction they hold values of other ranks too
-                weight, own_bad = math.nan if bad else weight, self._own_bad
-            sums = dict(self._count(axes, weight, own_bad).wait())
-            total = sums["weight"] if axes else math.nan
-        sums.update(total=sums["weight"], loss=0.0)
-        counts = None
-        if axes != self._plan.agree:
-            counts = [] if self._counts is None else self._late_counts.read(step, self._counts.wait)
-            for late, of_all in counts:
-                self._check_pass(step, of_all, late)
         try:
             self.rates()
         except (TypeError, ValueError) as error:
             raise_after_backward(error)
-            return Effect(True, False), total
-        if self._pieces is not None:
-            self._check.share(outs, self._mesh.axes[self._pieces.axis])
-        decision = self._check.decide(step, sums, outs, 1.0, None, counts)
+            return Decision(Effect(True, False)), True
+        decision = self.check.decide(step, sums, outs, 1.0, None, counts)
         if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
             raise_after_backward(missed)
         if self._skips is not None:
             self.outer = decision.effect.update_counters(self._skips, self.outer)
         elif decision.error is not None:
             raise_after_backward(decision.error)
-        by_kernels = self._divides and decision.changes and used is None and self._check.readable_without_sync(outs)
-        scale = None
-        if by_kernels and divisor != 1.0:
-            scale = torch.tensor(divisor, dtype=torch.float64)
-        else:
-            divide(outs, divisor)
-        own = self._own()
-        if decision.changes:
-            items = [
-                (path, pipeline.optimizer.at(path), own[path], grad)
-                for out in outs for path, grad in out.by_path().items() if used is None or path in used
-            ]  # fmt: skip
-            self.stepper.step(items, grad_scale=scale, found_inf=decision.found_inf)
-        elif decision.error is not None and self._skips is None:
-            return decision.effect, total
-        self._run_ends(own, decision.effect, Call(sums["weight"], None, step))
-        self._gather(own, decision.effect)
-        return decision.effect, total
+            return decision, not decision.changes
+        return decision, False
 
-    def _gather(self, own: dict[str, Tensor], effect: Effect) -> None:
-        """Give all ranks the parameters that each of them has stepped."""
-        pieces, sharding = self._pieces, self.pipeline.sharding
-        effect = effect.at_end if self.pipeline.after else effect
-        if pieces is None or sharding is None or effect.steps is False:
-            return
-        if sharding.codec is None:
-            gather_leaves(pieces, own, self._leaves, self._mesh.axes[pieces.axis])
-            return
-        params = {path: p.detach() for path, p in self._leaves.items()}
-        with bind_axes(self._mesh.axes):
-            new, self.gather_state = sharding.gather(pieces, params, own, dict(self.stepper.states), self.gather_state)
-        torch._foreach_copy_(list(params.values()), list(effect.where(new, params).values()))
+    def counts_of(self, step: int) -> Sequence[CountsOfAll] | None:
+        """The records of all ranks that loop together to look at in a step; None where these share the gradients."""
+        if self._plan.reduced(step).axes == self._plan.agree:
+            return None
+        counts = [] if self._counts is None else self._late_counts.read(step, self._counts.wait)
+        for late, of_all in counts:
+            self._check_pass(step, of_all, late)
+        return counts
 
-    def flush(self, step: int) -> None:
-        """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
-        if any(self._counts_alone(at) for at in (step, max(step - 1, 0))):
-            self._begin_flush(step)
-        with torch.no_grad():
-            own = self._own()
-            self._run_ends(own, FLUSH, Call(0.0, None, step).inside(flush=True))
-            self._gather(own, FLUSH)
+    def verdict(self, step: int, outs: list[DDPBucket], weight: float) -> dict[str, float]:
+        """The record of ranks whose gradients differ, and so may their decisions."""
+        own_bad = bad = float(self.check.bad(outs))
+        if self._own_bad is not None:  # after a reduction they hold values of other ranks too
+            weight, own_bad = math.nan if bad else weight, self._own_bad
+        return dict(self._count(self._plan.reduced(step).axes, weight, own_bad).wait())
 
-    def _begin_flush(self, step: int) -> None:
+    def by_kernels(self, decision: Decision, outs: list[DDPBucket], used: set[str] | None) -> bool:
+        """Whether the optimizer's kernels may divide the gradients."""
+        return self._divides and decision.changes and used is None and self.check.readable_without_sync(outs)
+
+    def begin_flush(self, step: int) -> None:
         """Check that all ranks flush after the same step, and raise for a step that some of them left out.
 
-        The message has the size of the counts that begin a pass. There the weight is 0, here it is the number of steps.
+        Only where ranks may be apart. The message has the size of the counts that begin a pass. There the weight is 0, here
+        it is the number of steps.
         """
+        if not any(self._counts_alone(at) for at in (step, max(step - 1, 0))):
+            return
         for late, sums in self._late_counts.take(step):
-            self._check.raise_left_out(step - late, sums)
+            self.check.raise_left_out(step - late, sums)
         own = 1.0 + step
-        sums = self._count(self._plan.agree, own, self._check.left_out).wait()
-        self._check.left_out = 0.0
-        if sums["weight"] != own * self._check.ranks:
+        sums = self._count(self._plan.agree, own, self.check.left_out).wait()
+        self.check.left_out = 0.0
+        if sums["weight"] != own * self.check.ranks:
             self._refuse(step)
-        self._check.raise_left_out(step - 1, sums)
+        self.check.raise_left_out(step - 1, sums)
 
     def _check_pass(self, step: int, sums: dict[str, float], late: int) -> None:
         """Raise DesyncError unless the counts of a pass are those of a pass on all ranks."""
@@ -310,10 +258,3 @@ class ModuleStep:
         )
         self._mesh.report(error, step - 1)
         raise error
-
-    def _run_ends(self, held: dict[str, Tensor], effect: Effect, call: Call) -> None:
-        pipeline, mesh, states, flats = self.pipeline, self._mesh, self.stepper.states, self._flats
-        if pipeline.after is not None:
-            self.after_state = end_on_params(mesh, pipeline.after, held, states, self.after_state, flats, effect, call)
-        if pipeline.on_state is not None:
-            self.on_state = end_on_optimizer(mesh, pipeline.on_state, held, states, self.on_state, effect, call)

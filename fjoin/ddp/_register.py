@@ -86,7 +86,7 @@ class Handle:
         """
         if self._run.pipeline_step is None:
             raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
-        self._run.pipeline_step.flush(self._run.step)
+        self._run.flush()
         self._run.left.steps = 0
 
     def explain(self) -> Explanation:

@@ -21,6 +21,10 @@ class Parts(NamedTuple):
     shards: str | None = None  # the axis over which its hook shards
     skips: bool = False  # whether it skips steps that are not finite
     on_buffers: Transform | None = None  # the transform of the buffers, in a train_step
+    used: tuple[
+        str, ...
+    ] = ()  # the axes over which ranks agree on the parameters in use, where a pass need not use all
+    steps: bool = True  # whether there is an optimizer, and not the hook alone
 
     @property
     def ends(self) -> Program:
@@ -46,6 +50,8 @@ def program(plan: Plan, parts: Parts, step: int, place: Place, each: bool = Fals
     """
     hook = Stages(tuple(stages(plan.hook)))
     early, late = agreements(plan, parts, step, place)
+    if not parts.steps:
+        return (*early, hook, Observe(), *late, Keep())
     if each:
         return (*early, hook, *late, StepEach(parts.skips), *parts.ends, Keep())
     return (*early, hook, Observe(), *late, Judge(parts.skips), Step(), *parts.ends, Keep())
@@ -64,8 +70,12 @@ def agreements(plan: Plan, parts: Parts, step: int, place: Place) -> tuple[tuple
     late: list[Agree] = []
     if place == "module" and plan.reduce is not None:  # torch's buckets have no room for a record
         early.append(Agree("begin", axes))
-    elif equal:
+    elif equal and parts.steps:
         late.append(Agree("begin", axes, rides=True))
+    if parts.used:
+        late.append(Agree("used", parts.used))
+    if not parts.steps:
+        return tuple(early), tuple(late)
     if place != "tree" and axes != together and not (place == "module" and parts.skips):
         early.append(Agree("begin", together, late=True))
     if plan.hook.sharded_over is not None and (place != "tree" or (parts.skips and equal)):

@@ -11,7 +11,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.plan._plan import make_plan
 from fjoin.transforms.program._effect import Effect
 from fjoin.transforms.program._execute import execute
-from fjoin.transforms.program._ops import Agree, Ends, Gather, Judge, Keep, Stages, Step
+from fjoin.transforms.program._ops import Agree, Ends, Gather, Judge, Keep, Observe, Stages, Step, StepEach
 from fjoin.transforms.program._program import Parts, program
 
 DATA, NODES = {"data": 4}, {"node": 2, "local": 2}
@@ -59,6 +59,8 @@ def test_programs_are_those_written_by_hand(name: str) -> None:
     ends = [part for part in (parts.after, parts.on_state) if part is not None]
     found = program(make_plan(hook, axes, *ends), parts, step, place)
     expected = [Stages((hook,)) if op is None else op for op in expected]
+    at = next(i for i, op in enumerate(expected) if isinstance(op, Stages))
+    expected.insert(at + 1, Observe())
     after = [Ends(parts.after, "params")] if parts.after else []
     state = [Ends(parts.on_state, "optimizer")] if parts.on_state else []
     gather = [Gather(parts.shards)] if parts.shards else []
@@ -85,8 +87,15 @@ class Listed:
         self.seen.append("stages")
         return not self._pauses
 
+    def observe(self) -> None:
+        self.seen.append("observe")
+
     def judge(self, op: Judge) -> Effect:
         self.seen.append("judge")
+        return Effect(True, False)
+
+    def step_each(self, op: StepEach) -> Effect:
+        self.seen.append("step each")
         return Effect(True, False)
 
     def agree(self, op: Agree) -> None:
@@ -110,8 +119,21 @@ def test_the_executor_runs_operations_in_their_order() -> None:
     effect = execute(program(make_plan(MEAN, DATA, AVERAGE, STATE), parts, 0, "tree"), memory)
     assert effect == Effect(True, False)
     assert memory.seen == [
-        "stages", "begin", "judge", "step False", "ends on params", "ends on optimizer", "gather over data", "keep"
+        "stages", "observe", "begin", "judge", "step False", "ends on params", "ends on optimizer", "gather over data", "keep"
     ]  # fmt: skip
+
+
+def test_early_steps_are_a_program_of_their_own() -> None:
+    memory = Listed()
+    execute(program(make_plan(MEAN, DATA, AVERAGE), Parts(AVERAGE), 0, "buckets", each=True), memory)
+    assert memory.seen == ["stages", "begin", "step each", "ends on params", "keep"]
+
+
+def test_a_hook_alone_has_no_optimizer() -> None:
+    memory = Listed()
+    parts = Parts(used=("data",), steps=False)
+    execute(program(make_plan(VOTE, DATA), parts, 0, "module"), memory, Effect(True))
+    assert memory.seen == ["stages", "observe", "used", "keep"]
 
 
 def test_a_window_that_goes_on_ends_the_program() -> None:
