@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CollectiveTimeout, PeerLost
 from ..groups._consistency import parameters_fit, same_step
 from ..groups._mesh import Mesh
-from ..reducer._bucket_hooks import BucketCall
+from ..reducer._bucket_call import BucketCall
 from ..reducer._flat_params import copy_if_aliased
 from ..reducer._interleave import Interleaver, travel
 from ..reducer._side_stream import SideStream

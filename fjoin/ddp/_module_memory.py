@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
-from ..reducer._bucket_hooks import BucketCall
+from ..reducer._bucket_call import BucketCall
 from ..reducer._gather_pieces import gather_leaves
 from ..reducer._tree_stages import last_sums, run_stages
 from ..training._apply import end_on_optimizer, end_on_params

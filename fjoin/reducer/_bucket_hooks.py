@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,77 +18,15 @@ from ..transforms._transform import Transform
 from ..transforms.combinators._chain import behind_all, counting, stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.plan._plan import Plan, takes_flat
+from ._bucket_call import BucketCall
 from ._buckets import GradBuffer
-from ._flat_params import Storage, assign_, copy_if_aliased
+from ._flat_params import Storage, copy_if_aliased
 from ._hook_state import FLAT, Form, HookState
 from ._interleave import Interleaver, travel
 from ._lane import StepLane
 from ._side_stream import SideStream
-from ._step_check import Clip, StepCheck
+from ._step_check import StepCheck
 from ._tree_stages import last_sums, run_stages
-
-
-class StepHook(Protocol):
-    """Runs the hook of a step on its buckets: `AllReduceHook` or `BucketHook`.
-
-    Attributes:
-        unit: The factor that scales gradients in messages. The initial value serves all dtypes except float16.
-        by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
-        scales: Whether gradients may be multiplied by weights before they are summed.
-    """
-
-    unit: float
-    by_weight: bool
-    scales: bool
-
-    @property
-    def clip(self) -> Clip | None:
-        """The function from the norm of the reduced gradients to their clip factor; None where nothing is clipped."""
-
-    def init(self, storage: Storage) -> Any:
-        """The initial state."""
-
-    def loss_factor(self, share: float) -> float:
-        """The factor of the loss, given this rank's share in the mean."""
-
-    def prepare(self, storage: Storage) -> list[GradBuffer]:
-        """The buffers of the messages."""
-
-    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
-        """Prepare for the buckets of a step.
-
-        Args:
-            lane: The lane over the axes that the hook reduces over in this step.
-            values: This rank's values in the lane.
-            step: The number of steps before this one.
-        """
-
-    def launch(self, index: int, out: GradBuffer) -> Work | None:
-        """Start the messages of a full bucket."""
-
-    def finish(
-        self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
-    ) -> tuple[dict[str, Any] | None, Any]:
-        """Complete the messages after backward, and look at the gradients.
-
-        Returns:
-            The summed lane, or None where it takes a verdict; the divisor of the gradients.
-        """
-
-    def share(self, outgoing: list[GradBuffer]) -> None:
-        """Share what is known of pieces of gradients, where ranks hold pieces."""
-
-    def verdict(self, outgoing: list[GradBuffer], lane: dict[str, Any]) -> dict[str, Any]:
-        """The summed lane, with whether each rank's gradients are finite; for gradients that differ between ranks."""
-
-    def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
-        """The state after the step, or a function that makes it; once."""
-
-    def stop(self) -> None:
-        """Discard a step that has failed."""
-
-    def close(self) -> None:
-        """Free the buffers."""
 
 
 class BucketHook:
@@ -290,62 +227,3 @@ def _nan_if(bad: Any, value: Any) -> Any:
 
 def _either(a: Any, b: Any) -> Any:
     return torch.clamp(a + b, max=1.0) if isinstance(b, Tensor) else max(a, b)
-
-
-class GivesCalls(Protocol):
-    """The part of `BucketHook` that a `BucketCall` uses."""
-
-    flat: bool
-    fresh: bool
-
-    @property
-    def sums_dtype(self) -> torch.dtype: ...
-
-    def update(
-        self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None
-    ) -> tuple[Any, Any]: ...
-
-
-class BucketCall:
-    """One bucket's call of the hook in one step."""
-
-    def __init__(
-        self, run: GivesCalls, old: Any, params: dict[str, Tensor], first: BucketCall | None, pieces: Pieces | None = None
-    ) -> None:  # fmt: skip
-        self._run, self._old, self._params, self._pieces, self.done = run, old, params, pieces, False
-        self._first = first
-        self.sums: BucketSums = BucketSums(run.sums_dtype, None if first is None else first.sums)
-        self.state: Any = None
-        self.out: Any = None
-
-    def __call__(self, pause: Callable[[], None] | None = None) -> None:
-        out, run, first = self.out, self._run, self._first
-
-        def wait_for_first() -> bool:
-            """Let the first bucket's call go on, where its sums may be needed before this bucket has sent anything."""
-            if first is None or first.done or pause is None:
-                return False
-            pause()
-            return True
-
-        grads = {FLAT: out.grads} if run.flat else out.by_path()
-        with self.sums.waiting(wait_for_first):
-            new, state = run.update(grads, self._old, self._params, self.sums, self._pieces)
-        self.state = copy_if_aliased(state, [out.grads, *self._params.values()])
-        if new is None:
-            raise ValueError(
-                "the hook returned None in the place of gradients; in a train_step every call must give them"
-            )
-        if self._pieces is not None:
-            out.scatter(new[FLAT] if run.flat else out.pack_own(new))
-        elif run.flat and run.fresh and new[FLAT].shape == out.grads.shape and new[FLAT].dtype is out.grads.dtype:
-            out.grads = new[FLAT]
-        else:
-            assign_(grads, new)
-        if run.flat and not out.scattered:
-            out.clear_padding()  # a hook may have left any values there
-        self.done = True
-        self._first = self._old = None  # the old state is not needed any more
-
-    def wait(self) -> None:
-        return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +13,7 @@ from .._taken import warn_of_module_params
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._arrivals import arrived
-from ..reducer._bucket_hooks import BucketHook, StepHook
+from ..reducer._bucket_hooks import BucketHook
 from ..reducer._buckets import BucketQueue
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..reducer._grad_hooks import GradHooks
@@ -23,6 +21,7 @@ from ..reducer._lane import StepLane
 from ..reducer._late_counts import LateCounts
 from ..reducer._reduce_scatter import ReduceScatterHook
 from ..reducer._step_check import StepCheck
+from ..reducer._step_hook import StepHook
 from ..reducer._step_ids import StepIds
 from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
@@ -40,6 +39,7 @@ from ._join_steps import Iteration
 from ._loss import Loss, user_sums
 from ._loss_weight import GradOutput, Unscaler, grad_output_of
 from ._metrics import Metrics
+from ._record_of_all import RecordOfAll
 from ._shadowed import shadowed
 from ._state import StateData
 
@@ -66,7 +66,6 @@ class Run:
         self.axes = plan.agree
         self._shadowed = shadowed(mesh.axes, self.axes)
         self._counts = StepLane(mesh, self.axes)  # over all ranks that loop together
-        self._count_buffers: list[Tensor] = []  # of this step and of the one before, whose message may be under way
         self._lanes = {self.axes: self._counts}  # by axes: over the ranks that the hook reduces over
         self.ranks = self._counts.ranks
         self._ids = StepIds(mesh, self.axes, self.ranks)
@@ -88,6 +87,9 @@ class Run:
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
         self.prefetch = self._deferred if overlaps and self._deferred.travel else None
         self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape, self.step_check.check_step)
+        self._of_all = RecordOfAll(
+            self._counts, self._ids, self.step_check, self.late_counts, lambda at: plan.reduced(at).axes != plan.agree
+        )
         sharding, self.overlap_gather = pipeline.sharding, overlap_gather
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets = sharding is not None and sharding.codec is None and pipeline.after is None
@@ -126,7 +128,7 @@ class Run:
         self._grad_hooks.queue = self._queue = None
         for lane in self._lanes.values():
             lane.buffer = None
-        self._count_buffers = []
+        self._of_all.close()
         self._deferred.clear()
         self.hook.close()
 
@@ -137,50 +139,11 @@ class Run:
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
-        self._begin_flush(body)
+        self._of_all.begin_flush(body)
         body.storage.arrivals.wait()
         body.torn = tears(body.step)
         execute(self._parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
         body.torn = ""
-
-    def _begin_flush(self, body: StateData) -> None:
-        """Check that all ranks flush after the same step, and raise for a step that some of them left out.
-
-        The message has the size of the counts that begin a step, so that a rank that steps instead receives it as such.
-        Where no step sends counts of its own, ranks are never apart, and there is no message.
-        """
-        counts, step = self._counts, body.step
-        self.step_check.drain()
-        if all(self._lane(at) is counts for at in (step, max(step - 1, 0))):
-            return
-        self._raise_late(step)
-        # Twice the number of a step is no step's, and the step travels as the weight.
-        number = 2 * self._ids.of(-1)
-        own = {**counts.complete({"bad": 0.0}), "step_id": number, "weight": float(step)}
-        sums = self._sum_counts(own, counts.alone(body.storage.layout))
-        if sums["step_id"] != number * counts.ranks or sums["weight"] != step * counts.ranks:
-            self._ids.refuse(
-                step - 1,
-                "step.flush",
-                f"only some ranks have called step.flush after step {step - 1}; others have called a step, or flush after another "
-                f"step. Take the same number of steps on all ranks, with step.join where their inputs differ",
-            )
-        self.step_check.raise_left_out(step - 1, sums)
-
-    def _raise_late(self, step: int) -> None:
-        """Read the counts of the step before, where they have not been read yet, and raise for them."""
-        for late, of_all in self.late_counts.take(step):
-            sums = StepCheck.host(of_all)
-            self.step_check.check_step(step, sums, late)  # sums on a device have not been checked yet
-            self.step_check.raise_left_out(step - late, sums)
-
-    def _sum_counts(self, values: dict[str, Any], words: Tensor) -> dict[str, float]:
-        """Sum counts outside a step, with the bits of the ranks that left out the last one."""
-        counts = self._counts
-        counts.write(counts.left_out(values, self.step_check.left_out), words)
-        counts.send(words).wait()
-        self.step_check.left_out = 0.0
-        return StepCheck.host(self.step_check.read_lane(counts, words))
 
     def drop(self) -> None:
         """Drop the messages under way, after a failure."""
@@ -193,20 +156,9 @@ class Run:
             self._queue.stop()
 
     def drain(self, step: int) -> None:
-        """Raise, at the end of a loop, for a last step that some ranks left out and others took.
-
-        Args:
-            step: The number of steps so far.
-
-        Raises:
-            NonFinite: on all ranks.
-        """
-        counts = self._counts
-        if not self._count_buffers or self.pipeline.skips is not None or self._lane(step - 1) is counts:
-            return
-        self._raise_late(step)
-        sums = self._sum_counts(counts.complete({"bad": 0.0}), self._count_buffers[0])
-        self.step_check.raise_left_out(step - 1, sums)
+        """Raise, at the end of a loop, for a last step that some ranks left out and others took."""
+        if self.pipeline.skips is None:
+            self._of_all.drain(step)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -267,11 +219,11 @@ class Run:
                     NOTHING.backward(replayed)
 
         memory = FlatMemory(self, body, values["weight"], buffers)
-        memory.begin(queue, backward, lane, values, partial(self._send_counts, counts, storage))
+        memory.begin(queue, backward, lane, values, partial(self._of_all.send, counts, storage.layout))
         execute(self._program(body, queue), memory)
         of_all = memory.of_all
         if iteration is not None:
-            iteration.others = partial(self._has_next, of_all)
+            iteration.others = partial(self._of_all.has_next, of_all)
         step = body.step
         body.window = {}
         body.batches += live
@@ -324,32 +276,3 @@ class Run:
         if aux is not None or buffers is not None:
             aux, buffers = copy_if_aliased((aux, buffers), storage.written(bool(body.window)))
         return arrived(loss), aux, buffers
-
-    def _send_counts(self, values: dict[str, Any], storage: Storage) -> Callable[[], dict[str, Any]]:
-        """Start summing the lane in a message of its own, where the hook's messages do not carry it to all ranks.
-
-        Returns:
-            A function that waits for the sums. It must be called before the step after the next one.
-        """
-        counts, read_lane = (
-            self._counts,
-            self.step_check.read_lane,
-        )  # metrics keep `sums`, which must not keep this object
-        if not self._count_buffers:
-            self._count_buffers = [counts.alone(storage.layout) for _ in range(2)]
-        words = self._count_buffers[0]
-        self._count_buffers.reverse()
-        counts.write(counts.left_out(values, self.step_check.left_out), words)
-        work = counts.send(words)
-
-        @functools.cache
-        def sums() -> dict[str, Any]:
-            work.wait()
-            return read_lane(counts, words)
-
-        return sums
-
-    def _has_next(self, sums: Callable[[], dict[str, Any]]) -> float:
-        """The number of ranks that have another batch."""
-        self.step_check.synchronize()
-        return StepCheck.host(sums())["has_next"]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import AllReduceHook
-from ..reducer._bucket_hooks import StepHook
 from ..reducer._buckets import BucketQueue
 from ..reducer._gather_pieces import gather_changes_, start_gather
 from ..reducer._lane import StepLane
 from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import Decision, StepCheck
+from ..reducer._step_hook import StepHook
 from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
 from ..transforms.pipelines._pipeline import Pipeline

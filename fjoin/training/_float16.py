@@ -6,9 +6,9 @@ import math
 
 from ..groups._mesh import Mesh
 from ..reducer._all_reduce import power_near
-from ..reducer._bucket_hooks import StepHook
 from ..reducer._flat_params import Storage
 from ..reducer._step_check import StepCheck
+from ..reducer._step_hook import StepHook
 
 
 class Units:

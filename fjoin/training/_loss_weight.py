@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..reducer._bucket_hooks import StepHook
 from ..reducer._buckets import GradBuffer
+from ..reducer._step_hook import StepHook
 from ..transforms._axis_env import Work
 
 
