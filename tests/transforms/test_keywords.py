@@ -1,0 +1,188 @@
+"""The keywords that a stage of one's own gets: those that it names, with these values, wherever it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from changed_weights import with_weights
+
+import fjoin
+from fjoin import transforms as tx
+
+NAMES = ("weight", "lane", "step", "persistent", "flush", "donated", "sharded_over")
+
+
+def stage(name: str | None, seen: list[Any]) -> tx.Transform:
+    """It names one keyword, none, or each ("all"), or has **extra ("extra"); it keeps what it gets, as a dict."""
+
+    def saw(grads: Any, state: Any, params: Any, **got: Any) -> Any:
+        assert params is not None
+        seen.append(got)
+        return grads, state
+
+    def names_all(
+        grads: Any, state: Any, params: Any = None, *, weight: Any = None, lane: Any = None, step: Any = None,
+        persistent: bool = False, flush: bool = False, donated: bool = False, sharded_over: Any = None,
+    ) -> Any:  # fmt: skip
+        given = (weight, lane, step, persistent, flush, donated, sharded_over)
+        return saw(grads, state, params, **dict(zip(NAMES, given, strict=True)))
+
+    functions: dict[str | None, Callable[..., Any]] = {
+        None: lambda g, s, params=None: saw(g, s, params),
+        "weight": lambda g, s, params=None, *, weight=None: saw(g, s, params, weight=weight),
+        "lane": lambda g, s, params=None, *, lane=None: saw(g, s, params, lane=lane),
+        "step": lambda g, s, params=None, *, step=None: saw(g, s, params, step=step),
+        "persistent": lambda g, s, params=None, *, persistent=False: saw(g, s, params, persistent=persistent),
+        "flush": lambda g, s, params=None, *, flush=False: saw(g, s, params, flush=flush),
+        "donated": lambda g, s, params=None, *, donated=False: saw(g, s, params, donated=donated),
+        "sharded_over": lambda g, s, params=None, *, sharded_over=None: saw(g, s, params, sharded_over=sharded_over),
+        "all": names_all,
+        "extra": saw,
+    }
+    return tx.Transform(lambda params: (), functions[name], tx.Needs.NOTHING)
+
+
+def _same(weight: Any) -> Any:
+    return weight
+
+
+BEFORE: dict[str, Callable[[tx.Transform], tx.Transform]] = {
+    "alone": lambda t: t,
+    "chain": lambda t: tx.chain(t, tx.mean("data")),
+    "masked": lambda t: tx.masked(t, "w"),
+    "partition": lambda t: tx.partition({"w": t, "*": tx.identity()}),
+    "every": lambda t: tx.every(1, t),
+    "switch_after": lambda t: tx.switch_after(0, tx.identity(), t),
+    "inner": lambda t: with_weights(_same, t),
+    "in two": lambda t: with_weights(_same, tx.masked(tx.every(1, t), "w")),
+    "fed back": lambda t: tx.error_feedback(tx.chain(t, tx.quantized_mean("data", tx.int8()))),
+    "cast": lambda t: tx.cast(torch.bfloat16, tx.chain(t, tx.mean("data"))),
+    "accumulate": lambda t: tx.accumulate(1, t),
+}
+BEHIND: dict[str, Callable[[tx.Transform], tx.Transform]] = {
+    "chain": lambda t: tx.chain(tx.mean("data"), t),
+    "masked": lambda t: tx.chain(tx.mean("data"), tx.masked(t, "w")),
+    "inner": lambda t: with_weights(_same, tx.chain(tx.mean("data"), t)),
+    "every": lambda t: tx.chain(tx.quantized_mean("data", tx.int8()), tx.every(1, t)),
+}
+
+
+def start() -> dict[str, torch.Tensor]:
+    return {"w": torch.ones(2), "b": torch.ones(3)}
+
+
+def purely(pipeline: tx.Pipeline) -> None:
+    params: Any = start()
+    state = pipeline.init(params)
+    for _ in range(2):
+        params, state = pipeline.step(params, start(), state, weight=2.0, lane={"n": 1.0})
+    pipeline.flush(params, state)
+
+
+def by_step(pipeline: tx.Pipeline) -> None:
+    step = fjoin.train_step(lambda p, b: sum((v * b).sum() for v in p.values()), pipeline, weight=lambda b: 2.0)
+    state = step.init(start())
+    for _ in range(2):
+        state, _ = step(state, 1.0)
+    step.flush(state)
+
+
+def calls_of(run: Callable[[tx.Pipeline], None], make: Callable[[tx.Transform], tx.Pipeline]) -> list[dict[str, Any]]:
+    """What a stage gets in each call that names all keywords, on the first of two ranks.
+
+    One with **extra gets the same weights and steps; `flush` and `donated` reach only those that name them.
+    """
+    named, extra = [], []
+    for kind, mine in (("all", named), ("extra", extra)):
+        seen: list[list[Any]] = [mine, []]
+        tx.simulate(lambda rank: run(make(stage(kind, seen[rank]))), {"data": 2}, [0, 1])  # noqa: B023
+    for a, b in zip([call for call in named if not call["flush"]], extra, strict=True):
+        assert float(a["weight"]) == float(b["weight"]) and a["step"] == b["step"]
+        assert a["persistent"] == b.get("persistent", False) and a["sharded_over"] == b.get("sharded_over")
+    return named
+
+
+def column(calls: list[dict[str, Any]], name: str) -> list[Any]:
+    return [float(call[name]) if name == "weight" else call[name] for call in calls]
+
+
+@pytest.mark.parametrize("run", [purely, by_step])
+@pytest.mark.parametrize("where", BEFORE)
+def test_a_stage_before_the_reduction(where: str, run: Any) -> None:
+    """Its rank's weight and lane; the number of the step. No flush calls it."""
+
+    def make(own: tx.Transform) -> tx.Pipeline:
+        return tx.fuse(BEFORE[where](own), tx.sgd(0.1))
+
+    if where == "accumulate" and run is by_step:  # which has an argument of its own
+        return
+    calls = calls_of(run, make)
+    assert column(calls, "weight") == [2.0, 2.0] and column(calls, "step") == [0, 1]
+    assert column(calls, "persistent") == column(calls, "flush") == [False, False]
+    assert column(calls, "sharded_over") == [None, None]
+    if run is purely and where != "partition":  # of whose parts one carries the lane
+        assert [lane["n"] for lane in column(calls, "lane")] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("run", [purely, by_step])
+@pytest.mark.parametrize("where", BEHIND)
+def test_a_stage_behind_the_reduction(where: str, run: Any) -> None:
+    """The sums of both ranks."""
+
+    def make(own: tx.Transform) -> tx.Pipeline:
+        return tx.fuse(BEHIND[where](own), tx.sgd(0.1))
+
+    calls = calls_of(run, make)
+    assert column(calls, "weight") == [4.0, 4.0] and column(calls, "step") == [0, 1]
+    if run is purely:
+        assert [float(lane["n"]) for lane in column(calls, "lane")] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("run", [purely, by_step])
+@pytest.mark.parametrize("where", ["alone", "masked", "partition", "every", "switch_after", "in two"])
+def test_a_stage_at_the_end_of_the_step(where: str, run: Any) -> None:
+    """The weight of all ranks that share the gradients; `persistent`; a flush behind the second step, of weight 0."""
+
+    def make(own: tx.Transform) -> tx.Pipeline:
+        return tx.fuse(tx.mean("data"), tx.sgd(0.1), after=BEFORE[where](own))
+
+    calls = calls_of(run, make)
+    assert column(calls, "weight") == [4.0, 4.0, 0.0] and column(calls, "step") == [0, 1, 2]
+    assert column(calls, "persistent") == [True] * 3 and column(calls, "flush") == [False, False, True]
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_a_stage_gets_only_what_it_names(name: Any) -> None:
+    """It names one keyword, or none, and all others are there to be given."""
+    for wrap in (*BEFORE.values(), *BEHIND.values()):
+        seen: list[Any] = []
+        tx.simulate(lambda: purely(tx.fuse(wrap(stage(name, seen)), tx.sgd(0.1))), {"data": 1})  # noqa: B023
+        assert len(seen) == 2 and all(call.keys() == ({name} if name else set()) for call in seen)
+        assert name != "weight" or column(seen, name) == [2.0, 2.0]
+        assert name != "step" or column(seen, name) == [0, 1]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_donated(donate: bool) -> None:
+    """Only the first stage of a step whose caller gives the gradients up may write into them."""
+    for wrap, expected in ((BEFORE["alone"], donate), (BEFORE["chain"], donate), (BEHIND["chain"], False)):
+        seen: list[Any] = []
+        pipeline = tx.fuse(wrap(stage("donated", seen)), tx.sgd(0.1))
+        with fjoin.bind(fjoin.mesh({"data": -1})):
+            pipeline.step(start(), start(), pipeline.init(start()), donate=donate)
+        assert column(seen, "donated") == [expected]
+
+
+@pytest.mark.parametrize("run", [purely, by_step])
+def test_sharded_over(run: Any) -> None:
+    """Behind a scatter_mean, as a stage of the chain and inside another one."""
+    for wrap in (lambda t: t, lambda t: tx.every(1, t)):
+
+        def make(own: tx.Transform) -> tx.Pipeline:
+            return tx.fuse(tx.chain(tx.scatter_mean("data"), wrap(own)), tx.sgd(0.1))  # noqa: B023
+
+        calls = calls_of(run, make)
+        assert column(calls, "sharded_over") == ["data", "data"] and column(calls, "weight") == [4.0, 4.0]
