@@ -1,0 +1,174 @@
+"""Transforms that sum scalars of their own over the ranks do so once in a step, in whatever buckets the leaves travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers import max_diff
+from torch import Tensor
+from traffic import watched
+
+import fjoin
+from fjoin import transforms as tx
+
+
+class EffectiveState(NamedTuple):
+    inner: Any
+
+
+def by_effective_ranks(hook: tx.Transform) -> tx.Transform:
+    """The mean times (sum of weights)^2 / (sum of squared weights), which is the number of ranks if they are equal."""
+    inner = tx.Inner(hook)
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, weight: Any = None, lane: Any = None, first_bucket: Any = None,
+        **extra: Any,
+    ) -> Any:  # fmt: skip
+        own = torch.as_tensor(1.0 if weight is None else weight, dtype=torch.float64)
+        own_lane = {**(lane or {}), "squares": own * own} if first_bucket is None else None
+        out, new = inner.update(grads, state, params, weight=weight, lane=own_lane, first_bucket=first_bucket, **extra)
+        sums = hook.sums(new)  # type: ignore[misc]
+        ranks = sums.total**2 / sums.lane["squares"].clamp(min=1e-9)
+        return {path: g * ranks.to(g.dtype) for path, g in out.items()}, EffectiveState(new)
+
+    return tx.Transform(
+        lambda params: EffectiveState(hook.init(params)),
+        update,
+        hook.needs,
+        inner.reduction("squares"),
+        hook.compression,
+    )
+
+
+def plain() -> tx.Transform:
+    return tx.quantized_mean("data", tx.float32())
+
+
+HOOKS: dict[str, Callable[[], tx.Transform]] = {
+    "ef21": lambda: tx.ef21(plain()),
+    "ef21, flushed": lambda: tx.ef21(plain(), without_input="flush"),
+    "1-bit Adam": lambda: tx.one_bit_adam("data", 1, codec=tx.float32(), over="world"),
+    "1-bit LAMB": lambda: tx.one_bit_lamb("data", 1, codec=tx.float32(), over="world"),
+    "own, of a mean": lambda: by_effective_ranks(tx.mean("data")),
+    "own, of an encoded mean": lambda: by_effective_ranks(plain()),
+    "own, of a gathered mean": lambda: by_effective_ranks(tx.all_gather_mean("data")),
+    "own twice": lambda: tx.chain(tx.clip_by_value(9.0), by_effective_ranks(tx.error_feedback(plain()))),
+    "own, of ef21": lambda: by_effective_ranks(tx.ef21(plain())),
+    "own, by path": lambda: tx.partition({"c": by_effective_ranks(tx.mean("data")), "*": tx.mean("data")}),
+}
+# Of each rank in each step: its weight, which is also its gradient in all numbers of `a`; 0 is a step without input.
+INPUTS = [[1.0, 2.0, 0.0, 1.0], [2.0, 0.0, 0.0, 3.0], [4.0, 1.0, 0.0, 0.0]]
+
+
+def start() -> dict[str, Tensor]:
+    return {"a": torch.zeros(4), "b": torch.ones(3), "c": torch.ones(2, 2)}
+
+
+def loss(params: Any, batch: float) -> Tensor:
+    return sum((k + 1) * (params[path] * batch).sum() for k, path in enumerate("abc"))  # type: ignore[return-value]
+
+
+def purely(pipeline: tx.Pipeline, batches: list[float]) -> list[dict[str, Tensor]]:
+    params: Any = start()
+    state, seen = pipeline.init(params), []
+    for batch in batches:
+        grads = {path: torch.full_like(params[path], (k + 1) * batch) for k, path in enumerate("abc")}
+        params, state = pipeline.step(params, grads, state, weight=batch)
+        seen.append(params)
+    return seen
+
+
+def by_step(pipeline: tx.Pipeline, batches: list[float], bucket_bytes: int = 1) -> list[dict[str, Tensor]]:
+    step = fjoin.train_step(loss, pipeline, weight=abs, bucket_bytes=bucket_bytes)
+    state, seen = step.init(start()), []
+    for batch in batches:
+        state, _ = step(state, batch)
+        seen.append({path: p.clone() for path, p in state.params.items()})
+    return seen
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", HOOKS)
+def test_in_buckets_it_is_one_call_on_the_whole_tree(name: str, bucket_bytes: int) -> None:
+    """Three buckets, or two. Ranks are without input in some steps, and all of them in one."""
+    pipeline = tx.fuse(HOOKS[name](), tx.sgd(0.5))
+    want = tx.simulate(lambda own: purely(pipeline, own), {"data": 3}, INPUTS)
+    got = tx.simulate(lambda own: by_step(pipeline, own, bucket_bytes), {"data": 3}, INPUTS)
+    for seen, expected in zip(got, want, strict=True):
+        assert max_diff(seen, expected) < 1e-5
+
+
+def moved(values: list[float]) -> list[float]:
+    """The parameters after each step on these gradients."""
+    return [-0.5 * sum(values[: i + 1]) for i in range(len(values))]
+
+
+def by_hand(name: str) -> list[float]:
+    """Of `a`. EF21 counts the last gradient of a rank without input, with its last weight, unless it is flushed."""
+    found, last = [], [0.0] * 3
+    for weights in zip(*INPUTS, strict=True):
+        last = [w or before for w, before in zip(weights, last, strict=True)]
+        counted = last if name == "ef21" else weights
+        total, squares = sum(counted), sum(w * w for w in counted)
+        mean = squares / (total or 1.0)
+        mean = mean * total**2 / (squares or 1.0) if name.startswith("own") else mean
+        found.append(mean if any(weights) else 0.0)  # without input no step is taken
+    return moved(found)
+
+
+@pytest.mark.parametrize("name", ["ef21", "ef21, flushed", "own, of a mean", "own, of an encoded mean"])
+def test_the_result_is_that_of_the_sums(name: str) -> None:
+    for seen in tx.simulate(lambda own: by_step(tx.fuse(HOOKS[name](), tx.sgd(0.5)), own), {"data": 3}, INPUTS):
+        assert [params["a"][0].item() for params in seen] == pytest.approx(by_hand(name), abs=1e-5)
+
+
+AFTER: dict[str, Callable[[Any], tx.Transform]] = {
+    "average": lambda over: tx.every(2, tx.average_parameters("data", over=over)),
+    "outer": lambda over: tx.outer_step(tx.mean("data"), tx.sgd(1.0), 2, over=over),
+    "outer, encoded": lambda over: tx.outer_step(tx.quantized_mean("data", tx.float32()), tx.sgd(1.0), 2, over=over),
+}
+
+
+@pytest.mark.parametrize("over", ["weight", "live", "world"])
+@pytest.mark.parametrize("after", AFTER)
+def test_an_average_counts_windows_in_all_buckets(after: str, over: Any) -> None:
+    """The mean over the ranks of the moves of two steps, each rank's -0.5 times the sum of its gradients."""
+    pipeline = tx.fuse(tx.noop(), tx.sgd(0.5), after=AFTER[after](over))
+    windows = [sum(own[:2]) for own in INPUTS]
+    factors = windows if over == "weight" else [1.0] * 3
+    want = sum(-0.5 * w * f for w, f in zip(windows, factors, strict=True)) / sum(factors)
+    for run in purely, by_step:
+        for seen in tx.simulate(lambda own: run(pipeline, own), {"data": 3}, INPUTS):  # noqa: B023
+            for k, path in enumerate("abc"):
+                expected = torch.full_like(seen[1][path], (k + 1) * want) + start()[path]
+                torch.testing.assert_close(seen[1][path], expected, rtol=1e-6, atol=1e-6)
+
+
+PAIRS: dict[str, tuple[Callable[[], tx.Transform], Callable[[], tx.Transform]]] = {
+    "ef21": (HOOKS["ef21"], lambda: tx.error_feedback(plain())),
+    "1-bit Adam": (HOOKS["1-bit Adam"], lambda: tx.one_bit_adam("data", 1, codec=tx.float32())),
+    "own": (HOOKS["own, of an encoded mean"], plain),
+    "own of ef21": (HOOKS["own, of ef21"], plain),
+}
+
+
+def messages() -> dict[str, list[int]]:
+    """The numbers of messages in three steps of three buckets: with scalars of the stage's own, and without."""
+    found: dict[str, list[int]] = {}
+    for name, makes in PAIRS.items():
+        found[name] = []
+        for make in makes:
+            with watched() as sent:
+                by_step(tx.fuse(make(), tx.sgd(0.5)), [1.0, 2.0, 3.0])
+            found[name].append(len(sent))
+    return found
+
+
+@pytest.mark.gloo
+def test_they_cost_no_message(pool: Any) -> None:
+    for found in pool.run(2, messages):
+        for name, (with_scalars, without) in found.items():
+            assert with_scalars == without >= 9, (name, found)
