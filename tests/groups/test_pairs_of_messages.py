@@ -1,4 +1,4 @@
-"""Two ranks that are at different places, each sending another kind of message: an error on both, and no wrong number."""
+"""Two ranks at different places, each with another kind of message: an error on both, and no wrong number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms that sum scalars of their own over the ranks do so once in a step, in whatever buckets the leaves travel."""
+"""Transforms that sum scalars of their own over the ranks do so once in a step, in whatever buckets leaves travel."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ def by_step(pipeline: tx.Pipeline, batches: list[Batch], on_device: bool, axes: 
     for batch in batches:
         state, _ = step(state, batch)
         seen.append(state.params["w"][0].item())
+    step.flush(state)
     return seen
 
 
@@ -125,7 +126,7 @@ def test_nodes_leave_out_together() -> None:
 DEFERRED = {
     "all steps": ([[1.0, 2.0, 5.0, 1.0], [3.0, 1.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [2.0, 1.0, 0.0, 1.0]]),
     "one left out": ([[1.0, NAN, 5.0, 1.0], [3.0, 1.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [2.0, 1.0, 0.0, 1.0]]),
-    "the later one left out": ([[1.0, 2.0, NAN, 1.0], [3.0, 1.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [2.0, 1.0, 4.0, 1.0]]),
+    "a later one": ([[1.0, 2.0, NAN, 1.0], [3.0, 1.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [2.0, 1.0, 4.0, 1.0]]),
     "no input on one": ([[1.0, 2.0, 5.0, 1.0], [0.0, 0.0, 1.0, 2.0]], [[1.0, 3.0, 50.0, 2.0], [0.0, 0.0, 7.0, 1.0]]),
 }  # fmt: skip
 
@@ -176,7 +177,7 @@ def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", ["noop", "mean"])
 def test_buffers_are_averaged_by_the_ranks_own_weights(hook: str, on_device: bool) -> None:
-    """A rank that leaves the step out has its buffers from before and weight 0; behind a mean all ranks leave it out."""
+    """A rank that leaves a step out has its buffers from before and weight 0; behind a mean all ranks leave it out."""
 
     def with_buffers(params: Any, buffers: Any, batch: Batch) -> Any:
         return loss(params, batch), None, {"n": buffers["n"] + (0.0 if math.isnan(batch.grad) else batch.grad)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -148,9 +149,27 @@ def test_what_is_right_of_ones_own_passes() -> None:
 
 def test_all_laws_run_on_all_rows() -> None:
     """Always: only tables that multiply options are sampled."""
-    for test in (test_transform, test_error_feedback, test_optimizer, test_codec):
+    for test, tables, all_laws in (
+        (test_transform, [TRANSFORMS], TRANSFORM_LAWS), (test_error_feedback, [LOSSY, CODED], FEEDBACK_LAWS),
+        (test_optimizer, [OPTIMIZERS], OPTIMIZER_LAWS), (test_codec, [CODECS], CODEC_LAWS),
+    ):  # fmt: skip
         marks = getattr(test, "pytestmark", [])
         assert {mark.name for mark in marks} == {"parametrize"}
         (cases,) = (mark.args[1] for mark in marks)
-        rows, laws = {id(case.values[0]) for case in cases}, {id(case.values[1]) for case in cases}
-        assert len(cases) == len(rows) * len(laws)
+        assert not any(case.marks for case in cases)
+        every_row = [make for table in tables for rows in table.values() for make in rows]  # type: ignore[attr-defined]
+        assert {tuple(map(id, case.values)) for case in cases} == {
+            (id(m), id(law)) for m in every_row for law in all_laws
+        }
+
+
+def test_no_law_is_missing_from_its_list() -> None:
+    """A law is a function with one argument, `make`, in the modules of fjoin.testing."""
+    for module, laws in (("_transforms", TRANSFORM_LAWS), ("_optimizers", OPTIMIZER_LAWS), ("_codecs", CODEC_LAWS)):
+        found = vars(importlib.import_module(f"fjoin.testing.{module}")).values()
+        own = {f.__name__ for f in found if inspect.isfunction(f) and f.__module__.endswith(module) and takes_make(f)}
+        assert own <= {law.__name__ for law in laws}, own
+
+
+def takes_make(function: Any) -> bool:
+    return [*inspect.signature(function).parameters] == ["make"] and not function.__name__.startswith("_")

@@ -124,9 +124,8 @@ def test_a_step_is_traced_whole(name: str) -> None:
     assert steps_alike(PIPELINES[name], True)
 
 
-@pytest.mark.parametrize(
-    "name", ["mean", *(pytest.param(name, marks=pytest.mark.long) for name in ("adamw", "average"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_step_is_traced_in_parts(name: str) -> None:
     assert steps_alike(PIPELINES[name], False)
 
@@ -142,7 +141,7 @@ def test_two_reductions_in_a_compiled_partition() -> None:
     strict=True, raises=ValueError,
     reason="the optimizer remembers a form of its state from the trace: an error, where the eager step is meant",
 )  # fmt: skip
-@pytest.mark.parametrize("eager_first", [False, True])
+@pytest.mark.parametrize("eager_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_pipeline_is_stepped_eagerly_and_compiled(eager_first: bool) -> None:
     pipeline, params = PIPELINES["mean"](), start()
     state = pipeline.init(params)

@@ -15,6 +15,7 @@ from fjoin import transforms as tx
 from fjoin.transforms.axes import _lockstep
 
 PARAMS = {"w": torch.zeros(40, 10)}
+MEAN, INT4 = tx.mean("data"), tx.quantized_mean("data", tx.int4())
 HOOKS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the number of steps to take
     "mean": (lambda: tx.mean("data"), 3),
     "dgc": (lambda: tx.dgc("data", 0.01, warmup=7), 9),
@@ -24,7 +25,7 @@ HOOKS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the number o
     "batched power_sgd": (lambda: tx.batched_power_sgd("data", 1, start=2, min_compression_rate=0.5), 5),
     "1-bit Adam": (lambda: tx.one_bit_adam("data", 4), 7),
     "switch": (lambda: tx.switch_after(2, tx.mean("data"), tx.quantized_mean("data", tx.int8())), 5),
-    "fed back": (lambda: tx.error_feedback(tx.switch_after(3, tx.mean("data"), tx.quantized_mean("data", tx.int4()))), 6),
+    "fed back": (lambda: tx.error_feedback(tx.switch_after(3, tx.cast(torch.bfloat16, MEAN), INT4)), 6),
 }  # fmt: skip
 
 
@@ -113,7 +114,8 @@ def test_a_stage_runs_at_most_twice_for_each_phase(name: str) -> None:
     assert made <= 2 * phases
 
 
-@pytest.mark.parametrize("warmup", [100, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("warmup", [100, 1000])
 def test_the_phases_of_a_long_warm_up(warmup: int) -> None:
     """The share falls by the same factor in each of five stages of equal lengths; k = 0.01 from 0.25 on."""
     what = tx.explain(tx.dgc("data", 0.01, warmup=warmup), PARAMS, {"data": 2})

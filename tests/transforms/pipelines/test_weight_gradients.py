@@ -37,7 +37,7 @@ def with_momentum(weights: Tensor) -> Tensor:
 def clipped(weights: Tensor) -> Tensor:
     """To a norm of 20, of the 32 numbers of the gradient, as by torch's clip_grad_norm_."""
     means = [mean(weights, i) for i in range(2)]
-    return -RATE * sum(g * (20 / (g.abs() * 32**0.5 + 1e-6)).clamp(max=1.0) for g in means)  # type: ignore[return-value]
+    return torch.stack([-RATE * g * (20 / (g.abs() * 32**0.5 + 1e-6)).clamp(max=1.0) for g in means]).sum()
 
 
 def accumulated(weights: Tensor) -> Tensor:
