@@ -55,7 +55,7 @@ def check_sum(rates: Rates, summed: Tensor, axes: AxisName, step: int) -> None:
     Args:
         summed: The sum of `number_of(rates)` over the ranks, one or more times.
     """
-    if float(summed) % (axis_size(axes) * number_of(rates)) == 0:
+    if float(summed.detach()) % (axis_size(axes) * number_of(rates)) == 0:
         return
     for some in (rates[:1], rates[1:]):  # of other pipelines there may be another number
         ranks = all_gather(torch.tensor([value for _, value in some], dtype=torch.float64), axes)

@@ -35,7 +35,8 @@ class Forms:
 
     def of(self, param: Tensor) -> _Form:
         key = param.shape, param.dtype
-        form = self._known.get(key)
+        compiles = torch.compiler.is_compiling()  # what is made while a compiler traces is not of use outside
+        form = None if compiles else self._known.get(key)
         if form is None:
             state = self.init_param(torch.empty(param.shape, dtype=param.dtype, device="meta"))
             accessors, fields, structure = optree.tree_flatten_with_accessor(state, none_is_leaf=True)
@@ -43,7 +44,9 @@ class Forms:
                 ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors
             ]
             kinds = [None if f is None else (f.shape, f.dtype, f.is_meta and f.dim() > 0) for f in fields]
-            form = self._known[key] = _Form(structure, names, kinds)
+            form = _Form(structure, names, kinds)
+            if not compiles:
+                self._known[key] = form
         return form
 
     def check_state(self, param: Tensor, state: State, where: Callable[[], str]) -> list[Any]:

@@ -88,7 +88,6 @@ def test_a_hook_is_traced_whole_on_real_ranks(pool: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", [tx.sgd(0.1, momentum=0.9), tx.adamw(0.1)], ids=repr)
 def test_an_optimizer_is_traced_whole(optimizer: tx.Optimizer) -> None:
-    """Traced with a copy of its own; see the last test."""
     eagerly = tx.from_json(tx.to_json(optimizer))
     params = start()
     want, state = eagerly.step(params, grads(0), eagerly.init(params))
@@ -115,10 +114,6 @@ def steps_alike(make: Callable[[], tx.Pipeline], fullgraph: bool) -> bool:
     return max_diff(params, others) < 1e-6
 
 
-@pytest.mark.xfail(
-    strict=True, raises=torch._dynamo.exc.Unsupported,
-    reason="Dynamo cannot trace the plan's set[str](): an error, where the eager step is meant",
-)  # fmt: skip
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_step_is_traced_whole(name: str) -> None:
     assert steps_alike(PIPELINES[name], True)
@@ -137,10 +132,6 @@ def test_two_reductions_in_a_compiled_partition() -> None:
     assert max_diff(compiled(hook.update, False)(*given, weight=2.0)[0], hook.update(*given, weight=2.0)[0]) < 1e-6
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError,
-    reason="the optimizer remembers a form of its state from the trace: an error, where the eager step is meant",
-)  # fmt: skip
 @pytest.mark.parametrize("eager_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_one_pipeline_is_stepped_eagerly_and_compiled(eager_first: bool) -> None:
     pipeline, params = PIPELINES["mean"](), start()

@@ -88,11 +88,6 @@ WARM_UPS: dict[str, tuple[Callable[[], tx.Transform], int]] = {  # and the numbe
     "dgc, at once": (lambda: tx.dgc("data", 0.01), 1),
     "mean": (lambda: tx.mean("data"), 1),
 }
-TODAY = {
-    "dgc": "50 calls, where 12 are meant",
-    "dgc, longer": "83 calls, where 12 are meant",
-    "1-bit Adam": "14 calls, where 4 are meant",
-}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +95,7 @@ TODAY = {
     [
         pytest.param(
             name,
-            marks=[pytest.mark.xfail(strict=True, reason=TODAY.get(name, ""))] * (name in TODAY)
-            + [pytest.mark.long] * (name == "dgc, longer"),
+            marks=[pytest.mark.long] * (name == "dgc, longer"),
         )
         for name in WARM_UPS
     ],

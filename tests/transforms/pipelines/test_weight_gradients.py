@@ -162,9 +162,6 @@ def test_the_others_weights_where_one_is_0() -> None:
     torch.testing.assert_close(got[[0, 1, 3]], torch.func.grad(two_steps)(weights)[[0, 1, 3]])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="torch warns that a tensor with requires_grad becomes a float, where no warning is meant"
-)
 def test_plain_autograd_warns_of_nothing() -> None:
     torch.set_warn_always(True)
     try:
