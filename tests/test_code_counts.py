@@ -15,9 +15,9 @@ LIMITS = {
     "tests for the class of an axis": 0,
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 110,
-    "lines of reducer, training, ddp": 6800,
+    "lines of reducer, training, ddp": 6850,
     "code lines": 20650,
-    "lines": 39350,
+    "lines": 39400,
     "files over 250 lines": 33,
     "fmt: skip": 102,
 }

@@ -25,8 +25,13 @@ class RecordOfAll:
     """
 
     def __init__(
-        self, lane: StepLane, ids: StepIds, step_check: StepCheck, late_counts: LateCounts, is_apart: Callable[[int], bool]
-    ) -> None:  # fmt: skip
+        self,
+        lane: StepLane,
+        ids: StepIds,
+        step_check: StepCheck,
+        late_counts: LateCounts,
+        is_apart: Callable[[int], bool],
+    ) -> None:
         self._lane, self._ids, self._check, self._late = lane, ids, step_check, late_counts
         self._is_apart = is_apart
         self._buffers: list[Tensor] = []  # of this step and of the one before, whose message may be under way
