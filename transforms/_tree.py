@@ -47,7 +47,11 @@ def flatten_in_insertion_order(tree: Tree) -> tuple[list[str], list[Tensor], Any
 
 def map_with_path(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`function(path, leaf, *leaves_of_rest)` at every leaf."""
-    return optree.tree_map_with_path(lambda p, *leaves: function(path_string(p), *leaves), tree, *rest)
+    # Not tree_map_with_path: torch.compile gives its function other paths, without a word.
+    paths, leaves, structure = optree.tree_flatten_with_path(tree)
+    others = [structure.flatten_up_to(other) for other in rest]
+    new = [function(path_string(path), *each) for path, *each in zip(paths, leaves, *others, strict=True)]
+    return optree.tree_unflatten(structure, new)
 
 
 def zeros_like(tree: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""torch.compiler.disable without the import of torch's compiler, which takes seconds, before a program uses it."""
+"""torch.compiler's decorators without the import of torch's compiler, which takes seconds, before a program uses it."""
 
 from __future__ import annotations
 
@@ -31,3 +31,12 @@ def uncompiled(function: F) -> F:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # a compiled caller breaks its graph here
     return call  # type: ignore[return-value]
+
+
+def constant(function: F) -> F:
+    """The function, of arguments that a compiler knows, which is called once while it traces.
+
+    Same as: torch.compiler.assume_constant_result.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

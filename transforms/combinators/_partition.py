@@ -7,12 +7,11 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias, overload
 
-import optree
-
 from .._call import Call
 from .._spec import factory
 from .._transform import Compression, Needs, Reduction, Transform, check_transform
-from .._tree import State, Tree, default_device_of, named_leaves, path_string
+from .._tree import State, Tree, default_device_of, map_with_path, named_leaves
+from .._uncompiled import constant
 from ..step_param._optimizer import Optimizer
 
 Patterns: TypeAlias = str | tuple[str, ...]
@@ -38,11 +37,16 @@ def check_which(name: str, which: Any, functions: bool = True) -> None:
 def matcher(which: Which) -> Callable[[str], bool]:
     """A function path -> bool: whether the path matches a glob pattern, one of several, or a function."""
     if isinstance(which, str):
-        return lambda path: fnmatchcase(path, which)
+        return lambda path: _matches(path, which)
     if callable(which):
         return which
     patterns = tuple(which)
-    return lambda path: any(fnmatchcase(path, p) for p in patterns)
+    return lambda path: any([_matches(path, p) for p in patterns])
+
+
+@constant  # Dynamo cannot trace fnmatch
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern)
 
 
 def _chosen(which: Which, tree: Tree) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def _chosen(which: Which, tree: Tree) -> dict[str, Any]:
 
 
 def replace_leaves(tree: Tree, new: Mapping[str, Any]) -> Tree:
-    return optree.tree_map_with_path(lambda p, leaf: new.get(path_string(p), leaf), tree)
+    return map_with_path(lambda path, leaf: new.get(path, leaf), tree)
 
 
 @factory

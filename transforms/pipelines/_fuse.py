@@ -15,6 +15,7 @@ from .._lane import Lane, check_lane
 from .._spec import factory
 from .._transform import Transform, check_transform
 from .._tree import State, Tree, check_dense, check_same, named_leaves, plain, readable_without_sync
+from .._uncompiled import constant
 from ..codecs._codec import Codec
 from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of
@@ -112,6 +113,7 @@ def pipeline_of(
     programs: dict[tuple[tuple[str, int], ...], Program] = {}  # of steps that are all alike
     alike = not changes_with_steps(hook)
 
+    @constant  # a compiled step has one program
     def program_of(step: int) -> Program:
         """The program of a step over the axes that are bound here."""
         axes = tuple((name, axis.size) for name, axis in bound().items())
@@ -120,9 +122,6 @@ def pipeline_of(
             if alike:
                 programs[axes] = program(plans[axes], parts, 0, "tree")
         return programs[axes] if alike else program(plans[axes], parts, step, "tree")
-
-    # As torch.compiler.assume_constant_result does, without the import of the compiler: a compiled step has one program.
-    program_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def pieces_of(params: Tree, state: PipelineState) -> Pieces | None:
         """The pieces of the parameters, of which the state must be."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._spec import Spec
-from .._tree import State, Tree, check_dense, check_same, fields, path_string, plain, with_fields
+from .._tree import State, Tree, check_dense, check_same, fields, map_with_path, path_string, plain, with_fields
 from ..schedules._rates import watched
 from ._checked import check_count, unchecked
 from ._formula import copy_like, like
@@ -36,15 +36,14 @@ def init(optimizer: Optimizer, params: Tree) -> State:
         optimizer.check(params)
     shared: dict[Any, State] = {}
 
-    def one(path: tuple[Any, ...], param: Tensor) -> State:
-        name = path_string(path)
+    def one(name: str, param: Tensor) -> State:
         check_dense(f"params[{name!r}]", param)
         part = optimizer.at(name)
         watched(part.spec)  # raises for a schedule that is never read
         state = part.init_param(param.detach())
         return sharing(part, state, shared.setdefault((id(part), param.dtype, param.device), state))
 
-    return optree.tree_map_with_path(one, params)
+    return map_with_path(one, params)
 
 
 def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
