@@ -24,7 +24,7 @@ from ..transforms._bucketwise import restrict
 from ..transforms._call import Call
 from ..transforms._rider import BucketSums
 from ..transforms._transform import Transform
-from ..transforms.combinators._chain import counting, stages
+from ..transforms.combinators._chain import counting, counts_needed, stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.pipelines._dry_run import DryRun
 from ..transforms.pipelines._explain import explain_run
@@ -55,6 +55,7 @@ class DDPRun:
 
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
         self.mesh, self._hook, self.parts = mesh, hook, stages(hook)
+        self._counts = counts_needed(self.parts)
         self.plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()))
         # Whether the pipeline transforms parameters, for which the ranks that share gradients sum their weights.
         self.transforms = pipeline is not None and bool(pipeline.ends)
@@ -232,7 +233,7 @@ class DDPRun:
     def first_call(self) -> Call:
         """The call of the hook's first stage."""
         call = Call(self.weight, self._lane, self.step).inside(sums=BucketSums(self.sums_dtype))
-        return counting(self.parts, call)
+        return counting(self._counts, call)
 
     # -- after the last bucket ----------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ..transforms._bucketwise import restrict
 from ..transforms._call import ALONE, Call
 from ..transforms._rider import BucketSums
 from ..transforms._transform import Transform
-from ..transforms.combinators._chain import behind_all, counting, stages
+from ..transforms.combinators._chain import behind_all, counting, counts_needed, stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.plan._plan import Plan, takes_flat
 from ._bucket_call import BucketCall
@@ -45,6 +45,7 @@ class BucketHook:
         self._plan, self._early, self._mesh, self._step_check = plan, plan.early, mesh, step_check
         self._lane, self._equal, self._step, self._accumulates = lane, False, 0, accumulates
         self._stages, self.scales = stages(plan.hook), True
+        self._counts = counts_needed(self._stages)
         self.flat = plan.early is not None and takes_flat(plan.early)
         last = stages(plan.early)[-1:] if plan.early is not None else []
         self.fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
@@ -211,7 +212,7 @@ class BucketHook:
         """The call of the hook's first stage. Its messages carry the lane, unless that is sent separately."""
         carried = {name: v for name, v in lane.items() if name != "total"} if self._equal else None
         call = Call(lane["weight"], carried, self._step).inside(unit=self.unit, sums=BucketSums(self._lane.dtype))
-        return counting(self._stages, call)
+        return counting(self._counts, call)
 
     def _last_sums(self, state: HookState) -> Any:
         """The sums of the hook's last reduction apart from the gradients, a `MeanState`."""

@@ -13,7 +13,7 @@ from .._spec import Spec, factory
 from .._timing import children
 from .._transform import Needs, Reduction, Transform, check_transform, init_empty
 from .._tree import State, Tree
-from .._weights import share_in
+from .._weights import Over, share_in
 from ..layout._pieces import pieces_here
 
 
@@ -63,12 +63,14 @@ def chain(*transforms: Transform) -> Transform:
                 params = pieces_here(params, part.sharded_over).own(params)
         return tuple(states)
 
+    needed = counts_needed(parts)
+
     def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
         if len(state) != len(parts):
             raise ValueError(
                 f"this chain has {len(parts)} stages, but the state has {len(state)}; it is another pipeline's state"
             )
-        new, whole, call = list(state), grads, counting(parts, call)
+        new, whole, call = list(state), grads, counting(needed, call)
         for i, part in enumerate(parts):
             if i == 1 and call.donated:
                 call = call.inside(donated=False)  # a stage may keep its result in its state
@@ -94,14 +96,23 @@ def chain(*transforms: Transform) -> Transform:
 WEIGHTS, LIVE = "weight of the ranks", "ranks with input"
 
 
-def counting(parts: Sequence[Transform], call: Call) -> Call:
-    """The call with the scalars in its lane that these stages need to count ranks behind each other."""
+def counts_needed(parts: Sequence[Transform]) -> tuple[tuple[str, Over], ...]:
+    """The names and kinds of the counts that these stages need, where one counts ranks in another way than one before it."""
     kinds = [part.reduces.over or "weight" for part in parts if part.reduces]
-    added: dict[str, Any] = {}
-    for name, kind in ((WEIGHTS, "weight"), (LIVE, "live")):
-        if any(kind in kinds[i + 1 :] and before != kind for i, before in enumerate(kinds)):
-            added[name] = share_in(call, kind).factor  # type: ignore[arg-type]
-    return call.inside(lane={**(call.lane or {}), **added}) if added else call
+    both: tuple[tuple[str, Over], ...] = ((WEIGHTS, "weight"), (LIVE, "live"))
+    return tuple(
+        (name, kind)
+        for name, kind in both
+        if any(kind in kinds[i + 1 :] and before != kind for i, before in enumerate(kinds))
+    )
+
+
+def counting(needed: Sequence[tuple[str, Over]], call: Call) -> Call:
+    """The call with these counts in its lane."""
+    if not needed:
+        return call
+    added = {name: share_in(call, kind).factor for name, kind in needed}
+    return call.inside(lane={**(call.lane or {}), **added})
 
 
 def behind(part: Transform, state: State, call: Call) -> Call:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import optree
 import torch
 
-from .._axis_env import AxisName
+from .._call import Call
 from .._spec import factory
 from .._transform import ByNorm, Needs, Transform, init_empty
 from .._tree import State, Tree, global_norm, to_device
@@ -76,18 +76,21 @@ def clip_by_global_norm(max_norm: float, mode: Literal["exact", "previous"] = "e
         del params
         return ClipState(torch.tensor(float("nan"), dtype=torch.float64)) if mode == "previous" else ()
 
-    def update(
-        grads: Tree, state: State, params: Tree = None, *, sharded_over: AxisName = (), **extra: Any
-    ) -> tuple[Tree, State]:
-        del params, extra
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params
         norm = global_norm(grads)
-        if sharded_over:
-            norm = psum(norm * norm, sharded_over).sqrt()
+        if call.sharded_over:
+            norm = psum(norm * norm, call.sharded_over).sqrt()
         factor = clip_factor(norm if mode == "exact" else state.or_else(norm), max_norm)
         new = state if mode == "exact" else ClipState(norm.to(torch.float64))
         return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), new
 
-    return Transform(init, update, by_norm=ByNorm(lambda norm: clip_factor(norm, max_norm), mode == "previous"))
+    return Transform(
+        init,
+        update,
+        takes=("sharded_over",),
+        by_norm=ByNorm(lambda norm: clip_factor(norm, max_norm), mode == "previous"),
+    )
 
 
 @factory
@@ -110,8 +113,8 @@ def clip_by_value(max_value: float) -> Transform:
     """
     _positive("max_value", max_value)
 
-    def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
-        del params, extra
+    def update(grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
+        del params, call
         return optree.tree_map(lambda g: g.clamp(-max_value, max_value), grads), state
 
     return Transform(init_empty, update, Needs.NOTHING)

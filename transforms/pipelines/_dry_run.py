@@ -25,7 +25,7 @@ from .._transform import Transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..axes._ragged import all_to_all_single
-from ..combinators._chain import counting, stages
+from ..combinators._chain import counting, counts_needed, stages
 from ..layout._buckets import Bucket, lane_bucket
 from ..layout._pieces import Pieces, bind_pieces
 from ..plan._plan import make_plan, takes_flat
@@ -132,7 +132,7 @@ class DryRun:
 
     def _call(self, step: int, lane: Any, sums: BucketSums) -> Call:
         """The call of a stage of the hook."""
-        return counting(stages(self.hook), Call(None, lane, step).inside(sums=sums, **self._sharded))
+        return counting(counts_needed(stages(self.hook)), Call(None, lane, step).inside(sums=sums, **self._sharded))
 
     @property
     def _sharded(self) -> dict[str, Any]:
