@@ -17,7 +17,7 @@ LIMITS = {
     "accesses to another object's privates": 110,
     "lines of reducer, training, ddp": 6850,
     "code lines": 20650,
-    "lines": 39400,
+    "lines": 39450,
     "files over 250 lines": 33,
     "fmt: skip": 102,
 }

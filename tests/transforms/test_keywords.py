@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from changed_weights import with_weights
 
 import fjoin
 from fjoin import transforms as tx
+from tests.changed_weights import with_weights
 
 NAMES = ("weight", "lane", "step", "persistent", "flush", "donated", "sharded_over")
 
