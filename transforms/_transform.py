@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from ._axis_env import AxisName, under_vmap
-from ._call import KEYWORDS, NAMES, Call, call_of
-from ._errors import NotVmappable
+from ._axis_env import AxisName
+from ._call import NAMES, Call, call_of
 from ._spec import Spec, Specified, spec_of_function
 from ._timing import Timing
 from ._tree import State, Tree
+from ._update import Update
 
 
 class Needs(enum.Flag):
@@ -65,71 +64,6 @@ class Compression(NamedTuple):
 
     paths: Callable[[Tree], Collection[str]] | None
     encoded: bool = True  # whether a codec encodes the messages
-
-
-class Update:
-    """The `update` of a transform: a function `(grads, state, params=None, **keywords) -> (grads, state)`.
-
-    It is made once from the function that was given, and stays the same in copies of the transform.
-
-    Attributes:
-        function: The function that was given. It takes `(grads, state, params, call)`, or keywords.
-        names: The keywords that it names.
-    """
-
-    __slots__ = ("_donates", "_flushes", "_others", "_places", "_refused", "_takes_call", "function", "names")
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self._takes_call = function, False
-        self._donates = self._flushes = True
-        self._refused: Spec | None = None  # of a transform that does not run under vmap
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # a builtin, which is called with the gradients, the state and the parameters
-            self.names, self._others, self._places = frozenset[str](), False, 3
-            return
-        kinds = [p.kind for p in parameters]
-        by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.names = frozenset(p.name for p in parameters if p.kind in by_name)
-        self._others = inspect.Parameter.VAR_KEYWORD in kinds
-        self._takes_call = "call" in self.names
-        many = inspect.Parameter.VAR_POSITIONAL in kinds
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        places = sum(p.kind in positional and p.name not in ("call", *KEYWORDS) for p in parameters)
-        if places < 2 and not many and not self._others:
-            raise TypeError(
-                f"update is called as update(grads, state, params=None, ...), but {function!r} takes {places} arguments"
-            )
-        self._places = 3 if many or places < 2 else min(places, 3)
-
-    def for_transform(self, owner: Transform) -> Update:
-        """The same update with the facts of a transform."""
-        new = object.__new__(Update)
-        new.function, new.names, new._others = self.function, self.names, self._others
-        new._places, new._takes_call = self._places, self._takes_call
-        new._donates = "donated" in owner.takes
-        new._flushes = owner.accepts("flush")
-        new._refused = None if owner.vmappable else owner.spec if owner.spec.name else spec_of_function(self.function)
-        return new
-
-    def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
-        return self.run(grads, state, params, call_of(keywords))
-
-    def run(self, grads: Tree, state: State, params: Tree, call: Call) -> tuple[Tree, State]:
-        """Call the function, with what it takes of the context."""
-        if call.flush and not self._flushes:
-            return grads, state
-        if call.donated and not self._donates:
-            call = call.inside(donated=False)
-        if self._refused is not None and under_vmap():
-            raise NotVmappable(
-                f"{self._refused!r} does not run under the vmap engine; use simulate(..., engine='lockstep')"
-            )
-        if self._takes_call:
-            out: tuple[Tree, State] = self.function(grads, state, params, call=call)
-            return out
-        out = self.function(*(grads, state, params)[: self._places], **call.keywords(self.names, self._others))
-        return out
 
 
 @dataclass(frozen=True, eq=False, repr=False)
