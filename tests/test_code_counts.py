@@ -16,8 +16,8 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 110,
     "lines of reducer, training, ddp": 6850,
-    "code lines": 20650,
-    "lines": 39450,
+    "code lines": 20700,
+    "lines": 39500,
     "files over 250 lines": 33,
     "fmt: skip": 102,
 }

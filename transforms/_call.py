@@ -52,10 +52,12 @@ class Call:
         prefetch: Begins messages that are used in a later call; None: they are sent when they are used.
         sums: For a call on one of several buckets: the sums that only the first bucket's messages carry.
         extra: Keywords that are not of fjoin, for the transforms that name them.
+        handed: The names of the keywords beside which this context was given to a transform that takes keywords. It hands
+            them on itself, or not.
     """
 
     __slots__ = (
-        "donated", "extra", "flush", "group", "lane", "memory", "persistent", "prefetch", "sharded_over", "step", "sums",
+        "donated", "extra", "flush", "group", "handed", "lane", "memory", "persistent", "prefetch", "sharded_over", "step", "sums",
         "unit", "weight", "wire",
     )  # fmt: skip
 
@@ -73,6 +75,7 @@ class Call:
     prefetch: Prefetch | None
     sums: BucketSums | None
     extra: Mapping[str, Any]
+    handed: frozenset[str]
 
     def __init__(
         self,
@@ -85,7 +88,7 @@ class Call:
         self.weight, self.lane, self.step, self.donated = weight, lane, step, donated
         self.persistent = self.flush = False
         self.sharded_over = self.group = self.unit = self.wire = self.memory = self.prefetch = self.sums = None
-        self.extra = _NOTHING
+        self.extra, self.handed = _NOTHING, _NONE
 
     def inside(self, **changes: Any) -> Call:
         """The context of a call inside this one, with some attributes changed.
@@ -103,7 +106,7 @@ class Call:
             self.group,
         )
         new.unit, new.wire, new.memory, new.prefetch = self.unit, self.wire, self.memory, self.prefetch
-        new.sums, new.extra = self.sums, self.extra
+        new.sums, new.extra, new.handed = self.sums, self.extra, self.handed
         if "weight" in changes:
             new.group = None
         for name, value in changes.items():
@@ -118,47 +121,59 @@ class Call:
             return None  # it is sent with the first bucket only
         return getattr(self, name)
 
-    def keywords(self, named: Collection[str], others: bool) -> dict[str, Any]:
+    def keywords(self, named: Collection[str], others: bool, required: Collection[str] = ()) -> dict[str, Any]:
         """The keywords for an `update`.
 
         Args:
             named: The names in its signature.
-            others: Whether it takes any keyword. It then gets `call` too, to hand on.
+            others: Whether it takes any keyword. It then gets `call` too, to hand on what has no keyword.
+            required: The names without a default.
         """
-        found: dict[str, Any] = {"call": self.inside(donated=False) if self.donated else self} if others else {}
+        found: dict[str, Any] = {}
         for name, unset in KEYWORDS.items():
-            if name in named or (others and name not in _NEVER_IN_EXTRA):
-                value = self.keyword(name)
-                if value is not unset or name in ("weight", "lane"):
+            value = self.keyword(name)
+            if name in named:
+                if value is not unset or name in required:
                     found[name] = value
-        for name in NAMES.intersection(named):
-            if name not in KEYWORDS and getattr(self, name) is not None:
+            elif others and name not in _NEVER_IN_EXTRA and (value is not unset or name in ("weight", "lane")):
+                found[name] = value
+        for name in _INTERNAL.intersection(named):
+            if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
         for name, value in self.extra.items():
             if others or name in named:
                 found[name] = value
+        if others:
+            found["call"] = self.inside(donated=False, handed=frozenset(KEYWORDS.keys() & found.keys()))
         return found
 
 
 _SLOTS = frozenset(Call.__slots__)
-NAMES = _SLOTS - {"extra"}
+_INTERNAL = frozenset(("unit", "wire", "memory", "prefetch"))  # keywords only for who names them
+NAMES = _INTERNAL | KEYWORDS.keys()
 _NOTHING: Mapping[str, Any] = {}
+_NONE = frozenset[str]()
 ALONE = Call()  # a call by hand without keywords
 
 
 def call_of(keywords: Mapping[str, Any]) -> Call:
     """The context of a call with keywords.
 
-    A `call` among them is the context that an outer transform got and hands on. Keywords beside it win: a transform that
-    calls another one with `weight=...` gives it another weight.
+    A `call` among them is the context that an outer transform got in `**extra` and hands on, with what has no keyword.
+    Keywords beside it win: a transform that calls another one with `weight=...` gives it another weight, and one that does
+    not hand on a keyword that it got gives it none.
     """
     if not keywords:
         return ALONE
     given = dict(keywords)
-    call = given.pop("call", ALONE)
-    if not isinstance(call, Call):
-        raise TypeError(f"call must be the Call that an update got, got {call!r}")
-    changes = {}
+    call, changes = ALONE, {}
+    if isinstance(given.get("call"), Call):
+        call = given.pop("call")
+        changes = {name: KEYWORDS[name] for name in call.handed if name not in given}
+        if call.handed:
+            changes["handed"] = _NONE
+    if hasattr(given.get("sums"), "is_first"):
+        changes["sums"] = given.pop("sums")
     for name in NAMES & given.keys():
         value = given.pop(name)
         if value is not (call.keyword(name) if name in KEYWORDS else getattr(call, name)):

@@ -26,7 +26,17 @@ class Update:
         names: The keywords that it names.
     """
 
-    __slots__ = ("_donates", "_flushes", "_others", "_places", "_refused", "_takes_call", "function", "names")
+    __slots__ = (
+        "_donates",
+        "_flushes",
+        "_others",
+        "_places",
+        "_refused",
+        "_required",
+        "_takes_call",
+        "function",
+        "names",
+    )
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self._takes_call = function, False
@@ -36,26 +46,30 @@ class Update:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # a builtin, which is called with the gradients, the state and the parameters
             self.names, self._others, self._places = frozenset[str](), False, 3
+            self._required = self.names
             return
         kinds = [p.kind for p in parameters]
         by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.names = frozenset(p.name for p in parameters if p.kind in by_name)
         self._others = inspect.Parameter.VAR_KEYWORD in kinds
-        self._takes_call = "call" in self.names
+        self._takes_call = any(p.name == "call" and p.kind in by_name for p in parameters)
         many = inspect.Parameter.VAR_POSITIONAL in kinds
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        places = sum(p.kind in positional and p.name not in ("call", *KEYWORDS) for p in parameters)
+        by_place = [p.name for p in parameters if p.kind in positional and p.name not in ("call", *KEYWORDS)][:3]
+        places = len(by_place)
         if places < 2 and not many and not self._others:
             raise TypeError(
                 f"update is called as update(grads, state, params=None, ...), but {function!r} takes {places} arguments"
             )
-        self._places = 3 if many or places < 2 else min(places, 3)
+        self._places = 3 if many or places < 2 else places
+        by_name_only = [p for p in parameters if p.kind in by_name and p.name not in by_place]
+        self.names = frozenset(p.name for p in by_name_only)
+        self._required = frozenset(p.name for p in by_name_only if p.default is inspect.Parameter.empty)
 
     def for_transform(self, owner: Transform) -> Update:
         """The same update with the facts of a transform."""
         new = object.__new__(Update)
         new.function, new.names, new._others = self.function, self.names, self._others
-        new._places, new._takes_call = self._places, self._takes_call
+        new._places, new._takes_call, new._required = self._places, self._takes_call, self._required
         new._donates = "donated" in owner.takes
         new._flushes = owner.accepts("flush")
         new._refused = None if owner.vmappable else owner.spec if owner.spec.name else spec_of_function(self.function)
@@ -75,7 +89,8 @@ class Update:
                 f"{self._refused!r} does not run under the vmap engine; use simulate(..., engine='lockstep')"
             )
         if self._takes_call:
-            out: tuple[Tree, State] = self.function(grads, state, params, call=call)
+            out: tuple[Tree, State] = self.function(*(grads, state, params)[: self._places], call=call)
             return out
-        out = self.function(*(grads, state, params)[: self._places], **call.keywords(self.names, self._others))
+        given = call.keywords(self.names, self._others, self._required)
+        out = self.function(*(grads, state, params)[: self._places], **given)
         return out

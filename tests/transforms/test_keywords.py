@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -186,3 +187,60 @@ def test_sharded_over(run: Any) -> None:
 
         calls = calls_of(run, make)
         assert column(calls, "sharded_over") == ["data", "data"] and column(calls, "weight") == [4.0, 4.0]
+
+
+def _multiplies(grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any) -> Any:
+    """Uses the weight itself, and does not hand it on."""
+    return INNER.update(grads * weight, state, params, **extra)
+
+
+def _pops(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    extra.pop("weight")
+    return INNER.update(grads, state, params, **extra)
+
+
+INNER = tx.mean("data")
+
+
+@pytest.mark.parametrize(("update", "expected"), [(_multiplies, (1 * 1 + 4 * 3) / 2), (_pops, (1 + 4) / 2)])
+def test_a_keyword_that_is_not_handed_on_is_not_given(update: Any, expected: float) -> None:
+    def rank(value: float, weight: float) -> float:
+        hook = tx.Transform(INNER.init, update)
+        grads = torch.tensor(value)
+        alone = hook.update(grads, hook.init(grads), weight=weight)[0].item()
+        pipeline, start = tx.fuse(hook, tx.sgd(1.0)), {"w": torch.tensor(0.0)}
+        if update is _pops:
+            after, _ = pipeline.step(start, {"w": grads}, pipeline.init(start), weight=weight)
+            assert -after["w"].item() == expected
+        return alone
+
+    assert tx.simulate(rank, {"data": 2}, [1.0, 4.0], [1.0, 3.0]) == [expected] * 2
+
+
+def test_defaults_of_keywords_that_nobody_gives_stay() -> None:
+    for update in (lambda g, s, params=None, weight=7.0: (g * weight, s), functools.partial(_times, weight=7.0)):
+        assert tx.Transform(lambda params: (), update).update(torch.tensor(2.0), ())[0].item() == 14.0
+
+
+def _times(grads: Any, state: Any, params: Any = None, *, weight: Any) -> Any:
+    return grads * weight, state
+
+
+def test_a_parameter_by_place_may_have_the_name_of_a_keyword() -> None:
+    hook = tx.chain(tx.mean("data"), tx.Transform(lambda params: (), lambda memory, unit: (memory * 2, unit)))
+    assert tx.simulate(lambda g: hook.update(g, hook.init(g))[0].item(), {"data": 2}, [1.0, 4.0]) == [5.0, 5.0]
+
+
+def test_keywords_of_ones_own_reach_the_stage_that_names_them() -> None:
+    seen: list[Any] = []
+
+    def update(grads: Any, state: Any, params: Any = None, *, group: Any = None) -> Any:
+        seen.append(group)
+        return grads, state
+
+    pipeline = tx.fuse(tx.Transform(lambda params: (), update), tx.sgd(1.0))
+    params = {"w": torch.tensor(1.0)}
+    pipeline.step(params, params, pipeline.init(params), group="decoder")
+    assert seen == ["decoder"]
+    with pytest.raises(TypeError, match="step takes no 'flush'"):
+        pipeline.step(params, params, pipeline.init(params), flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._axis_env import bound, under_vmap
-from .._call import Call, call_of
+from .._call import NAMES, Call
 from .._check import flag as check_flag
 from .._lane import Lane, check_lane
 from .._spec import factory
@@ -17,6 +17,7 @@ from .._transform import Transform, check_transform
 from .._tree import State, Tree, check_dense, check_same, named_leaves, plain, readable_without_sync
 from .._uncompiled import constant
 from ..codecs._codec import Codec
+from ..combinators._chain import LIVE, WEIGHTS
 from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._phases import changes_with_steps
@@ -157,8 +158,12 @@ def pipeline_of(
         params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, donate: bool = False,
         **extra: Any,
     ) -> tuple[Tree, State]:  # fmt: skip
-        old, call = inside(state), call_of({"weight": weight, "lane": lane, **extra})
-        call = call.inside(step=old.step)
+        old = inside(state)
+        if taken := (NAMES | {"call"}) & extra.keys():
+            raise TypeError(
+                f"step takes no {min(taken)!r}, which is the step's own; keywords for transforms need other names"
+            )
+        call = Call(weight, lane, old.step).inside(extra=extra)
         use(old.window, check_flag("donate", donate))
         if not donate or under_vmap():
             return run(params, grads, state, call)
@@ -171,7 +176,7 @@ def pipeline_of(
         old, lane = inside(state), call.lane
         check_same("grads", grads, "params", params)
         check_lane(lane)
-        for taken in ("weight", rates_check.NAME):
+        for taken in ("weight", rates_check.NAME, WEIGHTS, LIVE):
             if lane and taken in lane:
                 raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
         memory = TreeMemory(owner, params, old, pieces_of(params, old), call)
