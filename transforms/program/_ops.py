@@ -1,23 +1,27 @@
-"""The operations of a step."""
+"""The operations of a step. They are not tuples: empty tuples of two classes would be equal."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from .._transform import Transform
 
 
-class Stages(NamedTuple):
+@dataclass(frozen=True)
+class Stages:
     """Runs the stages of the hook on the gradients, up to the last one. The record rides in their messages, if it does."""
 
     parts: tuple[Transform, ...]
 
 
-class Observe(NamedTuple):
+@dataclass(frozen=True)
+class Observe:
     """Waits for the messages of the hook, and looks at the gradients: whether they are finite, and their norm."""
 
 
-class Agree(NamedTuple):
+@dataclass(frozen=True)
+class Agree:
     """The ranks of some axes agree on numbers, by the sum of a record of each of them.
 
     moment: "begin": weights, loss, the user's sums, what is known before the gradients. "verdict": whether the gradients
@@ -33,42 +37,38 @@ class Agree(NamedTuple):
     late: bool = False
 
 
-class Judge(NamedTuple):
-    """Decides on the effect of the step, from what has been agreed on.
-
-    skips: whether a step whose gradients are not finite is left out without an error.
-    """
-
-    skips: bool
+@dataclass(frozen=True)
+class Judge:
+    """Decides on the effect of the step, from what has been agreed on."""
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """Runs the optimizer on what this rank steps."""
 
 
-class StepEach(NamedTuple):
-    """Waits for one bucket after the other, judges it and steps it: in the place of `Observe`, `Judge` and `Step`.
-
-    skips: as in `Judge`.
-    """
-
-    skips: bool
+@dataclass(frozen=True)
+class StepEach:
+    """Waits for one bucket after the other, judges it and steps it: in the place of `Observe`, `Judge` and `Step`."""
 
 
-class Ends(NamedTuple):
+@dataclass(frozen=True)
+class Ends:
     """Runs a transform of the parameters, of the optimizer's state or of the buffers at the end of the step."""
 
     part: Transform
     on: Literal["params", "optimizer", "buffers"]
 
 
-class Gather(NamedTuple):
+@dataclass(frozen=True)
+class Gather:
     """Gives all ranks of an axis the parameters that each has stepped."""
 
     axis: str
 
 
-class Keep(NamedTuple):
+@dataclass(frozen=True)
+class Keep:
     """Takes the new states, or keeps the old ones with advanced counters."""
 
 

@@ -53,8 +53,8 @@ def program(plan: Plan, parts: Parts, step: int, place: Place, each: bool = Fals
     if not parts.steps:
         return (*early, hook, Observe(), *late, Keep())
     if each:
-        return (*early, hook, *late, StepEach(parts.skips), *parts.ends, Keep())
-    return (*early, hook, Observe(), *late, Judge(parts.skips), Step(), *parts.ends, Keep())
+        return (*early, hook, *late, StepEach(), *parts.ends, Keep())
+    return (*early, hook, Observe(), *late, Judge(), Step(), *parts.ends, Keep())
 
 
 def agreements(plan: Plan, parts: Parts, step: int, place: Place) -> tuple[tuple[Agree, ...], tuple[Agree, ...]]:

@@ -64,7 +64,11 @@ def test_programs_are_those_written_by_hand(name: str) -> None:
     after = [Ends(parts.after, "params")] if parts.after else []
     state = [Ends(parts.on_state, "optimizer")] if parts.on_state else []
     gather = [Gather(parts.shards)] if parts.shards else []
-    assert list(found) == [*expected, Judge(parts.skips), Step(), *after, *state, *gather, Keep()]
+    assert list(found) == [*expected, Judge(), Step(), *after, *state, *gather, Keep()]
+
+
+def test_operations_of_two_kinds_differ() -> None:
+    assert len({Observe(), Judge(), Step(), StepEach(), Keep()}) == 5
 
 
 def test_steps_that_send_the_same_have_equal_programs() -> None:
