@@ -70,7 +70,7 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
     """`from_state_dict`, for a state whose name in errors is `what`."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
-    names, positions, structure = _named(like)
+    names, positions, structure = _named(_without_unread(like))
     taken = set(names)
     free = [name for name in saved if name not in taken]
     open_ended = {name: _behind(name, free) for name, place in zip(names, positions, strict=True) if _is_empty(place)}
@@ -120,6 +120,15 @@ def _named(state: State) -> tuple[list[str], list[Any], Any]:
     if twice:
         raise ValueError(f"several leaves of the state are called {twice}; rename a parameter")
     return names, leaves, structure
+
+
+def _without_unread(state: State) -> State:
+    """The state with empty dicts in the fields that a class names in `unread`."""
+
+    def emptied(node: Any) -> Any:
+        return node._replace(**{name: {} for name in node.unread}) if hasattr(node, "unread") else node
+
+    return optree.tree_map(emptied, state, is_leaf=lambda node: hasattr(node, "unread"))
 
 
 def _is_empty(node: Any) -> bool:

@@ -188,6 +188,11 @@ def readable_without_sync(x: Tensor) -> bool:
     return not _transformed() and torch._C._len_torch_dispatch_stack() == 0
 
 
+def has_no_data(tree: Tree) -> bool:
+    """Whether tensors have shapes and dtypes only, as those with which `explain` counts messages."""
+    return any(leaf.is_meta for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
 def check_same(name: str, tree: Tree, like_name: str, like: Tree) -> None:
     """Raise unless `tree` has the structure, shapes and dtypes of `like`.
 

@@ -98,3 +98,19 @@ def test_trees_of_any_form() -> None:
     kept: Tensor = torch.ones(2)
     loaded = tx.from_state_dict({"a": kept}, {"a": kept})
     assert loaded["a"].data_ptr() != kept.data_ptr()
+
+
+def test_a_state_with_other_counts_in_its_lane_loads() -> None:
+    """No call reads the counts of the last message, and a step may send others than the one that was saved."""
+    hook, params = tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), {"w": torch.ones(2)}
+
+    def lane_of(lane: dict[str, float]) -> Any:
+        grads, state = hook.update(params, hook.init(params), params, weight=3.0, lane=lane)
+        return state
+
+    with_one, with_two = (
+        tx.simulate(lambda own: lane_of(own), {"data": 1}, [lane])[0] for lane in ({"a": 1.0}, {"b": 2.0, "c": 3.0})
+    )
+    restored = tx.from_state_dict(with_one, tx.to_state_dict(with_two))
+    assert {name: value.item() for name, value in restored[0].lane.items()} == {"b": 2.0, "c": 3.0}
+    assert restored[0].total.item() == 3.0

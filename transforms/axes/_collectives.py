@@ -291,7 +291,7 @@ def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
 
 
 def axis_index(axis: AxisName) -> Tensor:
-    """This rank's index in an axis, 0-d int64; in a tuple of axes the last one varies fastest.
+    """This rank's index in an axis, 0-d int64 on the host; in a tuple of axes the last one varies fastest.
 
     Raises:
         UnboundAxis: nothing binds the axis.
@@ -300,7 +300,7 @@ def axis_index(axis: AxisName) -> Tensor:
     >>> tx.simulate(lambda: tx.axis_index(("node", "local")), {"node": 2, "local": 2})
     [tensor(0), tensor(1), tensor(2), tensor(3)]
     """
-    index = torch.tensor(0)
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
     for one in [lookup(name) for name in names(axis)]:
         index = index * one.size + one.index()
     return index

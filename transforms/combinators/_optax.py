@@ -11,11 +11,10 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
-from .._tree import State, Tree, check_dense, named_leaves, plain
+from .._tree import State, Tree, check_dense, has_no_data, named_leaves, plain
 
 
 class OptaxState(NamedTuple):
@@ -63,8 +62,8 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
 
     def init(params: Tree) -> OptaxState:
         run = compiled(_Shapes.of(params))
-        if _is_fake(params):  # `explain` has parameters without data, of which jax would read the memory
-            with unset_fake_temporarily():
+        if has_no_data(params):  # jax would read their memory
+            with torch.device("cpu"):
                 return init(optree.tree_map(lambda p: torch.zeros(p.shape, dtype=p.dtype), params))
         with run.precision():
             return OptaxState(run.leave(run.init(*run.enter(params))))
@@ -76,7 +75,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
                 "torch cannot differentiate through optax; use a stage of fjoin.transforms, or torch.no_grad()"
             )
         form = _Shapes.of(grads)
-        if _is_fake(grads):
+        if has_no_data(grads):
             return grads, state
         if params is not None and (other := _Shapes.of(params)) != form:
             raise ValueError(
@@ -90,10 +89,6 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
             return run.tree(flats), OptaxState(run.leave(new))
 
     return Transform(init, update, Needs.LEAVES if per_leaf else Needs.TREE, vmappable=False)
-
-
-def _is_fake(tree: Tree) -> bool:
-    return any(isinstance(leaf, FakeTensor) for leaf in optree.tree_leaves(tree))  # type: ignore[arg-type]
 
 
 class _Shapes(NamedTuple):

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .._call import Call
 from .._check import whole_number
 from .._counter import counts_steps
 from .._spec import factory
 from .._transform import Inner, Needs, Transform, check_transform, init_empty
-from .._tree import State, Tree, global_norm, named_leaves
+from .._tree import State, Tree, global_norm, has_no_data, named_leaves
 
 
 @factory
@@ -48,7 +47,7 @@ def tap(function: Callable[[dict[str, Tensor]], Any]) -> Transform:
     def update(grads: Tree, state: State, params: Tree = None, **extra: Any) -> tuple[Tree, State]:
         del params, extra
         leaves = named_leaves(grads)
-        if not any(isinstance(leaf, FakeTensor) for leaf in leaves.values()):
+        if not has_no_data(leaves):
             function(leaves)
         return grads, state
 
@@ -96,7 +95,7 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
     def update(grads: Tree, state: LoggedState, params: Tree, call: Call) -> tuple[Tree, LoggedState]:
         out, new = inner.run(grads, state, params, call)
         leaves, count = named_leaves(grads), state.step + 1
-        if count % every == 0 and not any(isinstance(leaf, FakeTensor) for leaf in leaves.values()):
+        if count % every == 0 and not has_no_data(leaves):
             bad = sum(int((~torch.isfinite(leaf)).sum()) for leaf in leaves.values())
             after = "no step" if out is None else f"{float(global_norm(out)):.6g}"
             logging.getLogger(logger).info(

@@ -101,7 +101,8 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         counted_last = nothing if without_input == "flush" else to_device(device, state.counts)
         counts = torch.where(factor > 0, factor, counted_last)
         held = nothing if over == "world" else torch.where(factor > 0, nothing, counts)
-        here = to_device(device, torch.stack([axis_index(axis), torch.tensor(axis_size(axis))]))
+        index = axis_index(axis)
+        here = to_device(device, torch.stack([index, torch.full_like(index, axis_size(axis))]))
         before = to_device(device, state.place)
         moved = (here != before).any()
         estimates = {path: torch.where(moved, torch.zeros_like(h), h) for path, h in state.own.items()}

@@ -9,21 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 
 from .._axis_env import bind_axes
 from .._bucketwise import restrict
 from .._call import ALONE, Call
 from .._check import axis_sizes
-from .._lane import encode_lane, lane_dtype, mask_words, step_lane
+from .._lane import encode_lane, lane_dtype, step_lane
 from .._rider import BucketSums
 from .._transform import Transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
+from ..axes._primitive import names
 from ..axes._ragged import all_to_all_single
 from ..combinators._chain import counting, counts_needed, stages
 from ..layout._buckets import Bucket, lane_bucket
@@ -86,15 +82,14 @@ class DryRun:
                 make_plan(self.hook, sizes, *ends, *(() if on_buffers is None else (on_buffers,))),
             )
         ranks, in_module = self._ranks(self.plan.reduced(0).axes), self._in_module
-        own = ("weight",) * bool(ends) if in_module else step_lane(ranks)[1:]
+        own = ("weight", "step_id") * (self.optimizer is not None) if in_module else step_lane(ranks)[1:]
         self._lane = dict.fromkeys(own, 0.0) or None
         self._dtype = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in self.layout)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context without data, with the axes bound."""
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, bind_axes(self._recorders), bind_pieces(self.pieces), torch.no_grad():  # type: ignore[arg-type]
+        with torch.device("meta"), bind_axes(self._recorders), bind_pieces(self.pieces), torch.no_grad():  # type: ignore[arg-type]
             yield
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
@@ -185,10 +180,8 @@ class DryRun:
         return tuple(self._notes)
 
     def _counts(self, axes: tuple[str, ...]) -> Tensor:
-        """The lane in a message of its own; in a module the weight, and a bit for each rank."""
+        """The record in a message of its own."""
         ranks = self._ranks(axes)
-        if self._in_module:
-            return torch.zeros(1 + mask_words(ranks), dtype=torch.float64)
         return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self._dtype, ranks)
 
     def _update_buckets(self, part: Transform, step: int, lane: Any) -> None:
@@ -215,7 +208,7 @@ class DryRun:
         carrier = None if self._in_module or part.sharded_over else lane_bucket(self.layout)
         words = encode_lane({"total": total, **(self._lane or {})}, self._dtype, axis_size(axis))
         if self._in_module:
-            psum(total.new_ones(1 if self._lane is None else 2), axis)
+            psum(self._counts(names(axis)), axis)
         elif carrier is None:
             psum(words, axis)
         for i, bucket in enumerate(self.layout):
@@ -263,11 +256,17 @@ def _parts(pipeline: Any) -> tuple[Transform, Optimizer | None, Skips | None, tu
 def _update(part: Transform, values: Tree, params: dict[str, Tensor], state: Any, call: Call) -> Any:
     try:
         return part.run(dict(values), _at(state, call.step or 0), params, call)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (RuntimeError, NotImplementedError) as error:
+        if not any(text in str(error) for text in _READS):
+            raise
         raise TypeError(
             f"{part!r} reads a tensor's value ({error}), so its messages are not known before it runs; decide by "
             f"host integers in the state, or with torch.where"
         ) from None
+
+
+# Parts of torch's errors for tensors without data.
+_READS = ("meta tensor", "Meta tensor")
 
 
 def _at(state: Any, step: int) -> Any:

@@ -33,7 +33,7 @@ class Recorder(Axis):
         self.name, self.size, self._notes, self._whole = name, size, notes, whole
 
     def index(self) -> Tensor:
-        return torch.tensor(0)
+        return torch.tensor(0, device="cpu")
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         sent = to_order(x, op == "pmax") if op in ("pmax", "pmin") else x

@@ -96,6 +96,11 @@ def both(a: Flag, b: Flag) -> Flag:
     return a & b
 
 
+def inverse(a: Flag) -> Flag:
+    """Flags are joined by & and |; ~ would make a number of a bool."""
+    return not a if isinstance(a, bool) else ~a
+
+
 def flag(condition: Tensor) -> Flag:
     """A bool where Python can read the tensor without waiting for a device, the tensor otherwise."""
     return bool(condition) if readable_without_sync(condition) else condition

@@ -24,6 +24,11 @@ class MeanState(NamedTuple):
     total: Tensor  # the divisor of the sum, 0-d float64
     lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The fields that no later call reads. A saved state may have other names in them."""
+        return ("lane",)
+
 
 def init_mean(params: Tree) -> MeanState:
     del params
