@@ -17,7 +17,7 @@ EXECUTORS = (
     "fjoin/training/_end_of_step.py:EndOfStep", "fjoin/ddp/_module_step.py:ModuleStep", "transforms/program/_execute.py:execute",
 )  # fmt: skip
 SCALAR_MESSAGES = (
-    "fjoin/reducer/_lane.py:StepLane", "fjoin/ddp/_weighted_sum.py:Counts", "fjoin/ddp/_weighted_sum.py:WeightedSum",
+    "fjoin/reducer/_step_record.py:StepRecord", "fjoin/reducer/_agreements.py:Agreements",
     "fjoin/uneven/_loop.py:_Sum", "fjoin/uneven/_roll_call.py:PresenceMessage", "fjoin/ddp/_unused_params.py:UsedParameters",
     "fjoin/optim/_zero_join.py:gradients", "fjoin/training/_step.py:_count", "fjoin/groups/_record.py:Record",
 )  # fmt: skip

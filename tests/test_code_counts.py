@@ -10,16 +10,16 @@ from code_counts import axis_kinds, counts, foreign_privates, name_comparisons, 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
     "executors of a step": 2,
-    "classes of messages of a few scalars": 3,
+    "classes of messages of a few scalars": 2,
     "keywords of update that are handed on": 2,
     "tests for the class of an axis": 0,
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 110,
-    "lines of reducer, training, ddp": 6850,
-    "code lines": 20700,
+    "lines of reducer, training, ddp": 6760,
+    "code lines": 20650,
     "lines": 39500,
-    "files over 250 lines": 33,
-    "fmt: skip": 102,
+    "files over 250 lines": 32,
+    "fmt: skip": 100,
 }
 COUNTS = counts(ROOT)
 

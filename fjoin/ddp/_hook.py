@@ -14,18 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from .._errors import CollectiveTimeout, PeerLost
 from ..groups._consistency import parameters_fit, same_step
 from ..groups._mesh import Mesh
-from ..reducer._bucket_call import BucketCall
+from ..reducer._agreements import Agreements
+from ..reducer._bucket_stages import BucketStages
 from ..reducer._flat_params import copy_if_aliased
-from ..reducer._interleave import Interleaver, travel
-from ..reducer._side_stream import SideStream
+from ..reducer._step_ids import Calls
 from ..training._left_open import LeftOpen
-from ..transforms._axis_env import bind_axes, bound
+from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import restrict
 from ..transforms._call import Call
-from ..transforms._rider import BucketSums
 from ..transforms._transform import Transform
-from ..transforms.combinators._chain import counting, counts_needed, stages
-from ..transforms.layout._pieces import Pieces, bind_pieces
+from ..transforms.layout._pieces import Pieces
 from ..transforms.pipelines._dry_run import DryRun
 from ..transforms.pipelines._explain import explain_run
 from ..transforms.pipelines._explanation import Explanation
@@ -33,13 +31,20 @@ from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._execute import execute
-from ..transforms.program._ops import Program
+from ..transforms.program._ops import Program, Stages
 from ..transforms.program._program import Parts, program
 from ._buckets import DDPBucket, first_buckets
 from ._module_memory import ModuleMemory
 from ._module_step import ModuleStep
 from ._unused_params import UsedParameters
-from ._weighted_sum import WeightedSum
+
+CALLS = Calls(
+    step="a pass",
+    differ="the ranks have run passes of different modules of one mesh",
+    remedy="Run the same passes on all ranks, in a Join where their inputs differ",
+    flush="handle.flush",
+    even="Run the same number of passes on all ranks, in a Join where their inputs differ",
+)
 
 
 class DDPRun:
@@ -50,15 +55,10 @@ class DDPRun:
         flats: The parameters' memory, which the states of pure functions must not share.
     """
 
-    # A `BucketCall` reads these; see `BucketHook`.
-    flat, fresh = False, False
-
     def __init__(self, ddp: DistributedDataParallel, hook: Transform, pipeline: Pipeline | None, mesh: Mesh) -> None:
-        self.mesh, self._hook, self.parts = mesh, hook, stages(hook)
-        self._counts = counts_needed(self.parts)
+        self.mesh, self._hook = mesh, hook
         self.plan = plan = make_plan(hook, mesh.shape, *(pipeline.ends if pipeline else ()))
-        # Whether the pipeline transforms parameters, for which the ranks that share gradients sum their weights.
-        self.transforms = pipeline is not None and bool(pipeline.ends)
+        self.stages = BucketStages(plan, mesh)
         if pipeline is None and hook.sharded_over:
             raise ValueError(
                 f"{hook!r} leaves each rank only its piece of the gradients, so it needs the optimizer that steps the piece; register "
@@ -75,13 +75,25 @@ class DDPRun:
             # By the parameters, not by the module's buckets, which change after the first pass.
             with bind_axes(mesh.axes):
                 self.pieces = pipeline.sharding.pieces(held)
+        # A parameter that no rank uses is not stepped, and the hook's state for it must stay unchanged.
+        asks = (pipeline is not None or hook.compression is not None) and (
+            ddp.find_unused_parameters or ddp.static_graph
+        )
+        self.used = UsedParameters(params, mesh) if asks else None
+        after, on_state = (None, None) if pipeline is None else (pipeline.after, pipeline.on_state)
+        shards = None if self.pieces is None else self.pieces.axis
+        skips = pipeline is not None and pipeline.skips is not None
+        used = tuple(mesh.shape) if asks else ()
+        self._parts = Parts(after, on_state, shards, skips, used=used, steps=pipeline is not None)
+        self.agreements = Agreements(mesh, plan, self._parts, "module", CALLS)
         self.pipeline_step = None
         if pipeline is not None:
-            self.pipeline_step = ModuleStep(pipeline, plan, mesh, params, self.pieces)
-        self.hook_state: tuple[Any, ...] = copy_if_aliased(self._init(held), self.flats)
-        self._lane: dict[str, float] | None = None
+            self.agreements.ids.number()
+            self.pipeline_step = ModuleStep(pipeline, plan, self.agreements.check, params, self.pieces)
+        self.hook_state: tuple[Any, ...] = copy_if_aliased(self.stages.init(held, self.pieces), self.flats)
+        self.values: dict[str, float] = {}  # this rank's record of this pass
         # Whether the optimizer directly follows a plain sum; its kernels may then divide.
-        self.bare = pipeline is not None and plan.reduce is not None and len(self.parts) == 1
+        self.bare = pipeline is not None and plan.reduce is not None and len(self.stages.parts) == 1
         self.step, self.total = 0, math.nan
         self.left = LeftOpen(self, pipeline.ends if pipeline else (), "handle.flush()")
         self.loaded = False  # whether a state has been loaded since the last pass
@@ -90,32 +102,9 @@ class DDPRun:
         self.outs: list[DDPBucket] = []
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
-        self.calls: list[BucketCall] = []
-        self._interleaver: Interleaver | None = None
-        self._side: SideStream | None = None  # on CUDA
-        self.sum: WeightedSum | None = None
         self._buckets = first_buckets(ddp, params)
-        # A parameter that no rank uses is not stepped, and the hook's state for it must stay unchanged.
-        asks = (pipeline is not None or hook.compression is not None) and (
-            ddp.find_unused_parameters or ddp.static_graph
-        )
-        self.used = UsedParameters(params, mesh) if asks else None
-        self._program: Program | None = None  # of the last pass
-        after, on_state = (None, None) if pipeline is None else (pipeline.after, pipeline.on_state)
-        self._parts = Parts(
-            after, on_state, None if self.pieces is None else self.pieces.axis, pipeline is not None and pipeline.skips is not None,
-            used=tuple(mesh.shape) if asks else (), steps=pipeline is not None,
-        )  # fmt: skip
-
-    def _init(self, params: dict[str, Tensor]) -> tuple[Any, ...]:
-        """The states of the hook's stages; those behind one that shards get this rank's slices."""
-        states = []
-        with bind_axes(self.mesh.axes), bind_pieces(self.pieces):
-            for part in self.parts:
-                states.append(part.init(params))
-                if part.sharded_over and self.pieces is not None:
-                    params = self.pieces.own(params)
-        return tuple(states)
+        self._program: Program = ()  # of the last pass
+        self._memory = ModuleMemory(self)  # of this pass
 
     def explain(self) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
@@ -173,74 +162,50 @@ class DDPRun:
         shadows = torch._C._current_graph_task_id() < 0  # called by a Join, on a rank without input
         if self.loaded:
             same_step(self.mesh, self.step)
-            if self.transforms and self.pipeline_step is not None:
+            if self.pipeline_step is not None and self.pipeline_step.pipeline.ends:
                 parameters_fit(self.mesh, self.pipeline_step.fits(), self.step)
             self.loaded = False
         self._missing = set(self.leaves)
         self.weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
-        self._lane = {"weight": self.weight} if self.transforms else None
-        if self.pipeline_step is not None:
-            self.pipeline_step.begin(self.step, scaled=not shadows)
+        rates = [] if self.pipeline_step is None else self.pipeline_step.begin(self.step, scaled=not shadows)
+        self.values = {"weight": self.weight, "step_id": self.agreements.begin(self.step, rates)}
+        if not self._program or self.plan.always is None:
+            self._program = program(self.plan, self._parts, self.step, "module")
+        carried = self.values if self.pipeline_step is not None else None
+        sends = bool(self.plan.reduced(self.step).axes)
+        # The last pass's buckets, the same number on all ranks.
+        self.stages.begin(Call(self.weight, carried, self.step), torch.float64, self._buckets, sends)
+        self._memory = ModuleMemory(self)
+        execute(self._program[: self._n_early], self._memory)
+
+    @property
+    def _n_early(self) -> int:
+        """The number of operations before the messages of the hook, which are under way during backward."""
+        return next(i for i, op in enumerate(self._program) if isinstance(op, Stages))
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
-        if self._interleaver is not None:
-            self._interleaver.clear()
-        self.outs, self._futures, self.calls, self._missing = [], [], [], set()
-        self._interleaver = self.sum = None
+        self.stages.stop()
+        self.outs, self._futures, self._missing = [], [], set()
 
     def _launch(self, out: DDPBucket) -> None:
         if self.pipeline_step is not None:
             self.pipeline_step.before_hook(out)
         if self.plan.reduce is not None:
-            if self.sum is None:
-                self.sum = WeightedSum(self.mesh, self.plan, self.weight, self.transforms, out.grads.device)
-            self.sum.send(out)
+            self._memory.send(out)
             return
         if self.plan.early is None:
             return
-        if not self.calls:
-            axes = self.mesh.axes if self.plan.reduced(self.step).axes else {}
-            buckets = self._buckets  # the last pass's buckets, the same number on all ranks
-            self._interleaver = Interleaver(axes) if travel(axes, buckets, "cpu") else None
-            self._side = self._side or (SideStream(out.grads.device) if travel(axes, buckets, "cuda") else None)
         paths, params = out.bucket.paths, {path: self.leaves[path].detach() for path in out.bucket.paths}
-        count = len(stages(self.plan.early))
+        count = self.stages.n_early
         states = tuple(restrict(state, self.leaves, paths) for state in self.hook_state[:count])
-        old = states if count > 1 else states[0]
         pieces = out.pieces if self.plan.early.sharded_over else None
-        call = BucketCall(self, old, params, self.calls[0] if self.calls else None, pieces)
-        call.out = out
-        self.calls.append(call)
-        if self._interleaver is not None:
-            out.work = self._interleaver.start(call)
-            return
-        with bind_axes({**bound(), **self.mesh.axes}):
-            if self._side is not None:
-                out.work = self._side.start(call)
-            else:
-                call()
-
-    sums_dtype = torch.float64
-
-    def update(self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None) -> tuple[Any, Any]:
-        """Call the stages that run bucket by bucket; returns their gradients and state."""
-        early = self.plan.early
-        assert early is not None
-        with bind_pieces(pieces):
-            return early.run(grads, state, params, self.first_call().inside(sums=sums, donated=True))
-
-    def first_call(self) -> Call:
-        """The call of the hook's first stage."""
-        call = Call(self.weight, self._lane, self.step).inside(sums=BucketSums(self.sums_dtype))
-        return counting(self._counts, call)
+        out.work = self.stages.launch(out, states if count > 1 else states[0], params, pieces)
 
     # -- after the last bucket ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        if self._program is None or self.plan.always is None:
-            self._program = program(self.plan, self._parts, self.step, "module")
-        execute(self._program, ModuleMemory(self), Effect(True))
+        execute(self._program[self._n_early :], self._memory, Effect(True))
         self.step += 1
         self.left.steps = self.step
         self._buckets = tuple(out.bucket for out in self.outs)
@@ -251,7 +216,7 @@ class DDPRun:
     def flush(self) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         if self.pipeline_step is not None:
-            self.pipeline_step.begin_flush(self.step)
+            self.agreements.begin_flush(self.step)
             execute(self._parts.ends, ModuleMemory(self), FLUSH)
 
 

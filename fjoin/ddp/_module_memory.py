@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
-from ..reducer._bucket_call import BucketCall
+from ..groups._record import Sums
+from ..reducer._agreements import Agreements
+from ..reducer._all_reduce import power_near
+from ..reducer._bucket_stages import BucketStages
 from ..reducer._gather_pieces import gather_leaves
-from ..reducer._tree_stages import last_sums, run_stages
+from ..reducer._step_check import CountsOfAll
 from ..training._apply import end_on_optimizer, end_on_params
 from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import merge
 from ..transforms._call import Call
-from ..transforms._transform import Transform
-from ..transforms.combinators._chain import behind_all, stages
+from ..transforms._lane import NONFINITE
 from ..transforms.layout._pieces import Pieces
 from ..transforms.plan._plan import Plan
 from ..transforms.program._effect import FLUSH, Effect
@@ -27,9 +29,9 @@ from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEa
 from ..transforms.reductions._reduction import MeanState
 from ._buckets import DDPBucket, divide
 from ._late_errors import after_backward
+from ._module_scatter import ModuleScatter
 from ._module_step import ModuleStep
 from ._unused_params import UsedParameters, keep_unused_state
-from ._weighted_sum import WeightedSum
 
 
 class Pass(Protocol):
@@ -44,16 +46,13 @@ class Pass(Protocol):
     total: float
     mesh: Mesh
     plan: Plan
-    parts: list[Transform]  # the stages of the hook
+    stages: BucketStages
     weight: float
     outs: list[DDPBucket]
-    calls: list[BucketCall]
-    sum: WeightedSum | None
+    values: dict[str, float]
+    agreements: Agreements
     used: UsedParameters | None
     bare: bool
-    transforms: bool
-
-    def first_call(self) -> Call: ...
 
 
 class ModuleMemory:
@@ -61,9 +60,11 @@ class ModuleMemory:
 
     def __init__(self, run: Pass) -> None:
         self._run, self._step = run, run.pipeline_step
+        self._begun: Sums | None = None  # the record of the ranks that share gradients, where it is sent first
+        self._counts: Sums | None = None  # that of all ranks that loop together, where these are more
         self._found: MeanState | None = None  # the sums of the last reduction
         self._states: tuple[Any, ...] = run.hook_state
-        self._sums: dict[str, Any] = {"weight": 0.0}
+        self._sums: dict[str, Any] = {"weight": 0.0}  # the record
         self._used: set[str] | None = None
         self._divisor = 1.0
         self._decision: Any = None
@@ -84,49 +85,58 @@ class ModuleMemory:
         for out in run.outs:
             out.wait()
             if run.bare and step is not None:
-                step.check.observe(out)  # while later messages are still under way
-        new: tuple[Any, ...] = ()
-        if plan.reduce is not None:
-            self._found = self._summed()
-            new = (self._found,)
-        elif run.calls:
-            new, self._found = self._called()
+                step.check.grads.observe(out)  # while later messages are still under way
+        reduced = None if plan.reduce is None else self._summed()
         if not run.bare:
             divide(run.outs, self._divisor)
             self._divisor = 1.0
-        states = run.hook_state[len(new) :]
-        if rest := run.parts[len(new) :]:
-            call = run.first_call()
-            if new:
-                call = behind_all(run.parts[: len(new)], new if len(new) > 1 else new[0], call)
-            states = run_stages(rest, states, run, run.outs, run.mesh, call)
-            self._found = last_sums(rest, states) or self._found
-        if self._found is not None:
-            run.total = float(self._found.total)
-        self._states = (*new, *states)
+        count = run.stages.n_early or int(reduced is not None)
+        buckets, rest, found = run.stages.finish(run.outs, run.hook_state[count:], run, reduced)
+        early = (reduced,) if reduced is not None else ()
+        if buckets:
+            merged = merge(buckets, run.leaves)
+            early = merged if count > 1 else (merged,)
+        self._states = (*early, *rest)
+        if found is not None:
+            self._found, run.total = found, float(found.total)
         if step is not None and not run.bare:
             for out in run.outs:
-                step.check.observe(out)
+                step.check.grads.observe(out)
         if run.pieces is not None:  # what the buckets hold is no gradient; before an error that ends the pass
             after_backward(self._drop_grads)
 
+    @property
+    def _factor(self) -> float:
+        """This rank's factor in a plain reduction."""
+        run = self._run
+        return run.weight if run.plan.by_weight else float(run.weight > 0)
+
+    def send(self, out: DDPBucket) -> None:
+        """Start summing a bucket in place, times its `unit`, or this rank's piece of it: a plain reduction."""
+        run, begun = self._run, self._begun
+        assert begun is not None
+        if out.grads.dtype.itemsize < 4 and 0 < begun["total"] < math.inf:
+            # Weighted sums of gradients would overflow: scale by a power of two near 1 / total, which loses no bit.
+            out.unit = power_near(begun["total"])
+        factor = self._factor * out.unit
+        if factor == 0.0:
+            out.grads.zero_()  # 0 times NaN is NaN
+        elif factor != 1.0:
+            out.grads.mul_(factor)
+        if out.pieces is not None:
+            out.work = ModuleScatter(out, run.mesh.axes[out.pieces.axis])
+        else:
+            out.work = run.mesh.reduce_(out.grads, run.plan.reduced(run.step).axes)
+
     def _summed(self) -> MeanState:
         """The sums of a plain reduction, whose gradients are still to be divided."""
-        run, sums = self._run, self._run.sum
-        assert sums is not None
-        total, over = sums.total, run.plan.over
-        self._divisor = 1.0 if over is None else float(sums.ranks) if over == "world" else total
-        lane = {"weight": torch.tensor(sums.weight, dtype=torch.float64)} if run.transforms else {}
+        run, begun = self._run, self._begun
+        assert begun is not None
+        total, over = begun["total"], run.plan.over
+        ranks = run.agreements.of_hook(run.step).ranks
+        self._divisor = 1.0 if over is None else float(ranks) if over == "world" else total
+        lane = {name: torch.tensor(begun[name], dtype=torch.float64) for name in run.values if self._step is not None}
         return MeanState(torch.tensor(total, dtype=torch.float64), lane)
-
-    def _called(self) -> tuple[tuple[Any, ...], MeanState | None]:
-        """The states of the stages that ran bucket by bucket, and the sums of the last of them that reduces."""
-        early = self._run.plan.early
-        assert early is not None
-        states = [call.state for call in self._run.calls]
-        merged = merge(states, self._run.leaves)
-        new = merged if len(stages(early)) > 1 else (merged,)
-        return new, early.sums(states[0]) if early.sums is not None else None
 
     def _drop_grads(self) -> None:
         for p in self._run.leaves.values():
@@ -134,23 +144,40 @@ class ModuleMemory:
 
     def agree(self, op: Agree) -> None:
         run, step = self._run, self._step
-        if op.moment == "used" and run.used is not None:
+        if op.moment == "begin" and op.late:
+            self._counts = run.agreements.send({"step_id": run.values["step_id"]})
+        elif op.moment == "begin" and not op.rides:
+            self._begun = run.agreements.record(op.axes).send({"total": self._factor, **run.values})
+        elif op.moment == "used" and run.used is not None:
             self._used = run.used.anywhere()
         elif op.moment == "pieces" and step is not None:
-            step.check.share(run.outs, run.mesh.axes[op.axes[0]])
+            step.check.grads.share(run.outs, run.mesh.axes[op.axes[0]])
+        elif op.moment == "verdict":
+            self._verdict(op.axes)
+
+    def _verdict(self, axes: tuple[str, ...]) -> None:
+        """Agree on the record of ranks whose gradients differ, and so may their decisions."""
+        run, step = self._run, self._step
+        assert step is not None
+        own_bad, spoiled = step.bad(run.outs)
+        values = {**run.values, "total": math.nan if spoiled else run.weight}
+        record = run.agreements.record(axes)
+        self._sums = record.send(record.flagged(values, NONFINITE, own_bad)).wait()
+        run.total = self._sums["weight"] if axes else math.nan
 
     def judge(self, op: Judge) -> Effect:
         run, step = self._run, self._step
         assert step is not None
         if run.plan.reduced(run.step).equal:
             assert self._found is not None
-            total = float(self._found.total)
-            self._sums = {"weight": float(self._found.lane["weight"]) if run.transforms else total}
-        else:  # the ranks' gradients differ, and so may their decisions
-            self._sums = step.verdict(run.step, run.outs, run.weight)
-            run.total = self._sums["weight"] if run.plan.reduced(run.step).axes else math.nan
-        self._sums.update(total=self._sums["weight"], loss=0.0)
-        counts = step.counts_of(run.step)
+            record = run.agreements.of_hook(run.step)
+            sums = {name: float(value) for name, value in self._found.lane.items()}
+            self._sums = record.once({**sums, "total": float(self._found.total), "loss": 0.0}, run.values["step_id"])
+        elif not run.plan.reduced(run.step).axes:  # each rank decides for itself
+            self._verdict(())
+        counts: Sequence[CountsOfAll] | None = None
+        if run.plan.reduced(run.step).axes != run.plan.agree:
+            counts = () if self._counts is None else run.agreements.read(run.step, self._counts)
         self._decision, self._ended = step.decide(run.step, run.outs, self._sums, counts)
         effect: Effect = self._decision.effect
         return effect

@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import DesyncError
-from ..groups._mesh import Mesh
-from ..groups._record import Record
 from ..optim._foreach import ForeachStepper, divides
 from ..reducer._flat_params import copy_if_aliased
-from ..reducer._late_counts import LateCounts
 from ..reducer._step_check import CountsOfAll, Decision, StepCheck
 from ..training._loss_weight import unscale
-from ..transforms._lane import NONFINITE
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense, named_leaves
 from ..transforms.layout._pieces import Pieces
@@ -50,9 +45,14 @@ class ModuleStep:
     """
 
     def __init__(
-        self, pipeline: Pipeline, plan: Plan, mesh: Mesh, leaves: Mapping[str, Tensor], pieces: Pieces | None = None
+        self,
+        pipeline: Pipeline,
+        plan: Plan,
+        check: StepCheck,
+        leaves: Mapping[str, Tensor],
+        pieces: Pieces | None = None,
     ) -> None:
-        self.pipeline, self._plan, self._mesh, self._leaves = pipeline, plan, mesh, leaves
+        self.pipeline, self._plan, self._leaves = pipeline, plan, leaves
         self._pieces = pieces
         self._skips = skips = pipeline.skips
         self._loaded_checksum = 0
@@ -83,13 +83,11 @@ class ModuleStep:
             self.on_state = copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values())
         self._watched = [item for item in items if item[1].watched]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
-        ranks = math.prod(axis.size for axis in mesh.over(plan.agree))
-        self.check = StepCheck(ranks, skips=skips is not None)
+        self.check = check
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
-        self._late_counts = LateCounts(pipeline.ends, mesh.shape, self._check_pass)
         # Where the ranks' gradients differ although the hook reduces: 1 if this rank's own, before it, are not finite.
         self._own_bad: float | None = None
-        self._counts: Record | None = None  # this pass's message about the ranks that left out the step before
+        self._error: TypeError | ValueError | None = None  # of this pass's hyperparameters
 
     def rates(self) -> list[tuple[str, float]]:
         """The hyperparameters of the next step that may differ between ranks, by name."""
@@ -148,8 +146,8 @@ class ModuleStep:
         self.outer, self.after_state, self.on_state, self.gather_state = outer, after, on_state, gather
         self._loaded_checksum = state_dict["parameters"]
 
-    def begin(self, step: int, scaled: bool) -> None:
-        """Begin a pass.
+    def begin(self, step: int, scaled: bool) -> list[tuple[str, float]]:
+        """Begin a pass; returns the hyperparameters of its step.
 
         Args:
             scaled: Whether its gradients must come from a scaled loss; if not, the rank has no input.
@@ -158,17 +156,12 @@ class ModuleStep:
             self.scaling.check()
         axes, equal = self._plan.reduced(step)
         self._own_bad = 0.0 if axes and not equal else None
-        self._counts = None
-        if self._counts_alone(step):
-            self._counts = self._count(self._plan.agree, 0.0, self.check.left_out)
-
-    def _count(self, axes: tuple[str, ...], weight: float, flag: float) -> Record:
-        """Start summing a weight, and a flag of each rank, in a message of their own."""
-        return Record(self._mesh, axes, {"weight": weight}, {NONFINITE: float(flag)})
-
-    def _counts_alone(self, step: int) -> bool:
-        """Whether a pass begins with a message of the bits of ranks that left out the step before."""
-        return self._skips is None and self._plan.reduced(step).axes != self._plan.agree
+        self._error = None
+        try:
+            return self.rates()
+        except (TypeError, ValueError) as error:
+            self._error = error
+            return []
 
     def before_hook(self, out: DDPBucket) -> None:
         """Divide the gradients of a bucket, not yet sent, by the scale of the loss; note whether they are finite."""
@@ -177,8 +170,8 @@ class ModuleStep:
             if self.scaling.missed:
                 out.grads.fill_(math.nan)  # makes all ranks leave the step out
         if self._own_bad is not None:
-            self.check.observe(out)
-            self._own_bad = max(self._own_bad, float(self.check.bad([out])))
+            self.check.grads.observe(out)
+            self._own_bad = max(self._own_bad, float(self.check.grads.bad([out])))
 
     def decide(
         self, step: int, outs: list[DDPBucket], sums: dict[str, float], counts: Sequence[CountsOfAll] | None
@@ -193,10 +186,8 @@ class ModuleStep:
         Returns:
             The decision, and whether the step ends here with an error, which is raised after the backward pass.
         """
-        try:
-            self.rates()
-        except (TypeError, ValueError) as error:
-            raise_after_backward(error)
+        if self._error is not None:
+            raise_after_backward(self._error)
             return Decision(Effect(True, False)), True
         decision = self.check.decide(step, sums, outs, 1.0, None, counts)
         if self.scaling is not None and (missed := self.scaling.take_error()) is not None:
@@ -208,53 +199,12 @@ class ModuleStep:
             return decision, not decision.changes
         return decision, False
 
-    def counts_of(self, step: int) -> Sequence[CountsOfAll] | None:
-        """The records of all ranks that loop together to look at in a step; None where these share the gradients."""
-        if self._plan.reduced(step).axes == self._plan.agree:
-            return None
-        counts = [] if self._counts is None else self._late_counts.read(step, self._counts.wait)
-        for late, of_all in counts:
-            self._check_pass(step, of_all, late)
-        return counts
-
-    def verdict(self, step: int, outs: list[DDPBucket], weight: float) -> dict[str, float]:
-        """The record of ranks whose gradients differ, and so may their decisions."""
-        own_bad = bad = float(self.check.bad(outs))
-        if self._own_bad is not None:  # after a reduction they hold values of other ranks too
-            weight, own_bad = math.nan if bad else weight, self._own_bad
-        return dict(self._count(self._plan.reduced(step).axes, weight, own_bad).wait())
+    def bad(self, outs: list[DDPBucket]) -> tuple[float, bool]:
+        """Whether this rank's own gradients are not finite (1), and whether those after the hook are."""
+        bad = float(self.check.grads.bad(outs))
+        # After a reduction they hold values of other ranks too.
+        return (bad, False) if self._own_bad is None else (self._own_bad, bool(bad))
 
     def by_kernels(self, decision: Decision, outs: list[DDPBucket], used: set[str] | None) -> bool:
         """Whether the optimizer's kernels may divide the gradients."""
-        return self._divides and decision.changes and used is None and self.check.readable_without_sync(outs)
-
-    def begin_flush(self, step: int) -> None:
-        """Check that all ranks flush after the same step, and raise for a step that some of them left out.
-
-        Only where ranks may be apart. The message has the size of the counts that begin a pass. There the weight is 0, here
-        it is the number of steps.
-        """
-        if not any(self._counts_alone(at) for at in (step, max(step - 1, 0))):
-            return
-        for late, sums in self._late_counts.take(step):
-            self.check.raise_left_out(step - late, sums)
-        own = 1.0 + step
-        sums = self._count(self._plan.agree, own, self.check.left_out).wait()
-        self.check.left_out = 0.0
-        if sums["weight"] != own * self.check.ranks:
-            self._refuse(step)
-        self.check.raise_left_out(step - 1, sums)
-
-    def _check_pass(self, step: int, sums: dict[str, float], late: int) -> None:
-        """Raise DesyncError unless the counts of a pass are those of a pass on all ranks."""
-        if sums["weight"]:
-            self._refuse(step + 1 - late)
-
-    def _refuse(self, step: int) -> NoReturn:
-        error = DesyncError(
-            f"after step {step - 1} only some ranks have called handle.flush; others have begun a pass, or flush after another "
-            f"step. Run the same number of passes on all ranks, in a Join where their inputs differ",
-            step=step - 1,
-        )
-        self._mesh.report(error, step - 1)
-        raise error
+        return self._divides and decision.changes and used is None and self.check.grads.readable_without_sync(outs)

@@ -153,8 +153,8 @@ def register(model: DistributedDataParallel, what: Transform | Pipeline, mesh: M
     The step is taken before backward returns. A second backward pass through the same graph, or a gradient of an input,
     that needs the old parameters no longer finds them, and torch raises an error.
 
-    A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one message, of one
-    number, with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input
+    A mean over weights takes the weight set by `handle.weight(w)` before backward. This adds one small
+    message, with the first bucket, which `handle.explain()` shows. In a Join, torch's or ours, a rank without input
     counts 0; so with a pipeline all ranks take every step, and at the end each keeps its parameters, where torch sends
     those of the last rank to all. Divisors of the Join have no effect: the hook divides.
 

@@ -21,18 +21,16 @@ class UsedParameters:
     """
 
     def __init__(self, params: Mapping[str, Tensor], mesh: Mesh) -> None:
-        self._paths, self._mesh = list(params), mesh
+        self._record = Record(mesh, tuple(mesh.shape), list(params), small=True)
         self._here = here = set[str]()
         for path, p in params.items():
             p.register_post_accumulate_grad_hook(lambda _, path=path: here.add(path))  # type: ignore[misc]
 
     def anywhere(self) -> set[str]:
         """The parameters that have had a gradient on some rank since the last call; sends one small message."""
-        bits = {path: float(path in self._here) for path in self._paths}
+        bits = {path: float(path in self._here) for path in self._record.names}
         self._here.clear()
-        return {
-            path for path, bit in Record(self._mesh, tuple(self._mesh.shape), bits, small=True).wait().items() if bit
-        }
+        return {path for path, bit in self._record.send(bits).wait().items() if bit}
 
 
 def keep_unused_state(

@@ -1,63 +1,126 @@
 """The record: what the ranks agree on, as a few named scalars of each rank that are summed in one message.
 
-Its senders are the step and its loops (`reducer/_lane.py`, `training/_step.py`, `uneven/_loop.py`), registered modules
-(`ddp/_weighted_sum.py`, `ddp/_unused_params.py`) and Join (`uneven/_join.py`).
+Its senders are steps (`reducer/_step_record.py`), their loops (`training/_step.py`, `uneven/_loop.py`), Join
+(`uneven/_join.py`) and registered modules (`ddp/_unused_params.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..transforms._axis_env import Done, Work, bind_axes
-from ..transforms._lane import mask_words, rank_bit, ranks_in
+from ..transforms._lane import (
+    decode_words,
+    encode_lane,
+    host_lane,
+    host_words,
+    mask_words,
+    rank_bit,
+    ranks_in,
+    words_per_scalar,
+)
 from ..transforms._tree import to_device
 from ..transforms.axes._collectives import axis_index
 from ._mesh import Mesh
 
 
 class Record:
-    """Scalars of this rank that are being summed over some axes. The first look at the sums waits for the message.
+    """Named scalars that ranks sum over some axes. A flag takes a bit for each rank, so that the ranks are known.
+
+    Attributes:
+        axes: The axes; there may be none.
+        ranks: The number of ranks along them.
+        names: The names of the scalars, in the order in which they travel.
+        dtype, device: Those of a message of its own.
 
     Args:
-        axes: The axes; there may be none.
-        values: Name -> number. The same names on all ranks, in the same order.
-        flags: Name -> whether this rank sets its flag. Each takes a bit for each rank, so that the ranks are known.
-        small: Whether the sums are whole numbers below 2^24, which are sent in float32; otherwise in float64.
-        device: The device of the message; by default that of the mesh's small messages.
+        names: The names of the scalars; the same on all ranks, in the same order.
+        flags: The names of the flags.
+        small: Whether the sums are whole numbers below 2^24, which take one word of float32 each.
+        device: The device of its messages; by default that of the mesh's small messages.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         axes: tuple[str, ...],
-        values: Mapping[str, float],
-        flags: Mapping[str, bool | float] | None = None,
+        names: Sequence[str],
+        flags: Sequence[str] = (),
         small: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        self._names, own = list(values), list(values.values())
-        if flags:
-            ranks = math.prod(axis.size for axis in mesh.over(axes))
-            with bind_axes(mesh.axes):
-                here, bit = rank_bit(int(axis_index(axes)) if axes else 0)
-            for name, flag in flags.items():
-                self._names += flag_words(name, ranks)
-                own += [flag * bit if word == here else 0.0 for word in range(mask_words(ranks))]
-        words = torch.tensor(own, dtype=torch.float32 if small else torch.float64)
-        self._words = to_device(mesh.device if device is None else device, words)
-        self._work: Work = mesh.reduce_(self._words, axes) if axes else Done()
-        self._sums: dict[str, float] | None = None
+        self._mesh, self.axes, self._small = mesh, axes, small
+        self.ranks = math.prod(axis.size for axis in mesh.over(axes))
+        with bind_axes(mesh.axes):
+            self._word, self._bit = rank_bit(int(axis_index(axes)) if axes else 0)
+        self.names = (*names, *(word for flag in flags for word in flag_words(flag, self.ranks)))
+        self.dtype, self.device = torch.float32 if small else torch.float64, device or mesh.device
+
+    @property
+    def n_words(self) -> int:
+        """The number of elements of a message."""
+        return len(self.names) * (1 if self._small else words_per_scalar(self.dtype))
+
+    def flagged(self, values: Mapping[str, Any], flag: str, on: Any = 1.0) -> dict[str, Any]:
+        """The values, with this rank's bit of a flag also set where `on` is 1."""
+        name = f"{flag}{self._word}"
+        if isinstance(on, Tensor):
+            old = to_device(on.device, torch.as_tensor(values.get(name, 0.0)), on.dtype)
+            return {**values, name: torch.maximum(old, on * self._bit)}
+        return {**values, name: max(float(values.get(name, 0.0)), on * self._bit)}
+
+    def write(self, values: Mapping[str, Any], words: Tensor) -> None:
+        """Write this rank's values into the words of a message; names that `values` lacks are 0."""
+        own = {name: values.get(name, 0.0) for name in self.names}
+        if self._small:
+            words.copy_(torch.tensor(list(own.values()), dtype=words.dtype))
+        elif words.device.type != "cpu" or any(isinstance(value, Tensor) for value in own.values()):
+            words.copy_(encode_lane(own, words.dtype, self.ranks, words.device))
+        else:
+            words.copy_(torch.tensor(host_words(own, words.dtype, self.ranks), dtype=words.dtype))
+
+    def read(self, words: Tensor, as_tensors: bool = False) -> dict[str, Any]:
+        """The sums by name: numbers where the host may read the words without waiting, otherwise tensors.
+
+        Args:
+            as_tensors: Return tensors in any case.
+        """
+        if self._small:
+            return dict(zip(self.names, words.tolist(), strict=True))
+        if words.device.type != "cpu" or as_tensors:
+            return dict(zip(self.names, decode_words(words.clone(), self.ranks).unbind(0), strict=True))
+        return dict(host_lane(words.tolist(), self.names, words.dtype, self.ranks))
+
+    def send(self, values: Mapping[str, Any]) -> Sums:
+        """Start summing this rank's values in a message of their own."""
+        words = torch.empty(self.n_words, dtype=self.dtype, device=self.device)
+        self.write(values, words)
+        return Sums(self, words, self._mesh.reduce_(words, self.axes))
+
+
+class Sums:
+    """The sums of a record, whose message may be under way. The first look waits for it."""
+
+    def __init__(self, record: Record, words: Tensor, work: Work) -> None:
+        self._record, self._words, self._work = record, words, work
+        self._found: dict[str, float] | None = None
 
     def wait(self) -> dict[str, float]:
-        """Name -> sum; of each flag its words, named by `flag_words`."""
-        if self._sums is None:
-            work, self._work = self._work, Done()  # which holds connections
-            work.wait()
-            self._sums = dict(zip(self._names, self._words.tolist(), strict=True))
-        return self._sums
+        """The sums by name, as numbers."""
+        if self._found is None:
+            self._found = {name: float(value) for name, value in self.read().items()}
+        return self._found
+
+    def read(self, as_tensors: bool = False) -> dict[str, Any]:
+        """The sums by name, see `Record.read`."""
+        work, self._work = self._work, Done()  # which holds connections
+        work.wait()
+        return self._record.read(self._words, as_tensors)
 
     def __getitem__(self, name: str) -> float:
         """The sum of a scalar."""
@@ -66,9 +129,9 @@ class Record:
     def ranks(self, flag: str) -> tuple[int, ...]:
         """The ranks that have set a flag."""
         sums = self.wait()
-        return ranks_in([sums[name] for name in self._names if name.startswith(flag)])
+        return ranks_in([sums[name] for name in flag_words(flag, self._record.ranks)])
 
 
-def flag_words(flag: str, ranks: int) -> Sequence[str]:
+def flag_words(flag: str, ranks: int) -> list[str]:
     """The names of the words that hold a flag of these ranks."""
     return [f"{flag}{i}" for i in range(mask_words(ranks))]

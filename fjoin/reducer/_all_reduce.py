@@ -1,4 +1,4 @@
-"""The plain reduction: buckets are summed in place during backward, with the lane at the end of one of them."""
+"""The plain reduction: buckets are summed in place during backward, with the record at the end of one of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
+from ..groups._record import Sums
 from ..transforms._axis_env import Work
 from ..transforms._call import Call
 from ..transforms._rider import BucketSums
@@ -19,8 +20,9 @@ from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
 from ._buckets import GradBuffer
 from ._flat_params import Storage, copy_if_aliased
-from ._lane import StepLane
-from ._step_check import Clip, StepCheck, norm_of
+from ._grad_check import GradCheck
+from ._step_check import Clip
+from ._step_record import StepRecord
 from ._tree_stages import run_stages
 
 
@@ -33,24 +35,24 @@ class AllReduceHook:
             for float16.
         scales: Whether gradients are multiplied by weights before they are summed.
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
-        direct: Whether a bucket can be stepped as soon as its message and the lane's have arrived.
-        carries_lane: Whether a bucket's message may carry the lane.
+        direct: Whether a bucket can be stepped as soon as its message and the record's have arrived.
+        carries_record: Whether a bucket's message may carry the record.
     """
 
-    carries_lane = True
+    carries_record = True
 
-    def __init__(self, plan: Plan, mesh: Mesh, lane: StepLane, step_check: StepCheck) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck) -> None:
         assert plan.reduce is not None
-        self._hook, self._plan, self._mesh, self._lane, self._step_check = plan.hook, plan, mesh, lane, step_check
-        self._over, self.by_weight, self._axes = plan.over, plan.by_weight, lane.axes
-        self.unit, self.scales = power_near(lane.ranks), plan.by_weight
+        self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
+        self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
+        self.unit, self.scales = power_near(record.ranks), plan.by_weight
         late = plan.clip is not None and plan.clip.by_norm is not None and plan.clip.by_norm.previous
         self.direct = (plan.clip is None or late) and not plan.rest
         self._before: ClipState | None = None  # of the last step, where its norm decides the clip factor
-        self._carrier: GradBuffer | None = None  # the bucket whose message carries the lane
+        self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
         self._step = 0
         self._states: Any = None  # of this step, where stages run behind the reduction
-        self._alone: Work | None = None  # the lane's own message, where no bucket carries the lane
+        self._alone: Sums | None = None  # the record's own message, where no bucket carries it
 
     @property
     def clip(self) -> Clip | None:
@@ -68,27 +70,24 @@ class AllReduceHook:
 
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
-        layout, words = storage.layout, self._lane.fit(storage.layout)
-        carrier, pieces = lane_bucket(layout) if self.carries_lane else None, storage.pieces
+        layout, words = storage.layout, self._record.n_words
+        carrier, pieces = lane_bucket(layout) if self.carries_record else None, storage.pieces
         outgoing = []
         for i, bucket in enumerate(layout):
             own = words if i == carrier else 0
             memory = self._mesh.zeros(bucket.numel + own, bucket.dtype, bucket.device, self._axes)
             outgoing.append(GradBuffer(bucket, storage.shapes, own, pieces and pieces.only(i), memory))
-        if carrier is None:
-            self._carrier = None
-            self._lane.travel_alone(words)
-        else:
-            self._carrier = outgoing[carrier]
-            self._lane.buffer = self._carrier.lane
+        self._carrier = None if carrier is None else outgoing[carrier]
         return outgoing
 
-    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
         self._before = self._norm_before(state)
-        self._lane.write(values)
         self._step = step
-        self._alone = self._lane.send() if self._carrier is None else None
+        if self._carrier is None:
+            self._alone = record.send(values)
+        else:
+            record.write(values, self._carrier.lane)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
         return self._mesh.reduce_(out.buffer, self._axes)
@@ -98,7 +97,7 @@ class AllReduceHook:
         return (state() if callable(state) else state)[1] if self.direct and self.clip else None
 
     def knows_scale(self, state: Any) -> bool:
-        """Whether in a step from this state the lane alone determines the divisor of a bucket."""
+        """Whether in a step from this state the record alone determines the divisor of a bucket."""
         before = self._norm_before(state)
         return before is None or bool(torch.isfinite(before.norm))
 
@@ -111,27 +110,26 @@ class AllReduceHook:
         self._carrier = None
 
     def sums(self) -> dict[str, Any]:
-        """The summed lane; waits for its message."""
-        if self._alone is not None:
-            self._alone.wait()
-            self._alone = None
+        """The summed record; waits for its message."""
         if self._carrier is not None:
             self._carrier.wait()
-        return self._step_check.read_lane(self._lane)
+            return self._record.read(self._carrier.lane, self._grads.on_device)
+        assert self._alone is not None
+        return self._alone.read(self._grads.on_device)
 
     def divisor(self, sums: dict[str, Any]) -> Any:
         """The remaining divisor of the summed gradients."""
         return self._total(sums) * self.unit
 
     def finish(
-        self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
+        self, old: Any, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
     ) -> tuple[dict[str, Any], Any]:
         """Complete the messages after backward; see `StepHook`."""
         rest = self._plan.rest
         for out in outgoing:
             out.wait()
             if not rest:
-                self._step_check.observe(out)  # while later messages are still under way
+                self._grads.observe(out)  # while later messages are still under way
         sums = self.sums()
         divisor = self.divisor(sums)
         if not rest:
@@ -140,16 +138,13 @@ class AllReduceHook:
             out.total = None  # the stages make other values of these
             out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
         first = self.state(sums, outgoing)()
-        call = Call(first.total, None, self._step).inside(sums=BucketSums(self._lane.dtype))
+        call = Call(first.total, None, self._step).inside(sums=BucketSums(self._record.dtype))
         self._states = (first, *run_stages(rest, old[1:], storage, outgoing, self._mesh, call))
         for out in outgoing:
-            self._step_check.observe(out)
+            self._grads.observe(out)
         return sums, 1.0
 
-    def share(self, outgoing: list[GradBuffer]) -> None:
-        """Share what is known of pieces of gradients, where ranks hold pieces."""
-
-    def verdict(self, outgoing: list[GradBuffer], lane: dict[str, Any]) -> dict[str, Any]:
+    def verdict(self, outgoing: list[GradBuffer], values: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError("a plain reduction settles the verdict")
 
     def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
@@ -160,7 +155,7 @@ class AllReduceHook:
     def state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Callable[[], Any]:
         """A function that makes the state that the pure hook would have after these messages."""
         clips, total = self.clip is not None, sums["total"] if self._over is None else self._total(sums)
-        norm = norm_of(outgoing) / self.divisor(sums) if self._before is not None else None
+        norm = self._grads.norm_of(outgoing) / self.divisor(sums) if self._before is not None else None
 
         def make() -> Any:  # must not refer to this object: a state would keep it alive
             state = MeanState(_wide(total), {n: _wide(v) for n, v in sums.items() if n != "total"})
@@ -177,7 +172,7 @@ class AllReduceHook:
     def _total(self, sums: dict[str, Any]) -> Any:
         if self._over is None:
             return 1.0
-        total, ranks = sums["total"], float(self._lane.ranks)
+        total, ranks = sums["total"], float(self._record.ranks)
         if self._over != "world":
             return total
         return torch.full_like(total, ranks) if isinstance(total, Tensor) else ranks

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .._errors import NonFinite
-from ..transforms._axis_env import Axis
 from ..transforms._lane import NONFINITE, ranks_in
-from ._buckets import GradBuffer
 
 
 def masks(sums: dict[str, Any]) -> list[Any]:
     """The words of the lane that hold one bit per rank."""
     return [value for name, value in sums.items() if name.startswith(NONFINITE)]
-
-
-def has_nonfinite(grads: Tensor) -> bool:
-    return not bool(torch.isfinite(grads).all())
-
-
-def nonfinite_paths(outgoing: Sequence[GradBuffer], axis: Axis | None) -> tuple[str, ...]:
-    """The parameters whose gradients are not finite.
-
-    Args:
-        axis: The ranks that hold pieces of the gradients, and exchange what they have found; None where each rank holds
-            all.
-    """
-    bad = {path: has_nonfinite(grad) for out in outgoing for path, grad in out.by_path().items()}
-    if axis is not None and bad:
-        bits = torch.tensor(list(bad.values()), dtype=torch.float32, device=outgoing[0].grads.device)
-        bad = dict(zip(bad, axis.run_(bits).tolist(), strict=True))
-    return tuple(path for path, found in bad.items() if found)
 
 
 def error_of_step(step: int, sums: dict[str, float], paths: tuple[str, ...]) -> NonFinite:

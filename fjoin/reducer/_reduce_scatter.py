@@ -1,8 +1,7 @@
-"""The sharded reduction: of each bucket every rank gets the sum of its own piece; the lane travels alone."""
+"""The sharded reduction: of each bucket every rank gets the sum of its own piece; the record travels alone."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from ..groups._malloc import keep_freed
@@ -11,13 +10,13 @@ from ..transforms.layout._pieces import bind_pieces
 from ._all_reduce import AllReduceHook
 from ._buckets import GradBuffer
 from ._flat_params import Storage
-from ._lane import StepLane
+from ._step_record import StepRecord
 
 
 class ReduceScatterHook(AllReduceHook):
     """Runs a hook that begins with `scatter_mean` and contains no further reduction."""
 
-    carries_lane = False
+    carries_record = False
 
     def init(self, storage: Storage) -> Any:
         """The initial state."""
@@ -25,9 +24,9 @@ class ReduceScatterHook(AllReduceHook):
         with bind_pieces(storage.pieces):
             return super().init(storage)
 
-    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
         self._under_way: list[Scatter] = []
-        super().start(state, storage, lane, values, step)
+        super().start(state, storage, record, values, step)
 
     def launch(self, index: int, out: GradBuffer) -> Work:
         while self._under_way and self._under_way[0].arrived():  # so that its gradients can be freed
@@ -39,14 +38,6 @@ class ReduceScatterHook(AllReduceHook):
         """Discard a step that has failed."""
         self._under_way = []
         super().stop()
-
-    def share(self, outgoing: list[GradBuffer]) -> None:
-        """Share the verdict and the norm of the pieces, where the messages have not told them."""
-        told = all(out.total is not None and math.isfinite(out.total) for out in outgoing)  # the same on all ranks
-        if told and outgoing and not self._step_check.norm:
-            self._step_check.pieces_are_finite(self._mesh.axes[self._axes[0]])
-            return
-        self._step_check.share(outgoing, self._mesh.axes[self._axes[0]])
 
 
 class Scatter:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from ..transforms._axis_env import Work
 from ._buckets import GradBuffer
 from ._flat_params import Storage
-from ._lane import StepLane
 from ._step_check import Clip
+from ._step_record import StepRecord
 
 
 class StepHook(Protocol):
@@ -37,12 +37,12 @@ class StepHook(Protocol):
     def prepare(self, storage: Storage) -> list[GradBuffer]:
         """The buffers of the messages."""
 
-    def start(self, state: Any, storage: Storage, lane: StepLane, values: dict[str, Any], step: int) -> None:
+    def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step.
 
         Args:
-            lane: The lane over the axes that the hook reduces over in this step.
-            values: This rank's values in the lane.
+            record: The record over the axes that the hook reduces over in this step.
+            values: This rank's values in it.
             step: The number of steps before this one.
         """
 
@@ -50,19 +50,16 @@ class StepHook(Protocol):
         """Start the messages of a full bucket."""
 
     def finish(
-        self, old: Any, storage: Storage, outgoing: list[GradBuffer], lane: dict[str, Any]
+        self, old: Any, storage: Storage, outgoing: list[GradBuffer], values: dict[str, Any]
     ) -> tuple[dict[str, Any] | None, Any]:
         """Complete the messages after backward, and look at the gradients.
 
         Returns:
-            The summed lane, or None where it takes a verdict; the divisor of the gradients.
+            The summed record, or None where it takes a verdict; the divisor of the gradients.
         """
 
-    def share(self, outgoing: list[GradBuffer]) -> None:
-        """Share what is known of pieces of gradients, where ranks hold pieces."""
-
-    def verdict(self, outgoing: list[GradBuffer], lane: dict[str, Any]) -> dict[str, Any]:
-        """The summed lane, with whether each rank's gradients are finite; for gradients that differ between ranks."""
+    def verdict(self, outgoing: list[GradBuffer], values: dict[str, Any]) -> dict[str, Any]:
+        """The summed record, with whether each rank's gradients are finite; for gradients that differ between ranks."""
 
     def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
         """The state after the step, or a function that makes it; once."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -23,20 +23,38 @@ def step_of(step: int, late: int) -> int:
     return step - max(late - 1, 0)
 
 
+class Calls(NamedTuple):
+    """The calls of a run in words, for errors."""
+
+    step: str  # a call that takes a step
+    differ: str  # what ranks have done whose steps differ
+    remedy: str
+    flush: str  # the call that ends training
+    even: str  # how to take the same number of steps on all ranks
+
+
 class StepIds:
-    """The numbers of the steps of one train_step on this rank.
+    """The numbers of the steps of one run on this rank: a train_step, or a registered module.
 
     Args:
         mesh: Where the ranks compare their steps, once they know that these differ. It is not kept alive.
         axes: The axes of the ranks that loop together.
         ranks: Their number.
+        calls: The run's calls in words.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...], ranks: int) -> None:
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...], ranks: int, calls: Calls) -> None:
         self._mesh: Callable[[], Mesh | None] = weakref.ref(mesh)
-        self._axes, self._ranks = axes, ranks
-        self.number = 0  # of the train_step, among those of its mesh
+        self._axes, self._ranks, self._calls = axes, ranks, calls
+        self._number = 0  # of the run, among those of its mesh
         self._rates: dict[int, Rates] = {}
+
+    def number(self) -> None:
+        """Take the next number among the runs of the mesh; once."""
+        mesh = self._mesh()
+        if not self._number and mesh is not None:
+            mesh.use.steps += 1
+            self._number = mesh.use.steps
 
     def begin(self, step: int, rates: Rates) -> float:
         """The number of a step that begins now with these hyperparameters."""
@@ -47,7 +65,12 @@ class StepIds:
 
     def of(self, step: int) -> float:
         """The number of a step that this rank has begun."""
-        return number_of(self.number, step, self._rates.get(step, ()))
+        return number_of(self._number, step, self._rates.get(step, ()))
+
+    @property
+    def of_flush(self) -> float:
+        """The number of a flush; it is no step's."""
+        return 2 * self.of(-1)
 
     def check(self, step: int, sums: dict[str, Any], late: int) -> None:
         """Raise DesyncError unless all ranks have called the same step; sums on a device are not read.
@@ -59,17 +82,23 @@ class StepIds:
             late: See `CountsOfAll`.
         """
         of = step_of(step, late)
-        if self.number and not isinstance(sums["step_id"], Tensor) and sums["step_id"] % (self._ranks * self.of(of)):
-            effect = "nothing has changed" if late < 2 else "each has taken its own step"
-            self.refuse(
-                of,
-                "a step",
-                f"step {of}: the ranks have called different train_steps of one mesh, or only some of them step.flush; {effect}. "
-                f"Call them in the same order on all ranks, from one thread, or give each step its own fjoin.mesh(...)",
-                effect,
-            )
+        if self._number and not isinstance(sums["step_id"], Tensor) and sums["step_id"] % (self._ranks * self.of(of)):
+            effect, calls = "nothing has changed" if late < 2 else "each has taken its own step", self._calls
+            text = f"step {of}: {calls.differ}, or only some of them {calls.flush}; {effect}. {calls.remedy}"
+            self._refuse(of, calls.step, text, effect)
 
-    def refuse(self, step: int, call: str, text: str, effect: str = "nothing has changed") -> NoReturn:
+    def refuse_flush(self, step: int) -> NoReturn:
+        """Raise DesyncError where only some ranks flush after this many steps."""
+        calls = self._calls
+        self._refuse(
+            step - 1,
+            calls.flush,
+            f"only some ranks have called {calls.flush} after step {step - 1}; others have called {calls.step}, or flush after another "
+            f"step. {calls.even}",
+            "nothing has changed",
+        )
+
+    def _refuse(self, step: int, call: str, text: str, effect: str) -> NoReturn:
         """Find out with the other ranks where they differ, and raise DesyncError.
 
         Args:
@@ -77,7 +106,7 @@ class StepIds:
             text: The message where the calls differ, and not the hyperparameters.
             effect: The effect of the ranks' calls, in words.
         """
-        mine: dict[str, Any] = {"call": [call, self.number, step], "rates": list(map(list, self._rates.get(step, ())))}
+        mine: dict[str, Any] = {"call": [call, self._number, step], "rates": list(map(list, self._rates.get(step, ())))}
         mesh = self._mesh()
         ranks = [mine] if mesh is None else mesh.exchange("a comparison of different steps", mine, list, self._axes)
         first = ranks[0]

@@ -59,11 +59,3 @@ def run_stages(
                 held = {path: grad for out in outgoing for path, grad in out.by_path().items()}
         assign_(held, grads)
     return tuple(new)
-
-
-def last_sums(parts: Sequence[Transform], states: Sequence[Any]) -> Any:
-    """The `MeanState` of the last of these stages that reduces, with its sums; None if none reduces."""
-    for part, state in zip(reversed(parts), reversed(states), strict=True):
-        if part.sums is not None:
-            return part.sums(state)
-    return None

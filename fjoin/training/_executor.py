@@ -11,18 +11,18 @@ from torch import Tensor
 
 from .._taken import warn_of_module_params
 from ..groups._mesh import Mesh
+from ..reducer._agreements import Agreements
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._arrivals import arrived
 from ..reducer._bucket_hooks import BucketHook
 from ..reducer._buckets import BucketQueue
 from ..reducer._flat_params import Storage, copy_if_aliased
 from ..reducer._grad_hooks import GradHooks
-from ..reducer._lane import StepLane
-from ..reducer._late_counts import LateCounts
 from ..reducer._reduce_scatter import ReduceScatterHook
-from ..reducer._step_check import StepCheck
+from ..reducer._step_check import numbers
 from ..reducer._step_hook import StepHook
-from ..reducer._step_ids import StepIds
+from ..reducer._step_ids import Calls
+from ..reducer._step_record import own_values
 from ..transforms._axis_env import bind_axes, bind_weight
 from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline
@@ -39,10 +39,16 @@ from ._join_steps import Iteration
 from ._loss import Loss, user_sums
 from ._loss_weight import GradOutput, Unscaler, grad_output_of
 from ._metrics import Metrics
-from ._record_of_all import RecordOfAll
 from ._shadowed import shadowed
 from ._state import StateData
 
+CALLS = Calls(
+    step="a step",
+    differ="the ranks have called different train_steps of one mesh",
+    remedy="Call them in the same order on all ranks, from one thread, or give each step its own fjoin.mesh(...)",
+    flush="step.flush",
+    even="Take the same number of steps on all ranks, with step.join where their inputs differ",
+)
 NOTHING = GradOutput(0.0)  # for a backward pass whose gradients are discarded
 
 
@@ -65,36 +71,27 @@ class Run:
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.agree
         self._shadowed = shadowed(mesh.axes, self.axes)
-        self._counts = StepLane(mesh, self.axes)  # over all ranks that loop together
-        self._lanes = {self.axes: self._counts}  # by axes: over the ranks that the hook reduces over
-        self.ranks = self._counts.ranks
-        self._ids = StepIds(mesh, self.axes, self.ranks)
-        self.step_check = StepCheck(
-            self.ranks, norm=plan.clip is not None, skips=pipeline.skips is not None, mesh=mesh, ids=self._ids
-        )
+        sharding, self.overlap_gather = pipeline.sharding, overlap_gather
+        shards = None if sharding is None else sharding.axis
+        self._parts = Parts(pipeline.after, pipeline.on_state, shards, pipeline.skips is not None, on_buffers)
+        self.agreements = Agreements(mesh, plan, self._parts, "buckets", CALLS, norm=plan.clip is not None)
+        self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         self.hook: StepHook
         self._early: AllReduceHook | None = None  # set where buckets are stepped as their messages arrive
-        reduced, lane = plan.reduced(0).axes, self._lane(0)
+        reduced, record = plan.reduced(0).axes, self.agreements.of_hook(0)
         if plan.reduce is not None:
             kind = ReduceScatterHook if plan.reduce.sharded_over else AllReduceHook
-            self.hook = plain = kind(plan, mesh, lane, self.step_check)
-            steps_early = overlap_step and plain.direct and pipeline.skips is None and lane is self._counts
+            self.hook = plain = kind(plan, mesh, record, self.step_check.grads)
+            steps_early = overlap_step and plain.direct and pipeline.skips is None and reduced == self.axes
             self._early = plain if steps_early else None
         else:
-            self.hook = BucketHook(plan, mesh, lane, self.step_check, accumulate > 1)
+            self.hook = BucketHook(plan, mesh, record, self.step_check.grads, accumulate > 1)
         self._deferred = DeferredMessages(mesh)
         weakref.finalize(self, self._deferred.clear).atexit = False  # each message under way has a thread
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
         self.prefetch = self._deferred if overlaps and self._deferred.travel else None
-        self.late_counts = LateCounts((*pipeline.ends, on_buffers), mesh.shape, self.step_check.check_step)
-        self._of_all = RecordOfAll(
-            self._counts, self._ids, self.step_check, self.late_counts, lambda at: plan.reduced(at).axes != plan.agree
-        )
-        sharding, self.overlap_gather = pipeline.sharding, overlap_gather
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets = sharding is not None and sharding.codec is None and pipeline.after is None
-        shards = None if sharding is None else sharding.axis
-        self._parts = Parts(pipeline.after, pipeline.on_state, shards, pipeline.skips is not None, on_buffers)
         self._programs: dict[
             bool, Program
         ] = {}  # of steps that are all alike, in which buckets are stepped as they arrive or not
@@ -105,19 +102,6 @@ class Run:
         self.token = object()  # identifies this step in its states, without keeping it alive
         self._grad_hooks = GradHooks()
 
-    def number(self) -> None:
-        """Take the next number among the steps of this mesh. It travels in the lane, to be compared between ranks."""
-        if not self._ids.number:
-            self.mesh.use.steps += 1
-            self._ids.number = self.mesh.use.steps
-
-    def _lane(self, step: int) -> StepLane:
-        """The lane over the axes that the hook reduces over in a step."""
-        axes = self._plan.reduced(step).axes
-        if axes not in self._lanes:
-            self._lanes[axes] = StepLane(self.mesh, axes)
-        return self._lanes[axes]
-
     def check_loss(self, buffers: bool) -> None:
         """Raise where `loss_fn` cannot be called with (or without) buffers; see `Loss.check`."""
         self._loss.check(buffers)
@@ -126,20 +110,17 @@ class Run:
         """Free buffers and hooks, and drop the messages under way."""
         self._grad_hooks.detach()
         self._grad_hooks.queue = self._queue = None
-        for lane in self._lanes.values():
-            lane.buffer = None
-        self._of_all.close()
         self._deferred.clear()
         self.hook.close()
 
     def forget(self) -> None:
         """Forget the steps so far: a new run begins."""
-        self.late_counts.clear()
-        self.step_check.clear()
+        self.agreements.forget()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
-        self._of_all.begin_flush(body)
+        self.agreements.fit(body.storage.layout)
+        self.agreements.begin_flush(body.step)
         body.storage.arrivals.wait()
         body.torn = tears(body.step)
         execute(self._parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
@@ -154,11 +135,6 @@ class Run:
         self.hook.stop()
         if self._queue is not None:
             self._queue.stop()
-
-    def drain(self, step: int) -> None:
-        """Raise, at the end of a loop, for a last step that some ranks left out and others took."""
-        if self.pipeline.skips is None:
-            self._of_all.drain(step)
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -182,7 +158,7 @@ class Run:
         self.hook.unit = body.unit
         scale = body.outer.scale if self._unscaler is not None else None
         grad_output = grad_output_of(loss, share, self.hook, scale, self._accumulate > 1)
-        own = self._counts.values(grad_output.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
+        own = own_values(grad_output.share, weight, loss, {} if loss is None else user_sums(aux), body.window)
         if not body.window:
             storage.clear_grads()  # a backward pass outside the step may have left gradients
             body.buffers_before, body.batches_before, body.version_before = body.buffers, body.batches, body.version
@@ -197,17 +173,19 @@ class Run:
             body.batches += live
             return Metrics(body.step, False, aux, dict, partial(self.step_check.raise_pending, newest=True))
 
+        agreements, of_all = self.agreements, self.agreements.of_all
         if self._queue is None:
-            settled = self._counts.agree(own)
+            settled = of_all.agree(own)
+            agreements.fit(storage.layout)
             queue = BucketQueue(self.hook.prepare(storage), (self._unscaler or self.hook).launch)
             # Where no rank has a batch yet, the ranks agree again in the next step.
             self._grad_hooks.queue = self._queue = queue if settled else None
         else:
             queue = self._queue
-        self._counts.check(own)
-        self._counts.step_id = self._ids.begin(body.step, rates)
-        counts, lane = self._counts.complete(own, iteration is not None and iteration.has_next), self._lane(body.step)
-        values = counts if lane is self._counts else lane.complete(own)
+        of_all.check(own)
+        step_id, record = agreements.begin(body.step, rates), agreements.of_hook(body.step)
+        counts = of_all.complete(own, step_id, iteration is not None and iteration.has_next)
+        values = counts if record is of_all else record.complete(own, step_id)
         if self._unscaler is not None:
             self._unscaler.rest = grad_output.rest
 
@@ -219,22 +197,22 @@ class Run:
                     NOTHING.backward(replayed)
 
         memory = FlatMemory(self, body, values["weight"], buffers)
-        memory.begin(queue, backward, lane, values, partial(self._of_all.send, counts, storage.layout))
+        memory.begin(queue, backward, record, values, counts)
         execute(self._program(body, queue), memory)
-        of_all = memory.of_all
+        sums_of_all = memory.of_all
         if iteration is not None:
-            iteration.others = partial(self._of_all.has_next, of_all)
+            iteration.others = lambda: agreements.has_next(sums_of_all())
         step = body.step
         body.window = {}
         body.batches += live
         body.calls, body.step = body.calls + 1, body.step + 1
         return Metrics(
-            step, True, aux, lambda: StepCheck.host(of_all()), partial(self.step_check.raise_pending, newest=True)
+            step, True, aux, lambda: numbers(sums_of_all()), partial(self.step_check.raise_pending, newest=True)
         )
 
     def _program(self, body: StateData, queue: BucketQueue) -> Program:
         """The program of the step from this state."""
-        early, reads = self._early, self.step_check.readable_without_sync(queue.outgoing)
+        early, reads = self._early, self.step_check.grads.readable_without_sync(queue.outgoing)
         each = early is not None and reads and early.knows_scale(body.hook)
         if self._plan.always is None:
             return program(self._plan, self._parts, body.step, "buckets", each)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
+from ..groups._record import Sums
+from ..reducer._agreements import Agreements
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._buckets import BucketQueue
 from ..reducer._gather_pieces import gather_changes_, start_gather
-from ..reducer._lane import StepLane
-from ..reducer._late_counts import LateCounts
-from ..reducer._step_check import Decision, StepCheck
+from ..reducer._step_check import Decision
 from ..reducer._step_hook import StepHook
+from ..reducer._step_record import StepRecord
 from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
 from ..transforms.pipelines._pipeline import Pipeline
@@ -32,8 +33,7 @@ class Shell(Protocol):
     pipeline: Pipeline
     mesh: Mesh
     hook: StepHook
-    step_check: StepCheck
-    late_counts: LateCounts
+    agreements: Agreements
     prefetch: DeferredMessages | None
     overlap_gather: bool
     gathers_buckets: bool
@@ -54,7 +54,7 @@ class FlatMemory:
     def __init__(self, shell: Shell, body: StateData, weight: float, buffers: dict[str, Tensor] | None) -> None:
         self._shell, self._body, self._weight, self._buffers = shell, body, weight, buffers
         self.sums: dict[str, Any] | None = None
-        self._counts: Callable[[], dict[str, Any]] | None = None
+        self._counts: Sums | None = None
         self._divisor: Any = 1.0
         self._decision = Decision(FLUSH)
         self._flushes = True
@@ -63,33 +63,33 @@ class FlatMemory:
         self,
         queue: BucketQueue,
         backward: Callable[[], None],
-        lane: StepLane,
+        record: StepRecord,
         values: dict[str, Any],
-        send_counts: Callable[[], Callable[[], dict[str, Any]]],
+        counts: dict[str, Any],
     ) -> None:
         """Take what a step needs; without it, only its end can run.
 
         Args:
             backward: Runs the backward pass.
-            lane: The record of the ranks that share the gradients.
+            record: The record of the ranks that share the gradients.
             values: This rank's values in it.
-            send_counts: Starts the record of all ranks that loop together, in a message of its own.
+            counts: This rank's values in the record of all ranks that loop together.
         """
-        self._queue, self._backward, self._lane, self._values = queue, backward, lane, values
-        self._send_counts, self._flushes = send_counts, False
+        self._queue, self._backward, self._record, self._values = queue, backward, record, values
+        self._own_counts, self._flushes = counts, False
 
     @property
     def of_all(self) -> Callable[[], dict[str, Any]]:
         """Waits for the record of all ranks that loop together."""
-        sums = self.sums
+        sums, counts, on_device = self.sums, self._counts, self._shell.agreements.check.grads.on_device
         assert sums is not None
-        return self._counts or (lambda: sums)
+        return (lambda: sums) if counts is None else lambda: counts.read(on_device)
 
     def stages(self, op: Stages) -> bool:
         """Run the backward pass, with the messages of full buckets under way."""
         body, hook, storage = self._body, self._shell.hook, self._body.storage
         self._queue.start(storage)
-        hook.start(body.hook, storage, self._lane, self._values, body.step)
+        hook.start(body.hook, storage, self._record, self._values, body.step)
         self._backward()
         storage.arrivals.wait()
         self._queue.finish()
@@ -100,13 +100,13 @@ class FlatMemory:
         self.sums, self._divisor = self._shell.hook.finish(body.hook, body.storage, queue.outgoing, self._values)
 
     def agree(self, op: Agree) -> None:
-        hook, outgoing = self._shell.hook, self._queue.outgoing
+        shell, outgoing = self._shell, self._queue.outgoing
         if op.moment == "pieces":
-            hook.share(outgoing)
+            shell.agreements.check.grads.share(outgoing, shell.mesh.axes[op.axes[0]])
         elif op.moment == "verdict":
-            self.sums = hook.verdict(outgoing, self._values)
+            self.sums = shell.hook.verdict(outgoing, self._values)
         elif not op.rides:
-            self._counts = self._send_counts()
+            self._counts = shell.agreements.send(self._own_counts)
 
     def judge(self, op: Judge) -> Effect:
         """Decide whether this step may change anything.
@@ -117,8 +117,9 @@ class FlatMemory:
         shell, body, outgoing = self._shell, self._body, self._queue.outgoing
         if self.sums is None:  # each rank decides for itself
             self.sums = shell.hook.verdict(outgoing, self._values)
-        counts = None if self._counts is None else shell.late_counts.read(body.step, self._counts)
-        self._decision = shell.step_check.decide(body.step, self.sums, outgoing, self._divisor, shell.hook.clip, counts)
+        counts = None if self._counts is None else shell.agreements.read(body.step, self._counts)
+        check = shell.agreements.check
+        self._decision = check.decide(body.step, self.sums, outgoing, self._divisor, shell.hook.clip, counts)
         self._raise_or_count()
         return self._decision.effect
 
@@ -146,7 +147,7 @@ class FlatMemory:
     def step_each(self, op: StepEach) -> Effect:
         """Wait for the record, then step each bucket as soon as its message has arrived."""
         shell, body, outgoing = self._shell, self._body, self._queue.outgoing
-        hook, check = shell.hook, shell.step_check
+        hook, check = shell.hook, shell.agreements.check
         assert isinstance(hook, AllReduceHook)
         self.sums = sums = hook.sums()
         self._decision = decision = check.decide(body.step, sums, [], hook.divisor(sums), hook.clip)
@@ -156,7 +157,7 @@ class FlatMemory:
         self._raise_or_count()
         for i, out in enumerate(outgoing) if decision.changes else ():
             out.wait()
-            check.observe(out)
+            check.grads.observe(out)
             error = check.decide(body.step, sums, [out], 1.0, None).error
             if error is not None:
                 for rest in outgoing:

@@ -39,7 +39,7 @@ def make_state_data(
         with bind_axes(mesh.axes):
             pieces = pipeline.sharding.pieces(flat, bucket_bytes)
     layout = pieces.buckets if pieces else make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
-    run.number()
+    run.agreements.ids.number()
     check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, accumulate, run.weighs, buffers, sync)
     run.check_loss(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reducer._lane import host_number
+from ..reducer._step_record import host_number
 from ..transforms._check import as_float
 from ..transforms._weights import host_weight
 

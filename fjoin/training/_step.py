@@ -278,8 +278,9 @@ class TrainStep:
         own = 4.0 ** (throw + 2 * replays)  # no mean of different values equals one of them
         with self._alone():
             self._compare_loops(f"step.join(loader, {settings})")
-            values, device = {"batches": float(has_batch), "settings": own}, self._device or torch.device("cpu")
-            sums = Record(self._mesh, self._run.axes, values, small=True, device=device).wait()
+            device = self._device or torch.device("cpu")
+            record = Record(self._mesh, self._run.axes, ("batches", "settings"), small=True, device=device)
+            sums = record.send({"batches": float(has_batch), "settings": own}).wait()
         if sums["settings"] != own * self.ranks:
             raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
         return sums["batches"]
@@ -292,7 +293,7 @@ class TrainStep:
         """
         if self._last_step is not None:
             with self._alone():
-                self._run.drain(self._last_step + 1)
+                self._run.agreements.drain(self._last_step + 1)
 
     def _compare_loops(self, loop: str) -> None:
         """Compare the ranks' loops, before the first message."""

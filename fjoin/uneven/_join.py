@@ -16,7 +16,7 @@ from .._errors import EarlyTermination, JoinError
 from ..groups._consistency import same_joinables
 from ..groups._group_mesh import mesh_from_group
 from ..groups._mesh import Mesh
-from ..groups._record import Record
+from ..groups._record import Record, Sums
 from ..transforms._axis_env import Work
 from ._torch_joinables import DDPHook, check_notifies, check_steps_alone, is_stepper
 from ._turns import Turns, turns_of
@@ -137,7 +137,9 @@ class Join:
         self._device = self._mesh.device
         if self._device.type != "cpu":
             self._device = self._notifier.join_device
-        self._roll: Record | None = None  # of the last iteration
+        axes, flags = tuple(self._mesh.shape), (_LIVE, _SYNCS)
+        self._record = Record(self._mesh, axes, (), flags, small=True, device=self._device)
+        self._roll: Sums | None = None  # of the last iteration
         self._shadowing = False
         self._kept: list[Any] = []
         self._watches: list[Any] = []
@@ -228,10 +230,9 @@ class Join:
                     step=self.iterations - 1,
                 )
 
-    def _call_roll(self, live: bool = False, syncs: bool = False) -> Record:
+    def _call_roll(self, live: bool = False, syncs: bool = False) -> Sums:
         """Start an iteration's message: the ranks that have input, and those that synchronise gradients in it."""
-        flags = {_LIVE: live, _SYNCS: syncs}
-        return Record(self._mesh, tuple(self._mesh.shape), {}, flags, small=True, device=self._device)
+        return self._record.send(self._record.flagged(self._record.flagged({}, _LIVE, live), _SYNCS, syncs))
 
     def live(self) -> tuple[int, ...]:
         """The ranks that have input in this iteration."""

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from .._errors import EarlyTermination, JoinError
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
-from ..groups._record import Record
+from ..groups._record import Record, Sums
 from ..training._join_steps import _END, NO_BATCH, JoinedLoader
 from ..training._leaving import left_by_code
 from ..training._look_ahead import LookAhead
@@ -39,6 +39,7 @@ class Loop(Generic[B]):
         self, loader: Iterable[B], mesh: Mesh, weight: Callable[[B], float] | None, empty: Any, throw: bool
     ) -> None:
         self._loader, self._mesh, self._weigh, self._empty, self._throw = loader, mesh, weight, empty, throw
+        self._record = Record(mesh, tuple(mesh.shape), ("weight", "batches"))
         self._running = False
         self.live, self.weight, self.total, self.number, self.batches = False, 0.0, 0.0, 0, 0
 
@@ -56,7 +57,7 @@ class Loop(Generic[B]):
             raise JoinError("this loop is still running; finish it, or make another with fjoin.join(...)")
         self._running, finished, by_code = True, False, False
         self.number, self.batches = 0, 0
-        answer: Record | None = None
+        answer: Sums | None = None
         try:
             iterable("loader", self._loader)
             batches, given, look_ahead = iter(self._loader), self._empty, LookAhead()
@@ -105,13 +106,13 @@ class Loop(Generic[B]):
         batch = next(batches, _END)
         return batch, 0.0 if batch is _END else weigh(self._weigh, batch)
 
-    def _send(self, batch: Any, weight: float) -> Record:
-        return Record(self._mesh, tuple(self._mesh.shape), {"weight": weight, "batches": float(batch is not _END)})
+    def _send(self, batch: Any, weight: float) -> Sums:
+        return self._record.send({"weight": weight, "batches": float(batch is not _END)})
 
     @staticmethod
-    def _sums(record: Record) -> tuple[float, int]:
+    def _sums(found: Sums) -> tuple[float, int]:
         """The sum of the weights, and the number of ranks that have a batch."""
-        return record["weight"], int(record["batches"])
+        return found["weight"], int(found["batches"])
 
 
 @overload

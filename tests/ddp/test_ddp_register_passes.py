@@ -171,10 +171,10 @@ def messages(hook: str, alone: bool, options: dict[str, Any]) -> tuple[list[Any]
 
 @pytest.mark.gloo
 def test_one_message_besides_the_buckets(pool: Any) -> None:
-    """Of one number, with the first bucket; the module's first pass has one bucket, and the others two."""
+    """The record of the step, with the first bucket; the module's first pass has one bucket, and the others two."""
     wide = "torch.float64"
     for sent, _ in pool.run(2, messages, "mean", False, SMALL):
-        assert sent == [[(1, wide), (66, wide)], *[[(1, wide), (24, wide), (42, wide)]] * 2]
+        assert sent == [[(6, wide), (66, wide)], *[[(6, wide), (24, wide), (42, wide)]] * 2]
 
 
 @pytest.mark.gloo

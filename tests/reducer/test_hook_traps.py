@@ -42,7 +42,7 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(order: str, on_device: 
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
     step = fjoin.train_step(net_loss, pipeline)
-    step._run.step_check.on_device = on_device
+    step._run.step_check.grads.on_device = on_device
     state, params = step.init(net_params()), net_params()
     pure = pipeline.init(params)
     with fjoin.bind(fjoin.mesh({"data": -1})):

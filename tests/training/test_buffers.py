@@ -123,7 +123,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
 
     def one_rank(value: float) -> Any:
         step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), on_buffers=transform)
-        step._run.step_check.on_device = on_device
+        step._run.step_check.grads.on_device = on_device
         for x in (value, 7.0):
             state, _ = step(state, torch.full((2,), x))
         return {path: (b.dtype, b.tolist()) for path, b in state.buffers.items()}
@@ -135,7 +135,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_step_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
-    step._run.step_check.on_device = on_device
+    step._run.step_check.grads.on_device = on_device
     for x in (1.0, float("nan"), 2.0):
         state, _ = step(state, torch.full((2,), x))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0] and state.pipeline.skipped == 1
@@ -144,7 +144,7 @@ def test_a_step_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_window_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))), accumulate=2)
-    step._run.step_check.on_device = on_device
+    step._run.step_check.grads.on_device = on_device
     for x in (1.0, 2.0, float("nan"), 3.0):
         state, _ = step(state, torch.full((2,), x))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0]

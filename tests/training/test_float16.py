@@ -33,7 +33,7 @@ def trained(
         return out if loss_dtype is None else out.to(loss_dtype)
 
     step = fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings)
-    step._run.step_check.on_device = on_device
+    step._run.step_check.grads.on_device = on_device
     state, seen = step.init({"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}), []
     for batch in step.join(batches):
         state, metrics = step(state, batch)

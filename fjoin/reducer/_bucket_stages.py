@@ -1,0 +1,134 @@
+"""The stages of a hook that is no plain reduction: on each bucket during backward, and on the whole tree after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..groups._mesh import Mesh
+from ..transforms._axis_env import Work, bind_axes, bound
+from ..transforms._call import ALONE, Call
+from ..transforms._rider import BucketSums
+from ..transforms.combinators._chain import behind_all, counting, counts_needed, stages
+from ..transforms.layout._buckets import Bucket
+from ..transforms.layout._pieces import Pieces, bind_pieces
+from ..transforms.plan._plan import Plan
+from ..transforms.reductions._reduction import MeanState
+from ._bucket_call import BucketCall
+from ._buckets import GradBuffer
+from ._interleave import Interleaver, travel
+from ._side_stream import SideStream
+from ._tree_stages import HasParams, run_stages
+
+
+class BucketStages:
+    """Runs the stages of a hook in one step after the other.
+
+    Attributes:
+        parts: All stages.
+        n_early: The number of stages that run on each bucket.
+
+    Args:
+        flat: Whether these get a bucket as one flat tensor.
+        fresh: Whether their result is freshly allocated, so that it may take the place of the gradient buffer.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, flat: bool = False, fresh: bool = False) -> None:
+        self._early, self._mesh, self.flat, self.fresh = plan.early, mesh, flat, fresh
+        self.parts = stages(plan.hook)
+        self.n_early = 0 if plan.early is None else len(stages(plan.early))
+        self._counts = counts_needed(self.parts)
+        self.sums_dtype = torch.float32  # of the words that the first bucket carries
+        self._call = ALONE  # of the first stage, in this step
+        self._calls: list[BucketCall] = []
+        self._bound: dict[str, Any] = {}
+        self._interleaver: Interleaver | None = None
+        self._side: SideStream | None = None  # on CUDA
+
+    def init(self, params: dict[str, Tensor], pieces: Pieces | None, first: int = 0) -> tuple[Any, ...]:
+        """The states of the stages from the `first` on; those behind one that shards get this rank's slices."""
+        states = []
+        with bind_axes(self._mesh.axes), bind_pieces(pieces):
+            for i, part in enumerate(self.parts):
+                if i >= first:
+                    states.append(part.init(params))
+                if part.sharded_over and pieces is not None:
+                    params = pieces.own(params)
+        return tuple(states)
+
+    def begin(self, call: Call, dtype: torch.dtype, layout: tuple[Bucket, ...], sends: bool) -> None:
+        """Prepare for the buckets of a step.
+
+        Args:
+            call: The call of the first stage.
+            dtype: The dtype of the words that the first bucket carries.
+            layout: The buckets.
+            sends: Whether the hook sends anything in this step.
+        """
+        self.stop()
+        axes, self.sums_dtype = self._mesh.axes, dtype
+        self._call = counting(self._counts, call.inside(sums=BucketSums(dtype)))
+        self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
+        self._interleaver = Interleaver(axes) if sends and travel(axes, layout, "cpu") else None
+        if self._side is None and sends and travel(axes, layout, "cuda"):
+            self._side = SideStream(layout[0].device)
+
+    def launch(self, out: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None) -> Work | None:
+        """Run the stages of one bucket until their first message is under way; the `wait` of the work runs the rest.
+
+        Args:
+            old: The states of these stages for the bucket.
+            params: Path -> parameter of the bucket.
+            pieces: The pieces of the bucket, where these stages shard.
+        """
+        if self._early is None:
+            return None
+        call = BucketCall(self, old, params, self._calls[0] if self._calls else None, pieces)
+        call.out = out
+        self._calls.append(call)
+        if self._interleaver is not None:
+            return self._interleaver.start(call)
+        with torch.no_grad(), bind_axes(self._bound):
+            if self._side is not None:
+                return self._side.start(call)
+            call()
+        return call
+
+    def update(self, grads: Any, state: Any, params: Any, sums: BucketSums, pieces: Pieces | None) -> tuple[Any, Any]:
+        """Call the stages of a bucket; returns their gradients and state."""
+        assert self._early is not None
+        with bind_pieces(pieces):
+            return self._early.run(grads, state, params, self._call.inside(sums=sums, donated=True))
+
+    def finish(
+        self, outgoing: Sequence[GradBuffer], old: Sequence[Any], storage: HasParams, reduced: MeanState | None = None
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], MeanState | None]:
+        """Run the stages behind those of the buckets on all gradients, whose messages have arrived.
+
+        Args:
+            old: The states of these stages.
+            reduced: The state of the first stage, where it is a plain reduction that has been run elsewhere.
+
+        Returns:
+            The states of the buckets, the states of these stages, and the sums of the last stage that reduces.
+        """
+        states, call = tuple(one.state for one in self._calls), self._call
+        self.stop()
+        count, found = int(reduced is not None), reduced
+        if states and self._early is not None:
+            count, found = self.n_early, None if self._early.sums is None else self._early.sums(states[0])
+        if count:
+            call = behind_all(self.parts[:count], states[0] if states else reduced, call)
+        rest = run_stages(self.parts[count:], old, storage, outgoing, self._mesh, call)
+        for part, state in zip(self.parts[count:], rest, strict=True):
+            found = found if part.sums is None else part.sums(state)
+        return states, rest, found
+
+    def stop(self) -> None:
+        """Discard a step that has failed."""
+        if self._interleaver is not None:
+            self._interleaver.clear()
+        self._interleaver, self._calls = None, []
