@@ -135,7 +135,8 @@ class Transform(Specified):
 
         set_("needs", functools.reduce(operator.or_, (child.needs for child in children), self.needs))
         set_("pauses", self.pauses or any(child.pauses for child in children))
-        set_("takes", frozenset(self.takes) | (update.names & NAMES))
+        # Of an `update` by keywords the names say it; what is given may be that of the transform of which it is a copy.
+        set_("takes", (frozenset(self.takes) if update.takes_call else frozenset()) | (update.names & NAMES))
         set_("vmappable", self.vmappable and all(getattr(child, "vmappable", True) for child in self.spec.children))
         if self.compression is None:
             set_("compression", _compression_of(children))

@@ -24,6 +24,7 @@ class Update:
     Attributes:
         function: The function that was given. It takes `(grads, state, params, call)`, or keywords.
         names: The keywords that it names.
+        takes_call: Whether it takes the context.
     """
 
     __slots__ = (
@@ -33,13 +34,13 @@ class Update:
         "_places",
         "_refused",
         "_required",
-        "_takes_call",
         "function",
         "names",
+        "takes_call",
     )
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self._takes_call = function, False
+        self.function, self.takes_call = function, False
         self._donates = self._flushes = True
         self._refused: Spec | None = None  # of a transform that does not run under vmap
         try:
@@ -51,7 +52,7 @@ class Update:
         kinds = [p.kind for p in parameters]
         by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self._others = inspect.Parameter.VAR_KEYWORD in kinds
-        self._takes_call = any(p.name == "call" and p.kind in by_name for p in parameters)
+        self.takes_call = any(p.name == "call" and p.kind in by_name for p in parameters)
         many = inspect.Parameter.VAR_POSITIONAL in kinds
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         by_place = [p.name for p in parameters if p.kind in positional and p.name not in ("call", *KEYWORDS)][:3]
@@ -69,11 +70,16 @@ class Update:
         """The same update with the facts of a transform."""
         new = object.__new__(Update)
         new.function, new.names, new._others = self.function, self.names, self._others
-        new._places, new._takes_call, new._required = self._places, self._takes_call, self._required
+        new._places, new.takes_call, new._required = self._places, self.takes_call, self._required
         new._donates = "donated" in owner.takes
         new._flushes = owner.accepts("flush")
         new._refused = None if owner.vmappable else owner.spec if owner.spec.name else spec_of_function(self.function)
         return new
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__name__", "__qualname__"):  # for functools.wraps
+            return getattr(self.function, name)
+        raise AttributeError(name)
 
     def __call__(self, grads: Tree, state: State, params: Tree = None, **keywords: Any) -> tuple[Tree, State]:
         return self.run(grads, state, params, call_of(keywords))
@@ -88,9 +94,11 @@ class Update:
             raise NotVmappable(
                 f"{self._refused!r} does not run under the vmap engine; use simulate(..., engine='lockstep')"
             )
-        if self._takes_call:
+        if self.takes_call:
             out: tuple[Tree, State] = self.function(*(grads, state, params)[: self._places], call=call)
             return out
         given = call.keywords(self.names, self._others, self._required)
+        if "params" in self.names:  # by keyword only
+            given["params"] = params
         out = self.function(*(grads, state, params)[: self._places], **given)
         return out

@@ -24,8 +24,8 @@ from ..transforms._bucketwise import restrict
 from ..transforms._call import Call
 from ..transforms._transform import Transform
 from ..transforms.layout._pieces import Pieces
-from ..transforms.pipelines._dry_run import DryRun
-from ..transforms.pipelines._explain import explain_run
+from ..transforms.pipelines._counting_memory import CountingMemory
+from ..transforms.pipelines._explain import explain_memory
 from ..transforms.pipelines._explanation import Explanation
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
@@ -108,12 +108,13 @@ class DDPRun:
 
     def explain(self) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
-        words = 0 if self.used is None else len(self.leaves)
         what = self._hook if self.pipeline_step is None else self.pipeline_step.pipeline
         sharding = what.sharding if isinstance(what, Pipeline) else None
         pieces = None if sharding is None else sharding.pieces
-        run = DryRun(what, self.leaves, self.mesh.shape, lambda _: self._buckets, module_words=words, pieces=pieces)
-        return explain_run(run)
+        uses, buckets = self.used is not None, self._buckets
+        return explain_memory(
+            CountingMemory(what, self.leaves, self.mesh.shape, lambda _: buckets, uses=uses, pieces=pieces)
+        )
 
     # -- bucket by bucket -------------------------------------------------------------------------------
 

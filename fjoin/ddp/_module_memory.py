@@ -17,7 +17,7 @@ from ..reducer._all_reduce import power_near
 from ..reducer._bucket_stages import BucketStages
 from ..reducer._gather_pieces import gather_leaves
 from ..reducer._step_check import CountsOfAll
-from ..training._apply import end_on_optimizer, end_on_params
+from ..training._ends import run_end
 from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import merge
 from ..transforms._call import Call
@@ -209,14 +209,7 @@ class ModuleMemory:
         if self._ended or step is None:
             return
         call = Call(self._sums["weight"], None, run.step).inside(flush=effect is FLUSH)
-        own, states = self._own, step.stepper.states
-        with torch.no_grad():
-            if op.on == "params":
-                step.after_state = end_on_params(
-                    run.mesh, op.part, own, states, step.after_state, run.flats, effect, call
-                )
-            else:
-                step.on_state = end_on_optimizer(run.mesh, op.part, own, states, step.on_state, effect, call)
+        step.ends = run_end(op, step.ends, run.mesh, self._own, step.stepper.states, run.flats, effect, call)
 
     def gather(self, op: Gather, effect: Effect) -> None:
         run, step, pieces = self._run, self._step, self._run.pieces

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from ..optim._foreach import ForeachStepper, divides
-from ..reducer._flat_params import copy_if_aliased
 from ..reducer._step_check import CountsOfAll, Decision, StepCheck
+from ..training._ends import EndStates, init_ends
 from ..training._loss_weight import unscale
 from ..transforms._state_dict import restored, to_state_dict
-from ..transforms._tree import check_dense, named_leaves
+from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import Pieces
-from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
 from ..transforms.program._effect import Effect
-from ..transforms.step_param._state_fields import state_fields
 from ._buckets import DDPBucket
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss
@@ -40,7 +38,7 @@ class ModuleStep:
 
     Attributes:
         stepper: Steps parameters; holds the optimizer's states.
-        after_state, on_state, outer: The states of the transforms after the optimizer, and of `skip_if_nonfinite` or `dynamic_loss_scale`.
+        ends, outer: The states of the transforms after the optimizer, and of `skip_if_nonfinite` or `dynamic_loss_scale`.
         scaling: For a pipeline in `dynamic_loss_scale`.
     """
 
@@ -73,14 +71,7 @@ class ModuleStep:
         slots = self.stepper.states
         sharding = pipeline.sharding
         self.gather_state: Any = () if sharding is None or pieces is None else sharding.init(pieces, held, dict(slots))
-        self.after_state: Any = ()
-        if pipeline.after:
-            masters = masters_of(held, dict(slots))
-            self.after_state = copy_if_aliased(pipeline.after.init(masters), [*self._flats, *masters.values()])
-        self.on_state: Any = ()
-        if pipeline.on_state:
-            fields = state_fields(slots)
-            self.on_state = copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values())
+        self.ends = init_ends(pipeline, held, slots, self._flats)
         self._watched = [item for item in items if item[1].watched]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         self.check = check
@@ -106,8 +97,8 @@ class ModuleStep:
         """The states as tensors and numbers."""
         return {
             "outer": to_state_dict(self.outer),
-            "after": to_state_dict(self.after_state),
-            "on_state": to_state_dict(self.on_state),
+            "after": to_state_dict(self.ends.after),
+            "on_state": to_state_dict(self.ends.on_state),
             "gather": to_state_dict(self.gather_state),
             "optimizer": {path: to_state_dict(state) for path, state in self.stepper.states.items()},
             "parameters": self._checksum(),
@@ -131,8 +122,8 @@ class ModuleStep:
             ValueError: the state of another pipeline, or of other parameters; nothing is loaded.
         """
         outer = restored("the state of the outer", self.outer, state_dict["outer"])
-        after = restored("the state of the after", self.after_state, state_dict["after"])
-        on_state = restored("the state of on_state", self.on_state, state_dict["on_state"])
+        after = restored("the state of the after", self.ends.after, state_dict["after"])
+        on_state = restored("the state of on_state", self.ends.on_state, state_dict["on_state"])
         gather = restored("the state of the gather", self.gather_state, state_dict["gather"])
         if self.pipeline.sharding is not None and self._pieces is not None:
             self.pipeline.sharding.check(self._pieces, gather)
@@ -143,7 +134,7 @@ class ModuleStep:
             )
         own = self.own()
         self.stepper.adopt(self.stepper.prepared((path, at(path), own[path], s) for path, s in saved.items()))
-        self.outer, self.after_state, self.on_state, self.gather_state = outer, after, on_state, gather
+        self.outer, self.ends, self.gather_state = outer, EndStates(after, on_state), gather
         self._loaded_checksum = state_dict["parameters"]
 
     def begin(self, step: int, scaled: bool) -> list[tuple[str, float]]:

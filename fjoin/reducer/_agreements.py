@@ -43,7 +43,6 @@ class Agreements:
         norm: bool = False,
     ) -> None:
         self._mesh, self._plan, self._parts, self._place = mesh, plan, parts, place
-        self._ends = tuple(part for part in (parts.after, parts.on_state, parts.on_buffers) if part is not None)
         self._of_all = StepRecord(mesh, plan.agree)
         self._records = {plan.agree: self._of_all}  # by axes
         self.ranks = self._of_all.ranks
@@ -105,7 +104,7 @@ class Agreements:
             now: The record of this step.
         """
         counts = self._take(step)
-        if any(axes_of(part, self._mesh.shape, step, at_end=True) for part in self._ends):
+        if any(axes_of(part, self._mesh.shape, step, at_end=True) for part in self._parts.transforms):
             return [
                 *counts,
                 CountsOfAll(1, now.read(self.check.grads.on_device)),

@@ -15,6 +15,7 @@ from ..transforms._bucketwise import restrict
 from ..transforms._call import Call
 from ..transforms._lane import NONFINITE
 from ..transforms._transform import Transform
+from ..transforms._tree import to_device
 from ..transforms.combinators._chain import stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.plan._plan import Plan, takes_flat
@@ -155,7 +156,8 @@ class BucketHook:
 
 def _nan_if(bad: Any, value: Any) -> Any:
     if isinstance(bad, Tensor):
-        return torch.where(bad > 0, math.nan, torch.as_tensor(value, dtype=bad.dtype, device=bad.device))
+        known = to_device(bad.device, torch.as_tensor(value), bad.dtype)
+        return torch.where(bad > 0, torch.full_like(known, math.nan), known)
     return math.nan if bad else value
 
 

@@ -12,7 +12,7 @@ from ..groups._mesh import Mesh
 from ..groups._record import Sums
 from ..reducer._agreements import Agreements
 from ..reducer._all_reduce import AllReduceHook
-from ..reducer._buckets import BucketQueue
+from ..reducer._buckets import BucketQueue, GradBuffer
 from ..reducer._gather_pieces import gather_changes_, start_gather
 from ..reducer._step_check import Decision
 from ..reducer._step_hook import StepHook
@@ -22,9 +22,18 @@ from ..transforms._call import Call
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
-from ._apply import end_on_optimizer, end_on_params, step_bucket, tears
+from ..transforms.step_param._checked import unchecked
 from ._deferred import DeferredMessages
+from ._ends import run_end
 from ._state import StateData
+
+
+def tears(step: int) -> str:
+    """The text of a state whose step fails while it changes the parameters."""
+    return (
+        f"step {step} failed after it had changed some of the parameters, so this state is neither old nor "
+        f"new; load a checkpoint, or use donate=False to keep the old state whole"
+    )
 
 
 class Shell(Protocol):
@@ -134,14 +143,25 @@ class FlatMemory:
             body.outer = decision.effect.update_counters(skips, body.outer)
         body.torn = tears(body.step)
 
+    def _step_bucket(self, index: int, out: GradBuffer) -> None:
+        """Run the optimizer's kernels on one bucket."""
+        storage, guards = self._body.storage, self._decision
+        with torch.no_grad():
+            for optimizer, param, grad, slots in storage.ranges(index, out.grads):
+                step_param_ = unchecked(optimizer.step_param_)  # init_param has made these slots
+                step_param_(param, grad, slots, grad_scale=guards.scale, found_inf=guards.found_inf)
+            # Fused kernels do not increment the version: without this a graph that still needs the old values,
+            # such as the user's own, would silently use the new ones.
+            torch.autograd.graph.increment_version(storage.flats[index])
+
     def step(self, effect: Effect) -> None:
         if not self._decision.changes:
             return
         # In the order of the forward pass, in which the parameters are gathered.
-        with torch.no_grad():
-            for i, out in reversed(list(enumerate(self._queue.outgoing))):
-                step_bucket(self._body, i, out, self._decision)
-                if self._shell.gathers_buckets:
+        for i, out in reversed(list(enumerate(self._queue.outgoing))):
+            self._step_bucket(i, out)
+            if self._shell.gathers_buckets:
+                with torch.no_grad():
                     start_gather(self._body.storage, i, self._shell.mesh)
 
     def step_each(self, op: StepEach) -> Effect:
@@ -165,8 +185,7 @@ class FlatMemory:
                 if i == 0:  # nothing has been changed yet
                     body.torn = ""
                 raise error
-            with torch.no_grad():
-                step_bucket(body, i, out, decision)
+            self._step_bucket(i, out)
         return decision.effect
 
     def ends(self, op: Ends, effect: Effect) -> None:
@@ -182,13 +201,8 @@ class FlatMemory:
         states: Mapping[str, Any] = {}
         if storage.has_masters or op.on == "optimizer":
             states = storage.optimizer_states()
-        with torch.no_grad():
-            own = storage.own_leaves()
-            if op.on == "params":
-                lent = [*storage.flats, *storage.exact]
-                body.after = end_on_params(shell.mesh, op.part, own, states, body.after, lent, effect, call)
-            else:
-                body.on_state = end_on_optimizer(shell.mesh, op.part, own, states, body.on_state, effect, call)
+        lent = [*storage.flats, *storage.exact]
+        body.ends = run_end(op, body.ends, shell.mesh, storage.own_leaves(), states, lent, effect, call)
 
     def _end_on_buffers(self, op: Ends, effect: Effect) -> None:
         body = self._body

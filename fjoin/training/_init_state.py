@@ -7,15 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from ..groups._consistency import check_program, same_values
-from ..reducer._flat_params import Storage, copy_if_aliased
+from ..reducer._flat_params import Storage
 from ..transforms._axis_env import bind_axes
-from ..transforms._tree import named_leaves
 from ..transforms.layout._buckets import Bucket, make_layout
 from ..transforms.layout._pieces import labels
-from ..transforms.optimizers._mixed_precision import masters_of
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.plan._plan import warn_if_silent
-from ..transforms.step_param._state_fields import state_fields
+from ._ends import init_ends
 from ._executor import Run
 from ._params import check_values, flatten
 from ._state import StateData
@@ -41,7 +39,7 @@ def make_state_data(
     layout = pieces.buckets if pieces else make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
     run.agreements.ids.number()
     check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, accumulate, run.weighs, buffers, sync)
-    run.check_loss(buffers is not None)
+    run.passes.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, (pipeline.hook, *pipeline.ends), tuple(mesh.shape), run.ranks, stacklevel=4)
 
@@ -62,18 +60,11 @@ def make_state_data(
     held = storage.own_leaves()
     hook = run.hook.init(storage)
     slots = storage.optimizer_states() if pipeline.ends else {}
-    after: Any = ()
-    if pipeline.after:
-        masters = masters_of(held, slots)
-        after = copy_if_aliased(pipeline.after.init(masters), [*storage.flats, *masters.values()])
+    ends = init_ends(pipeline, held, slots, storage.flats)
     run.close()
     run.token = object()  # states of an earlier init may have another layout
     outer = pipeline.skips.begin(()) if pipeline.skips else None
-    fields = state_fields(slots) if pipeline.on_state else {}
-    on_state = (
-        copy_if_aliased(pipeline.on_state.init(fields), named_leaves(fields).values()) if pipeline.on_state else ()
-    )
-    body = StateData(storage, own, hook, after, on_state, rebuild, owner=run.token, outer=outer)
+    body = StateData(storage, own, hook, ends, rebuild, owner=run.token, outer=outer)
     body.buffers_before = own
     if own is not None:
         body.buffers_state = run.on_buffers.init(own)

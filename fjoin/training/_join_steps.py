@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from .._errors import EarlyTermination, JoinError, NoBatch, NonFinite
 from ..transforms._check import iterable
+from ._in_loop import InLoop
+from ._iteration import Iteration
 from ._leaving import left_by_code
 from ._look_ahead import LookAhead
 
@@ -41,18 +42,6 @@ class _NoBatch:
 NO_BATCH: Any = _NoBatch()
 
 
-@dataclass
-class Iteration:
-    """One iteration of the loop, as the step sees it."""
-
-    number: int
-    live: bool  # whether this rank has a batch
-    has_next: bool  # whether it has another batch after this one
-    replays: bool = False  # whether ranks without weight still run `loss_fn`
-    called: bool = False  # whether the body has called the step
-    others: Callable[[], float] | None = None  # the number of ranks that have another batch, once a window has ended
-
-
 class JoinedLoader(Generic[B]):
     """A loader that ends on all ranks together; made by `TrainStep.join` and, with `steps`, by `join`.
 
@@ -60,7 +49,7 @@ class JoinedLoader(Generic[B]):
     it ends, so a `break` is reported to the other ranks at once, even where this object is kept in a variable.
     """
 
-    def __init__(self, steps: Sequence[Any], loader: Iterable[B], **options: Any) -> None:
+    def __init__(self, steps: Sequence[InLoop], loader: Iterable[B], **options: Any) -> None:
         if options["when_exhausted"] not in ("shadow", "replay"):
             raise ValueError(f"when_exhausted must be 'shadow' or 'replay', got {options['when_exhausted']!r}")
         self._steps, self._loader, self._options = steps, loader, options
@@ -70,7 +59,7 @@ class JoinedLoader(Generic[B]):
 
 
 def _iterate(
-    steps: Sequence[Any],
+    steps: Sequence[InLoop],
     loader: Iterable[B],
     *,
     empty: Any,
@@ -79,14 +68,14 @@ def _iterate(
 ) -> Iterator[B]:
     """Iterate over a loader until all ranks are out of input; see `TrainStep.join`."""
     for step in steps:
-        step._begin_join()
+        step.enter()
     first, name = steps[0], "step.join" if len(steps) == 1 else "fjoin.join"
     number, finished, replays, by_code = 0, False, when_exhausted == "replay", False
     try:
         iterable("loader", loader)
         batches, look_ahead = iter(loader), LookAhead()
         current = _load(steps, batches)
-        have = first._count(current is not _END, throw_on_early_termination, replays)
+        have = first.count(current is not _END, throw_on_early_termination, replays)
         if throw_on_early_termination and 0 < have < first.ranks:
             _stop_early(first, have)
         if replays and have > 0 and current is _END and empty is NO_BATCH:
@@ -102,7 +91,7 @@ def _iterate(
                 given = current
             iterations = [Iteration(number, current is not _END, following is not _END, replays) for _ in steps]
             for step, iteration in zip(steps, iterations, strict=True):
-                step._iteration = iteration
+                step.iteration = iteration
             yield given
             for i, (step, iteration) in enumerate(zip(steps, iterations, strict=True)):
                 if not iteration.called:
@@ -110,9 +99,9 @@ def _iterate(
                     raise JoinError(
                         f"the loop body did not call {which} in iteration {number}; call it exactly once in each iteration "
                         f"(to leave a batch out, give it weight 0)",
-                        step=step._last_step,
+                        step=step.failures.last_step,
                     )
-                step._iteration = None
+                step.iteration = None
             # Only a rank that is out of input has to wait for this number. Any step that has ended a window has it.
             others = next((iteration.others for iteration in iterations if iteration.others is not None), None)
             if others is not None and (throw_on_early_termination or following is _END):
@@ -123,7 +112,7 @@ def _iterate(
             current, number = following, number + 1
         finished = True
         for step in steps:
-            step._end_join()
+            step.end()
     except GeneratorExit:
         by_code = left_by_code()
         last = next((iteration.others for iteration in iterations if iteration.others is not None), None)
@@ -136,46 +125,46 @@ def _iterate(
         raise
     finally:
         for step in steps:
-            step._iteration = None
+            step.iteration = None
         if not finished:
             for step in steps:
-                step._leave(
+                step.failures.leave(
                     JoinError(
                         f"rank {step.rank} left the loop over {name} in iteration {number}, by break, return or an "
                         f"exception, and others have not; leave it on all ranks after the same step, or loop over "
                         f"{name}(itertools.islice(loader, n))",
                         rank=step.rank,
-                        step=step._last_step,
+                        step=step.failures.last_step,
                     ),
                     by_code,
                 )
 
 
-def _tell(steps: Sequence[Any], error: BaseException) -> NoReturn:
+def _tell(steps: Sequence[InLoop], error: BaseException) -> NoReturn:
     """Reports an error to the ranks of all steps, and raises its root cause."""
     for step in steps[1:]:
         with contextlib.suppress(BaseException):
-            step._raise(error)
-    steps[0]._raise(error)
+            step.fail(error)
+    steps[0].fail(error)
     raise error
 
 
-def _load(steps: Sequence[Any], batches: Iterator[Any]) -> Any:
+def _load(steps: Sequence[InLoop], batches: Iterator[Any]) -> Any:
     for step in steps:
-        step._iteration = Iteration(
+        step.iteration = Iteration(
             -1, False, False
         )  # detects a loader that calls the step, which would take a step that no other rank takes
     try:
         return next(batches, _END)
     finally:
         for step in steps:
-            step._iteration = None
+            step.iteration = None
 
 
-def _stop_early(step: Any, have: float) -> NoReturn:
-    after = "before the first step" if step._last_step is None else f"after step {step._last_step}"
+def _stop_early(step: InLoop, have: float) -> NoReturn:
+    after = "before the first step" if step.failures.last_step is None else f"after step {step.failures.last_step}"
     raise EarlyTermination(
         f"{step.ranks - int(have)} of {step.ranks} ranks are out of input {after} while the others have "
         f"more, and throw_on_early_termination is set",
-        step=step._last_step,
+        step=step.failures.last_step,
     )

@@ -17,6 +17,7 @@ from ..reducer._hook_state import HookState
 from ..transforms._tree import path_string
 from ..transforms.optimizers._inject import with_hyperparameters
 from ..transforms.pipelines._tree_memory import PipelineState
+from ._ends import EndStates
 
 
 @dataclass
@@ -26,8 +27,7 @@ class StateData:
     storage: Storage
     buffers: dict[str, Tensor] | None
     hook: Any
-    after: Any
-    on_state: Any
+    ends: EndStates
     rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
     owner: object  # the token of the step that made it; only that step can run it
     buffers_state: Any = ()  # of the transform of the buffers
@@ -163,7 +163,7 @@ class TrainState:
         window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
         optimizer = body.rebuild(body.storage.optimizer_states())
         gather = gather_state(body.storage, body.gather)
-        state = PipelineState(body.hook_state(), optimizer, body.after, body.on_state, body.step, window, gather)
+        state = PipelineState(body.hook_state(), optimizer, *body.ends, body.step, window, gather)
         return state if body.outer is None else body.outer._replace(inner=state)
 
     @property

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
-from .._errors import DesyncError, FjoinError, JoinError, NonFinite
-from ..groups._consistency import same_loops
-from ..groups._record import Record
+from .._errors import NonFinite
 from ..transforms.combinators._chain import identity
 from . import _join_steps as _join
 from ._executor import Run
+from ._failures import Failures
+from ._in_loop import InLoop
 from ._init_state import make_state_data
 from ._left_open import LeftOpen
 from ._loss import refuse_inference
@@ -41,13 +39,9 @@ class TrainStep:
         self._bucket_bytes, self._accumulate = bucket_bytes, accumulate
         self._mesh, self.pipeline = run.mesh, run.pipeline
         self.ranks, self.rank = run.ranks, run.mesh.rank
-        self._device: torch.device | None = None
-        self._iteration: _join.Iteration | None = None
-        self._last_step: int | None = None
-        self._left = LeftOpen(self, (*run.pipeline.ends, run.on_buffers), "state = step.flush(state)")
-        self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
-        self._compared = False  # whether the ranks have compared their loops
-        self._together = False  # whether all ranks raised the last error at the same place
+        left = LeftOpen(self, (*run.pipeline.ends, run.on_buffers), "state = step.flush(state)")
+        self._left, self._failures = left, Failures(run, left)
+        self._in_loop = InLoop(run, self._failures)
 
     def init(
         self,
@@ -78,23 +72,23 @@ class TrainStep:
         """
         if sync not in ("broadcast", "check", None):
             raise ValueError(f"sync must be 'broadcast', 'check' or None, got {sync!r}")
-        with self._alone():
+        with self._failures.alone():
             return self._init_alone(params, buffers, sync)
 
     def _init_alone(self, params: Any, buffers: dict[str, Tensor] | None, sync: str | None) -> TrainState:
-        self._usable()
+        self._failures.check()
         refuse_inference("init")
         check_buffers(buffers)
         if buffers is None and self._run.on_buffers != identity():
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:
             body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes, self._accumulate)
-            self._device = body.storage.layout[0].device if body.storage.layout else None
+            self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
             self._run.forget()
             self._left.steps, self._left.gathers = 0, False
             return TrainState(body)
         except BaseException as error:
-            self._raise(error)
+            self._in_loop.fail(error)
 
     def close(self) -> None:
         """Free the step's buffers and hooks, and drop its messages under way; states stay readable.
@@ -128,22 +122,21 @@ class TrainStep:
             ValueError: `state` is within an accumulation window.
             PeerLost, CollectiveTimeout, DonatedState, TornState: as a step.
         """
-        with self._alone():
-            self._usable()
+        with self._failures.alone():
+            self._failures.check()
             try:
                 body = check_state(state)._claim(self._run.token)
                 if body.window:
                     raise ValueError("flush within an accumulation window; call it after the last call of a window")
                 if not self._donate:
                     body = body.clone()
-                if not self._compared:
-                    same_loops(self._mesh, self._run.axes, "step.flush before any step")
+                self._in_loop.compare("step.flush before any step", begins=False)
                 self._run.flush(body)
             except NonFinite:  # raised by all ranks at the same place; nothing has changed
-                self._together = True
+                self._failures.together = True
                 raise
             except BaseException as error:
-                self._raise(error)
+                self._in_loop.fail(error)
         self._left.steps = 0
         body.version += 1
         return TrainState(body)
@@ -168,37 +161,27 @@ class TrainStep:
             DonatedState, TornState: `state` can no longer be stepped.
             TypeError, ValueError: `loss_fn` or `weight` returned an unusable value; the first loss depends on no parameter.
         """
-        with self._alone():
+        with self._failures.alone():
             return self._step(state, batch)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        self._usable()
-        self._together = False
-        iteration, body, given = self._iteration, None, None
+        self._failures.check()
+        self._failures.together = False
+        iteration, body, given = self._in_loop.iteration, None, None
         try:
             if iteration is not None:
-                if iteration.number < 0:
-                    raise JoinError(
-                        "the loader of step.join called the step; only the loop's body may", step=self._last_step
-                    )
-                if iteration.called:
-                    raise JoinError(
-                        f"the loop body called the step twice in iteration {iteration.number}; call it exactly once in each, "
-                        f"and use fjoin.train_step(..., accumulate=k) for several batches in one step",
-                        step=self._last_step,
-                    )
-                iteration.called = True
+                self._in_loop.called(iteration)
             given = body = check_state(state)._claim(self._run.token)
             if not self._donate:
                 body = body.clone()
             self._run.step_check.raise_pending()
-            self._last_step = body.step
+            self._failures.last_step = body.step
             if iteration is None:
-                self._compare_loops("a loop without step.join")
+                self._in_loop.compare("a loop without step.join")
             metrics = self._run(body, batch, iteration)
             self._left.steps, self._left.gathers = body.step, bool(body.window)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
-            self._together = True
+            self._failures.together = True
             if given is not None and body is not None and given is not body:
                 given.lose_window(body.calls)
             raise
@@ -209,7 +192,7 @@ class TrainStep:
                     f"a call failed within an accumulation window, whose gradients are lost: {error!r}. The state can be read; "
                     f"go on from the last completed step with state.clone()"
                 )
-            self._raise(error)
+            self._in_loop.fail(error)
         body.version += 1
         return TrainState(body), metrics
 
@@ -251,100 +234,9 @@ class TrainStep:
             PeerLost: another rank left the loop, or failed.
         """
         return _join.JoinedLoader(
-            [self],
+            [self._in_loop],
             loader,
             empty=empty,
             throw_on_early_termination=throw_on_early_termination,
             when_exhausted=when_exhausted,
         )
-
-    # -- called by the loop of join ------------------------------------------------------------
-
-    def _begin_join(self) -> None:
-        self._usable()
-        if self._iteration is not None:
-            error = JoinError("a loop over this step's join is still running; finish it before starting another")
-            if self.ranks > 1:  # the old loop may have been left with its iterator in a variable, so other ranks wait
-                self._raise(error)
-            raise error
-
-    def _count(self, has_batch: bool, throw: bool, replays: bool) -> float:
-        """The number of ranks that have a batch: the only message outside steps.
-
-        Raises:
-            DesyncError: a rank has other settings of `join`.
-        """
-        settings = f"throw_on_early_termination={throw}, when_exhausted={'replay' if replays else 'shadow'!r}"
-        own = 4.0 ** (throw + 2 * replays)  # no mean of different values equals one of them
-        with self._alone():
-            self._compare_loops(f"step.join(loader, {settings})")
-            device = self._device or torch.device("cpu")
-            record = Record(self._mesh, self._run.axes, ("batches", "settings"), small=True, device=device)
-            sums = record.send({"batches": float(has_batch), "settings": own}).wait()
-        if sums["settings"] != own * self.ranks:
-            raise DesyncError(f"some rank differs from rank {self.rank} in the settings of step.join: here {settings}")
-        return sums["batches"]
-
-    def _end_join(self) -> None:
-        """End a loop that has ended on all ranks.
-
-        Raises:
-            NonFinite: on all ranks: some ranks left the last step out, and others took it.
-        """
-        if self._last_step is not None:
-            with self._alone():
-                self._run.agreements.drain(self._last_step + 1)
-
-    def _compare_loops(self, loop: str) -> None:
-        """Compare the ranks' loops, before the first message."""
-        if not self._compared:
-            same_loops(self._mesh, self._run.axes, loop)
-            self._compared = True
-
-    def _leave(self, error: JoinError, agreed: bool) -> None:
-        """Report that this rank left the loop before its end, unless all ranks left or raised at the same place.
-
-        Args:
-            agreed: Whether the others may leave it too.
-        """
-        if self._broken is None and self.ranks > 1 and not self._together:
-            if agreed and self._mesh.leave_together(str(error)):
-                return
-            self._break(error)
-            self._mesh.report_failure(error, self._last_step)
-
-    # -- failures ------------------------------------------------------------------------------
-
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which no other thread of this rank can run a step of this mesh."""
-        return self._mesh.use.alone(self._met) if self.ranks > 1 else contextlib.nullcontext()
-
-    def _met(self, error: JoinError, reports: bool) -> None:
-        """Make the step unusable, since two threads have met in it; `reports` the failure to the other ranks."""
-        if self._broken is None:
-            self._break(error)
-            if reports:
-                self._mesh.report_failure(error, self._last_step)
-
-    def _usable(self) -> None:
-        if self._broken is not None:
-            kind, text = self._broken
-            raise kind(f"this step cannot go on, it failed before: {text}")
-
-    def _break(self, error: BaseException) -> None:
-        """Make the step unusable. The error itself is not kept: its frames would keep all their objects alive."""
-        self._left.failed = True
-        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error) or repr(error)
-
-    def _raise(self, error: BaseException) -> NoReturn:
-        """Reports the failure to the other ranks and raises its root cause."""
-        self._iteration = None
-        self._run.stop()
-        if self._broken is not None or self.ranks == 1:
-            raise error
-        try:
-            self._mesh.raise_root_cause(error, self._last_step)
-        except BaseException as cause:
-            self._break(cause)
-            self._run.drop()
-            raise

@@ -201,11 +201,12 @@ def join(
         raise TypeError(f"steps must be steps made by train_step, at least one, got {steps!r}")
     if len(set(map(id, steps))) < len(steps):
         raise ValueError("steps must be different ones; the body calls each once in each iteration")
-    alike = [(step._mesh.shape, step._run.axes, step._accumulate) for step in steps]
+    in_loop = [step._in_loop for step in steps]
+    alike = [step.form for step in in_loop]
     if any(one != alike[0] for one in alike):
         raise ValueError(f"steps must have the same mesh, axes and accumulate, so that they end together; got {alike}")
     return JoinedLoader(
-        steps,
+        in_loop,
         loader,
         empty=empty,
         throw_on_early_termination=throw_on_early_termination,

@@ -204,7 +204,7 @@ def test_what_is_refused() -> None:
         lambda: tx.average_buffers("data").update({"n": large}, (), weight=1)[0], {"data": 2}), "'n'", "uint64")  # fmt: skip
 
     step, state = counting(pipeline)
-    step._run._loss._loss_fn = lambda p, b, x: ((p["w"] * x).sum(), None, {**b, "n": b["n"].double()})
+    step._run.passes._loss._loss_fn = lambda p, b, x: ((p["w"] * x).sum(), None, {**b, "n": b["n"].double()})
     raises_text(ValueError, lambda: step(state, torch.ones(2)), "'n'", "float64", "int32")
 
     def other_choices(mine: bool) -> None:

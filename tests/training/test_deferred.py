@@ -150,7 +150,10 @@ def resumed() -> Any:
     state = step.init(start())
     for batch in batches(step.rank, 5):
         state, _ = step(state, batch)
-    again, pending = copy.deepcopy(state._body.after), {k: v.clone() for k, v in state._body.after.pending.items()}
+    again, pending = (
+        copy.deepcopy(state._body.ends.after),
+        {k: v.clone() for k, v in state._body.ends.after.pending.items()},
+    )
     for batch in batches(step.rank, 9)[5:]:
         state, _ = step(state, batch)
     return max_diff(again.pending, pending) == 0, state.clone().params

@@ -164,3 +164,29 @@ def test_a_transform_without_a_name_is_identified_by_its_function(fields: Any) -
 def test_a_replaced_transform_is_identified_by_its_function_too() -> None:
     assert dataclasses.replace(_of(_plain)) == _of(_plain)
     assert tx.fingerprint(dataclasses.replace(_of(_plain))) == tx.fingerprint(_of(_plain))
+
+
+def test_a_copy_with_another_update_takes_what_that_one_names() -> None:
+    hook = tx.mean("data")
+    copied = dataclasses.replace(hook, update=lambda grads, state, params=None, *, weight=None: (grads, state))
+    assert "wire" in hook.takes and copied.takes == {"weight"}
+
+
+def test_parameters_by_keyword_only() -> None:
+    def update(grads: Any, state: Any, *, params: Any = None) -> Any:
+        return params, state
+
+    params = {"w": torch.ones(2)}
+    hook = tx.chain(tx.Transform(lambda params: (), update), tx.identity())
+    assert hook.update({"w": torch.zeros(2)}, hook.init(params), params)[0]["w"].tolist() == [1.0, 1.0]
+
+
+def test_an_update_can_be_wrapped() -> None:
+    inner = tx.clip_by_value(1.0)
+
+    @functools.wraps(inner.update)
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return inner.update(grads, state, params, **extra)
+
+    assert update.__name__ == "update"
+    assert tx.Transform(inner.init, update).update(torch.tensor(3.0), ())[0] == 1.0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import optree
-import torch
 from torch import Tensor
 
 from .._check import whole_number
@@ -16,16 +15,14 @@ from .._tree import Tree
 from ..combinators._chain import stages
 from ..layout._buckets import BUCKET_BYTES, Bucket, make_layout
 from ..layout._pieces import Pieces
-from ..optimizers._mixed_precision import masters_of
 from ..plan._phases import Phase, changes_with_steps, phases, shown
+from ..program._ops import Agree, Ends, Gather, Op, Stages, Step
 from ..remat._residuals import saved_residuals
 from ..step_param._optimizer import Optimizer
-from ..step_param._state_fields import state_fields
-from ._dry_run import DryRun
+from ._counting_memory import CountingMemory
 from ._explanation import Explanation as Explanation
 from ._explanation import Message, Row
 from ._pipeline import Pipeline
-from ._sharding import Sharding
 
 MOST_SHOWN = 1024  # ranks, for the time that their loads take
 
@@ -86,107 +83,124 @@ def explain(
 
     sharding = pipeline.sharding if isinstance(pipeline, Pipeline) else None
     pieces = None if sharding is None else functools.partial(sharding.pieces, bucket_bytes=bucket_bytes)
-    found = explain_run(DryRun(pipeline, params, axes, cut, on_buffers, pieces=pieces), at_step, buffers)
+    found = explain_memory(CountingMemory(pipeline, params, axes, cut, buffers, on_buffers, pieces=pieces), at_step)
     if loss_fn is None:
         return found
     given = (params, batch) if buffers is None else (params, buffers, batch)
     return found._replace(residuals=saved_residuals(loss_fn, *given))
 
 
-def explain_run(run: DryRun, at_step: int | None = None, buffers: Mapping[str, Tensor] | None = None) -> Explanation:
-    """`explain` for a given dry run."""
-    with run.running():
-        rows = _hook_rows(run, at_step)
-        if run.optimizer is not None:
-            rows += _lane_rows(run, at_step)
-        if run.module_words:
-            used = run.sum_of(torch.zeros(run.module_words), tuple(run.sizes))
-            rows.append(Row("(parameters that are used)", Needs.LAYOUT, "each step", used, 0))
-        if run.optimizer is not None:
-            rows += _optimizer_rows(run.optimizer, run.own, run.pieces)
-        if isinstance(run.pipeline, Pipeline):
-            slots = run.pipeline.optimizer.init(run.own)
-            rows += _end_rows(run, at_step, run.pipeline.after, masters_of(run.own, slots))
-            fields = state_fields(slots)
-            rows += _end_rows(run, at_step, run.pipeline.on_state, fields)
-            rows += _gather_rows(run, run.pipeline.sharding, slots)
-        held = {path: torch.zeros(b.shape, dtype=b.dtype) for path, b in (buffers or {}).items()}
-        rows += _end_rows(run, at_step, run.on_buffers, held)
-        if run.skips is not None:
-            own = _state_bytes(run.skips.begin(()))
-            rows.append(Row(f"{run.pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), own))
-    return Explanation(tuple(rows), run.sizes)
+def explain_memory(memory: CountingMemory, at_step: int | None = None) -> Explanation:
+    """`explain` for a given memory."""
+    with memory.running():
+        table = _Table(memory, at_step)
+        for op in memory.program(at_step or 0):
+            table.add(op)
+        return Explanation(tuple(table.rows()), memory.sizes)
 
 
-def _hook_rows(run: DryRun, at_step: int | None) -> list[Row]:
-    early = run.plan.early
-    count = len(stages(early)) if early is not None and run.layout else 0
-    rows = []
-    for i, part in enumerate(stages(run.hook)):
-        rows += _rows(run, at_step, part, True, i < count)
-        if part.sharded_over and run.pieces is not None:
-            run.values = run.own
-    return rows
+class _Table:
+    """The rows of a table, from the operations of a program.
 
+    Args:
+        at_step: Only this step; None: a row for each phase of a stage.
+    """
 
-def _gather_rows(run: DryRun, sharding: Sharding | None, slots: Any) -> list[Row]:
-    """The messages of a sharded pipeline beside those of its stages."""
-    if sharding is None or run.pieces is None:
-        return []
-    verdict = run.verdict()
-    codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
-    state = _state_bytes(sharding.init(run.pieces, run.own, slots))
-    return [
-        Row("(whether all pieces are finite)", Needs.TREE, "each step", verdict, 0),
-        Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", run.gather(), state),
-    ]
+    def __init__(self, memory: CountingMemory, at_step: int | None) -> None:
+        self._memory, self._at_step = memory, at_step
+        self._hook: list[Row] = []
+        self._agreed: list[Row] = []
+        self._stepped: list[Row] = []
+        self._pieces: list[Row] = []
+        self._ends: list[Row] = []
+        self._buffers: list[Row] = []
 
+    def rows(self) -> list[Row]:
+        """The rows: hook, what ranks agree on, optimizer, what comes after it."""
+        rows = [*self._hook, *self._agreed, *self._stepped, *self._ends, *self._pieces, *self._buffers]
+        pipeline = self._memory.pipeline
+        if isinstance(pipeline, Pipeline) and pipeline.skips is not None:
+            own = _state_bytes(pipeline.skips.begin(()))
+            rows.append(Row(f"{pipeline.spec.name or 'custom'}(...)", Needs.TREE, "each step", (), own))
+        return rows
 
-def _end_rows(run: DryRun, at_step: int | None, part: Transform | None, values: Tree) -> list[Row]:
-    """The rows of a transform at the end of a step, on other values than the gradients."""
-    run.values, run.at_end = values, True
-    return [] if part is None else [row for stage in stages(part) for row in _rows(run, at_step, stage)]
+    def add(self, op: Op) -> None:
+        """Add the rows of an operation."""
+        memory = self._memory
+        if isinstance(op, Stages):
+            for i, part in enumerate(op.parts):
+                self._hook += self._of_stage(part, "hook", i)
+        elif isinstance(op, Agree) and op.moment == "used":
+            sent = memory.sent(op)
+            self._agreed.append(Row("(parameters that are used)", Needs.LAYOUT, "each step", sent, 0))
+        elif isinstance(op, Agree) and op.moment == "pieces":
+            sent = memory.sent(op)
+            self._pieces.insert(0, Row("(whether all pieces are finite)", Needs.TREE, "each step", sent, 0))
+        elif isinstance(op, Step) and memory.optimizer is not None:
+            self._agreed = [*self._records(), *self._agreed]
+            self._stepped = _optimizer_rows(memory.optimizer, memory.own, memory.pieces)
+        elif isinstance(op, Ends):
+            rows = self._buffers if op.on == "buffers" else self._ends
+            for part in stages(op.part):
+                rows += self._of_stage(part, op.on)
+        elif isinstance(op, Gather):
+            self._pieces.append(self._of_gather(op))
 
+    def _of_stage(
+        self, part: Transform, on: Literal["hook", "params", "optimizer", "buffers"], at: int = 0
+    ) -> list[Row]:
+        """The rows of a transform of these values, one for each phase.
 
-def _rows(
-    run: DryRun, at_step: int | None, part: Transform, in_hook: bool = False, per_bucket: bool = False
-) -> list[Row]:
-    """The rows of a stage, one for each phase; `in_hook` and `per_bucket` as in `DryRun.messages`."""
-    if part.parts is not None and at_step is None and changes_with_steps(part):
+        Args:
+            at: The position of the stage in the hook.
+        """
+        memory, values = self._memory, self._memory.values(on, at)
+
+        def sent(one: Transform, step: int) -> tuple[Message, ...]:
+            return memory.sent(Stages((one,)) if on == "hook" else Ends(one, on), step, at)
+
+        if part.parts is not None and self._at_step is None and changes_with_steps(part):
+            return [row for one in part.parts(values) for row in self._of_stage(one, on, at)]
+        state_bytes = _state_bytes(part.init(values))
+        rows: list[Row] = []
+        for when, step, ends in self._phases(part, sent, on != "hook"):
+            rows.append(Row(shown(part, step), part.needs, when, sent(part, step), 0 if rows else state_bytes, ends))
+        return rows
+
+    def _records(self) -> list[Row]:
+        """The messages that carry only the record of a step."""
+        memory = self._memory
+
+        def sent(_: Any, step: int) -> tuple[tuple[Message, ...], ...]:
+            ops = [op for op in memory.program(step) if isinstance(op, Agree) and op.moment in ("begin", "verdict")]
+            if memory.sums_first:  # shown with the buckets whose sums they divide
+                ops = [op for op in ops if op.late or op.moment == "verdict"]
+            found = [memory.sent(op) for op in ops]
+            return tuple(messages for messages in found if messages)
+
+        phases = self._phases(memory.hook, sent, False)
+        of_step = {step: sent(None, step) for _, step, _ in phases}
+        if len(set(of_step.values())) == 1:
+            when = "each step" if self._at_step is None else phases[0].when
+            phases = [phases[0]._replace(when=when, ends=False)]
         return [
-            row
-            for one in part.parts(run.values)
-            for row in _rows(run, at_step, one, in_hook and one.reduces is not None, per_bucket)
+            Row("(the step's own counts)", Needs.LAYOUT, when, messages, 0, ends)
+            for when, step, ends in phases
+            for messages in of_step[step]
         ]
-    state_bytes = _state_bytes(part.init(run.values))
-    rows: list[Row] = []
-    for when, step, ends in _phases(part, run.messages, at_step, run.at_end):
-        messages = run.messages(part, step, in_hook, per_bucket)
-        rows.append(Row(shown(part, step), part.needs, when, messages, 0 if rows else state_bytes, ends))
-    return rows
 
+    def _of_gather(self, op: Gather) -> Row:
+        """The messages with the parameters that each rank has stepped."""
+        memory = self._memory
+        assert isinstance(memory.pipeline, Pipeline) and memory.pipeline.sharding and memory.pieces
+        sharding, slots = memory.pipeline.sharding, memory.pipeline.optimizer.init(memory.own)
+        codec = "" if sharding.codec is None else f" by {sharding.codec!r}"
+        state = _state_bytes(sharding.init(memory.pieces, memory.own, slots))
+        return Row(f"(the parameters of all ranks{codec})", Needs.LAYOUT, "each step", memory.sent(op), state)
 
-def _lane_rows(run: DryRun, at_step: int | None) -> list[Row]:
-    """The messages that carry only the lane."""
-
-    def sends(hook: Transform, step: int) -> tuple[tuple[Message, ...], ...]:
-        return run.lane_messages(step)
-
-    found = _phases(run.hook, sends, at_step)
-    sent = {step: run.lane_messages(step) for _, step, _ in found}
-    if len(set(sent.values())) == 1:
-        found = [found[0]._replace(when="each step" if at_step is None else found[0].when, ends=False)]
-    return [
-        Row("(the step's own counts)", Needs.LAYOUT, when, messages, 0, ends)
-        for when, step, ends in found
-        for messages in sent[step]
-    ]
-
-
-def _phases(
-    part: Transform, sends: Callable[[Transform, int], Any], at_step: int | None, at_end: bool = False
-) -> list[Phase]:
-    return phases(part, sends, at_end) if at_step is None else [Phase(f"step {at_step}", at_step)]
+    def _phases(self, part: Transform, sends: Callable[[Transform, int], Any], at_end: bool) -> list[Phase]:
+        at = self._at_step
+        return phases(part, sends, at_end) if at is None else [Phase(f"step {at}", at)]
 
 
 def _optimizer_rows(optimizer: Optimizer, params: dict[str, Tensor], pieces: Pieces | None) -> list[Row]:

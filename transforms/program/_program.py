@@ -27,6 +27,11 @@ class Parts(NamedTuple):
     steps: bool = True  # whether there is an optimizer, and not the hook alone
 
     @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """The transforms at the end of a step."""
+        return tuple(part for part in (self.after, self.on_state, self.on_buffers) if part is not None)
+
+    @property
     def ends(self) -> Program:
         """The operations behind the optimizer, which a flush runs too."""
         ops: list[Op] = []

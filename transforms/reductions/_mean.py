@@ -65,9 +65,8 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
         if call.wire is not None and axis_size(axis) > 1:
             return encoded_mean(call.wire, grads, axis, share, over, rider, call)
         unit = call.unit if call.unit is None or over in (None, "weight") else 1.0
-        (summed, total, words), scale = _weighted_sum(
-            grads, axis, share, rider, unit, call.donated and not call.persistent
-        )
+        donated = call.donated and not call.persistent
+        (summed, total, words, _), scale = _weighted_sum(grads, axis, share, rider, unit, donated)
         if over is None:
             if isinstance(scale, Tensor) or scale != 1.0:
                 summed = optree.tree_map(lambda g: divided(g, torch.as_tensor(scale)), summed)

@@ -41,6 +41,7 @@ class Sums(NamedTuple):
     out: Tree  # like the gradients
     total: Tensor  # the sum of the ranks' factors, 0-d float64
     rider: Tensor  # the sums of the rider, (scalars,) float64; not read where this call carries none
+    kept: Tree = None  # the gradients in the form of `out`, where that is another one
 
 
 Reduce: TypeAlias = Callable[[Tree, RankWeight, Rider, Call], Sums]
@@ -68,6 +69,7 @@ def reducing(
         if over == "world":  # of all axes, behind another reduction
             before = call.group.axes if call.group is not None else ()
             divisor = torch.full_like(total, axis_size(tuple(dict.fromkeys((*before, *axis_names(axis))))))
-        return unless_idle(total, found.out, grads, call.persistent), MeanState(divisor, lane)
+        kept = grads if found.kept is None else found.kept
+        return unless_idle(total, found.out, kept, call.persistent), MeanState(divisor, lane)
 
     return update

@@ -92,7 +92,8 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         divisor = nonzero_or_one(_divisor(total, axis, over))
         for k, piece in enumerate(sums):
             slices.update(pieces.leaves_own(k, _divided(piece, divisor * scale)))
-        return Sums(map_with_path(lambda path, _: slices[path], grads), total, words)
+        kept = pieces.own(grads) if call.persistent else None
+        return Sums(map_with_path(lambda path, _: slices[path], grads), total, words, kept)
 
     return Transform(
         init_mean,

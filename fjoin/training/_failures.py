@@ -1,0 +1,71 @@
+"""The failures of one train_step on this rank, and what other ranks learn of them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NoReturn
+
+from .._errors import FjoinError, JoinError
+from ._executor import Run
+from ._left_open import LeftOpen
+
+
+class Failures:
+    """Reports failures to the other ranks, and keeps a step from being used after one.
+
+    Attributes:
+        last_step: The number of the step that began last; None before the first.
+        together: Whether all ranks raised the last error at the same place.
+    """
+
+    def __init__(self, run: Run, left: LeftOpen) -> None:
+        self._run, self._left, self._mesh = run, left, run.mesh
+        self._broken: tuple[type[FjoinError], str] | None = None  # the failure after which the step cannot run
+        self.last_step: int | None = None
+        self.together = False
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which no other thread of this rank can run a step of this mesh."""
+        return self._mesh.use.alone(self._met) if self._run.ranks > 1 else contextlib.nullcontext()
+
+    def _met(self, error: JoinError, reports: bool) -> None:
+        """Make the step unusable, since two threads have met in it; `reports` the failure to the other ranks."""
+        if self._broken is None:
+            self._break(error)
+            if reports:
+                self._mesh.report_failure(error, self.last_step)
+
+    def check(self) -> None:
+        """Raise where the step has failed before."""
+        if self._broken is not None:
+            kind, text = self._broken
+            raise kind(f"this step cannot go on, it failed before: {text}")
+
+    def _break(self, error: BaseException) -> None:
+        """Make the step unusable. The error itself is not kept: its frames would keep all their objects alive."""
+        self._left.failed = True
+        self._broken = type(error) if isinstance(error, FjoinError) else JoinError, str(error) or repr(error)
+
+    def raise_(self, error: BaseException) -> NoReturn:
+        """Report an error to the other ranks, and raise its root cause."""
+        self._run.stop()
+        if self._broken is not None or self._run.ranks == 1:
+            raise error
+        try:
+            self._mesh.raise_root_cause(error, self.last_step)
+        except BaseException as cause:
+            self._break(cause)
+            self._run.drop()
+            raise
+
+    def leave(self, error: JoinError, agreed: bool) -> None:
+        """Report that this rank left a loop before its end, unless all ranks left or raised at the same place.
+
+        Args:
+            agreed: Whether the others may leave it too.
+        """
+        if self._broken is None and self._run.ranks > 1 and not self.together:
+            if agreed and self._mesh.leave_together(str(error)):
+                return
+            self._break(error)
+            self._mesh.report_failure(error, self.last_step)
