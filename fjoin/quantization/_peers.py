@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..transforms.codecs._codec import Codec
-from ..transforms.codecs._stochastic import encode_rows
+from ..transforms.codecs._rows import encode_rows
 from ._work import EncodedWork
 
 

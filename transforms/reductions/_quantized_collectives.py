@@ -33,8 +33,9 @@ from ..axes._collectives import (
 from ..axes._primitive import as_tensor, names, note, packed
 from ..axes._ragged import all_to_all_single, check_splits
 from ..codecs._codec import Codec, refuse_derivative
-from ..codecs._stochastic import encode_rows
-from ._coded_mean import coded_mean
+from ..codecs._random_bits import places_of
+from ..codecs._rows import encode_rows
+from ._coded_mean import Term, coded_mean
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -209,7 +210,8 @@ def _on_floats(
 
 def _mean(codec: Codec, flat: Tensor, axis: AxisName) -> Tensor:
     one, words = (torch.ones(shape, dtype=torch.float64, device=flat.device) for shape in ((), (0,)))
-    return coded_mean(codec, flat, one, words, axis).mean
+    positions = places_of({"": flat}, flat.device) if codec.stochastic else None
+    return coded_mean(Term(codec, flat, one, words, positions=positions), axis).mean
 
 
 def _move(codec: Codec, flat: Tensor, axis: AxisName, move: Callable[[Tensor], Tensor]) -> Tensor:
