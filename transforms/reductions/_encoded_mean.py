@@ -15,14 +15,14 @@ from .._rider import Rider
 from .._tree import Tree, device_of, named_leaves, plain, readable_without_sync
 from .._weights import Over, RankWeight, nonzero_or_one
 from ..axes._collectives import axis_size
-from ..codecs._codec import Codec, refuse_derivative
+from ..codecs._codec import refuse_derivative
 from ..codecs._random_bits import places_of
 from ._coded_mean import Reduced, Term, coded_mean
 from ._reduction import Sums
 
 
 def encoded_mean(
-    wire: Codec, grads: Tree, axis: AxisName, share: RankWeight, over: Over | None, rider: Rider, call: Call,
+    grads: Tree, axis: AxisName, share: RankWeight, over: Over | None, rider: Rider, call: Call,
     reduce: Callable[..., Reduced] = coded_mean, into: Callable[[Tensor], Tree] | None = None,
 ) -> Sums:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
@@ -30,7 +30,7 @@ def encoded_mean(
     Args:
         share: This rank's factor.
         rider: Its words travel in the messages, in float64.
-        call: Of it, `memory` and `donated` are used: whether the mean may be written over the gradients.
+        call: Of it, `wire`, `memory` and `donated` are used. If donated, the mean may be written over the gradients.
         reduce: The reduction of one message: `coded_mean` or a function like it.
         into: From the flat mean to the result; by default a tree like the gradients.
 
@@ -40,7 +40,7 @@ def encoded_mean(
     of = named_leaves(grads)
     real(of, "an encoded mean")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
-    device, memory = device_of(of.values()), call.memory
+    device, wire, memory = device_of(of.values()), call.wire, call.memory
     share = share.to(device)
     flat, words = ravel(of.values(), device), rider.words(torch.float64, 1, device)
     room = flat if call.donated and plain(flat) and flat.is_contiguous() else None

@@ -10,7 +10,7 @@ from .._check import one_axis, real
 from .._lane import decode_words, lane_dtype
 from .._rider import Rider, first_of
 from .._spec import factory
-from .._transform import Compression, Needs, Reduction, Transform
+from .._transform import Compression, Needs, Transform
 from .._tree import Tree, device_of, named_leaves, to_device
 from .._weights import Over, RankWeight, check_over, nonzero_or_one
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
@@ -18,7 +18,7 @@ from ..codecs._codec import Codec, check_codec, refuse_derivative
 from ..codecs._random_bits import places_of
 from ._coded_mean import Reduced, Term, coded_mean, cut
 from ._encoded_mean import ravel, split, unravel, with_residual
-from ._reduction import Sums, init_mean, reducing
+from ._reduction import Sums, reduction
 from ._residuals import ResidualMemory
 
 
@@ -95,15 +95,8 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         return Sums(unravel(whole[: own.numel()], grads), total, sums)
 
     needs = Needs.NOTHING if wire is None or wire.elementwise else Needs.LAYOUT
-    lossy = wire is not None
-    return Transform(
-        init_mean,
-        reducing((local, node), over, reduce),
-        needs,
-        Reduction(lambda state: state, (local, node), over),
-        Compression(named_leaves) if lossy else None,
-        takes=("wire", "memory"),
-    )
+    lossy = None if wire is None else Compression(named_leaves)
+    return reduction((local, node), over, reduce, needs, compression=lossy, takes=("wire", "memory"))
 
 
 def _across(
