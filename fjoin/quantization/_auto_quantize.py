@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..transforms.codecs._codec import Codec, bfloat16, float16
+from ..transforms.reductions._coded_mean import cut
 from ._peers import Peers
-from ._work import EncodedWork
+from ._work import EncodedWork, Pending
 
 _NAMED: dict[str, Callable[[], Codec]] = {"fp16": float16, "bfp16": bfloat16}
 
@@ -91,7 +93,8 @@ def auto_quantize(
             return None
         with torch.no_grad():
             keyed = codec.keyed(seed, next(calls)) if codec.stochastic else codec
-            work = start(Peers(func.__name__, keyed, loss, group, dist.get_world_size(group), me), **named)
+            pending, outputs = start(Peers(func.__name__, keyed, group, dist.get_world_size(group), me), **named)
+        work = EncodedWork(pending, outputs, loss)
         if async_op:
             return work
         work.wait()
@@ -135,31 +138,32 @@ def _checked_loss(loss: Any) -> float | None:
     return float(loss)
 
 
-def _all_gather(peers: Peers, tensor_list: Any, tensor: Any) -> EncodedWork:
+# How a call of each function begins: its checks, its message, and the tensors to fill.
+_Started = tuple[Pending, list[Tensor]]
+
+
+def _all_gather(peers: Peers, tensor_list: Any, tensor: Any) -> _Started:
     x, outs = peers.check("tensor", tensor), peers.check_list("tensor_list", tensor_list, True)
     peers.check_own(f"tensor_list[{peers.me}]", outs[peers.me], "tensor", x)
-    work, read = peers.gather(x, [out.numel() for out in outs])
-    return peers.work(work, outs, read)
+    return peers.gather(x, [out.numel() for out in outs]), outs
 
 
-def _all_gather_into_tensor(peers: Peers, output_tensor: Any, input_tensor: Any) -> EncodedWork:
+def _all_gather_into_tensor(peers: Peers, output_tensor: Any, input_tensor: Any) -> _Started:
     out, x = peers.check("output_tensor", output_tensor, True), peers.check("input_tensor", input_tensor)
     peers.check_all("output_tensor", out, "input_tensor", x)
-    work, read = peers.gather(x, [x.numel()] * peers.ranks)
-    return peers.work(work, [out], lambda: [torch.cat(read())])
+    return peers.gather(x, [x.numel()] * peers.ranks), [out]
 
 
-def _all_to_all(peers: Peers, output_tensor_list: Any, input_tensor_list: Any) -> EncodedWork:
+def _all_to_all(peers: Peers, output_tensor_list: Any, input_tensor_list: Any) -> _Started:
     outs = peers.check_list("output_tensor_list", output_tensor_list, True)
     xs, me = peers.check_list("input_tensor_list", input_tensor_list), peers.me
     peers.check_own(f"output_tensor_list[{me}]", outs[me], f"input_tensor_list[{me}]", xs[me])
-    work, read = peers.exchange(xs, [out.numel() for out in outs])
-    return peers.work(work, outs, read)
+    return peers.exchange(xs, [out.numel() for out in outs]), outs
 
 
 def _all_to_all_single(
     peers: Peers, output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any
-) -> EncodedWork:
+) -> _Started:
     out, x = peers.check("output", output, True), peers.check("input", input)
     taken = peers.check_splits("output_split_sizes", output_split_sizes, "output", out)
     given = peers.check_splits("input_split_sizes", input_split_sizes, "input", x)
@@ -168,44 +172,37 @@ def _all_to_all_single(
             f"{peers.name}: this rank sends itself {given[peers.me]} floats of input, but output has place for {taken[peers.me]}; "
             f"input has shape {tuple(x.shape)}, output {tuple(out.shape)}"
         )
-    work, read = peers.exchange(x.reshape(-1).split(given), taken)
-    return peers.work(work, [out], lambda: [torch.cat(read())])
+    return peers.exchange(x.reshape(-1).split(given), taken), [out]
 
 
-def _reduce_scatter_tensor(peers: Peers, output: Any, input: Any, op: Any) -> EncodedWork:
+def _reduce_scatter_tensor(peers: Peers, output: Any, input: Any, op: Any) -> _Started:
     out, x = peers.check("output", output, True), peers.check("input", input)
     peers.check_op(op)
     peers.check_all("input", x, "output", out)
-    work, read = peers.exchange(x.reshape(peers.ranks, out.numel()).unbind(0), [out.numel()] * peers.ranks)
-    return peers.work(work, [out], lambda: [peers.total(read(), op)])
+    return peers.reduced(op, peers.exchange(x.reshape(peers.ranks, -1).unbind(0), [out.numel()] * peers.ranks)), [out]
 
 
-def _all_reduce(peers: Peers, tensor: Any, op: Any) -> EncodedWork:
+def _all_reduce(peers: Peers, tensor: Any, op: Any) -> _Started:
     x, ranks = peers.check("tensor", tensor, True), peers.ranks
     peers.check_op(op)
     if ranks <= 2:  # send all codes to the other rank: as many bytes as in two messages, but encoded once
-        work, read = peers.gather(x, [x.numel()] * ranks)
-        return peers.work(work, [x], lambda: [peers.total(read(), op)])
-    size = -(-x.numel() // ranks)
-    flat = torch.nn.functional.pad(x.detach().reshape(-1).to(torch.float32), (0, ranks * size - x.numel()))
-    first, read = peers.exchange(flat.view(ranks, size).unbind(0), [size] * ranks)
-    first.wait()
-    work, back = peers.gather(peers.total(read(), op), [size] * ranks)
-    return peers.work(work, [x], lambda: [torch.cat(back())[: x.numel()]])
+        return peers.reduced(op, peers.gather(x, [x.numel()] * ranks)), [x]
+    sizes = [-(-x.numel() // ranks)] * ranks
+    chunks = cut(x.detach().reshape(-1).to(torch.float32), ranks, sizes[0])
+    first = peers.reduced(op, peers.exchange(chunks.unbind(0), sizes))
+    first.work.wait()
+    return peers.gather(first.read(), sizes), [x]
 
 
 # The last two are the names, from torch 2.13 on, of all_gather_into_tensor and reduce_scatter_tensor.
-_SERVED: list[tuple[Callable[..., Any], Callable[..., EncodedWork]]] = [
-    (getattr(dist, name), mine)
-    for name, mine in (
-        ("all_gather", _all_gather),
-        ("all_to_all", _all_to_all),
-        ("all_to_all_single", _all_to_all_single),
-        ("all_gather_into_tensor", _all_gather_into_tensor),
-        ("reduce_scatter_tensor", _reduce_scatter_tensor),
-        ("all_reduce", _all_reduce),
-        ("all_gather_single", _all_gather_into_tensor),
-        ("reduce_scatter_single", _reduce_scatter_tensor),
-    )
-    if hasattr(dist, name)
-]
+_STARTS: dict[str, Callable[..., _Started]] = {
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "all_reduce": _all_reduce,
+    "all_gather_single": _all_gather_into_tensor,
+    "reduce_scatter_single": _reduce_scatter_tensor,
+}
+_SERVED = [(getattr(dist, name), start) for name, start in _STARTS.items() if hasattr(dist, name)]

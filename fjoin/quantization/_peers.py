@@ -2,78 +2,71 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..transforms._sums import sum_in_order
 from ..transforms.codecs._codec import Codec
-from ..transforms.codecs._stochastic import encode_rows
-from ._work import EncodedWork
-
-
-def _wide(x: Tensor) -> Tensor:
-    """`x` flat, as float64 where it is float64, otherwise as float32, which loses no bit."""
-    return x.detach().reshape(-1).to(torch.float64 if x.dtype is torch.float64 else torch.float32)
+from ..transforms.codecs._rows import decode_pieces, encode_pieces, encode_rows
+from ._work import Pending
 
 
 class Peers:
     """The ranks of one call, which exchange encoded rows of floats."""
 
-    def __init__(self, name: str, codec: Codec, loss: float | None, group: Any, ranks: int, me: int) -> None:
-        self.name, self.codec, self.loss, self.group, self.ranks, self.me = name, codec, loss, group, ranks, me
+    def __init__(self, name: str, codec: Codec, group: Any, ranks: int, me: int) -> None:
+        self.name, self.codec, self.group, self.ranks, self.me = name, codec, group, ranks, me
 
-    def exchange(self, pieces: Sequence[Tensor], sizes: list[int]) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Send piece r to rank r; returns the handle, and a function that decodes `sizes[r]` floats from each rank."""
+    def exchange(self, pieces: Iterable[Tensor], sizes: list[int]) -> Pending:
+        """Send piece r to rank r, and receive `sizes[r]` floats from each rank."""
+        rows = [self._flat(piece) for piece in pieces]
         if self.ranks == 1:
-            return None, lambda: [_wide(piece) for piece in pieces]
-        rows = [piece.detach().reshape(-1).to(torch.float32) for piece in pieces]
-        given, taken = ([self.codec.width(n) for n in counts] for counts in ([len(row) for row in rows], sizes))
+            return Pending(None, lambda: rows[0])
         if len({len(row) for row in rows}) == 1:
-            codes = encode_rows(self.codec, torch.stack(rows), self.me).reshape(-1)
+            codes = encode_rows(self.codec, torch.stack(rows), self.me).flatten()
         else:
-            codes = torch.cat([encode_rows(self.codec, row.unsqueeze(0), self.me, i)[0] for i, row in enumerate(rows)])
+            codes = encode_pieces(self.codec, rows, self.me)
+        given, taken = ([self.codec.width(n) for n in counts] for counts in (map(len, rows), sizes))
         received = codes.new_empty(sum(taken))
         work = dist.all_to_all_single(received, codes, taken, given, group=self.group, async_op=True)
-        return work, lambda: self._read(received, sizes, taken)
+        return Pending(work, lambda: decode_pieces(self.codec, received, sizes))
 
-    def gather(self, x: Tensor, sizes: list[int]) -> tuple[Any, Callable[[], list[Tensor]]]:
-        """Send a tensor to all ranks; returns the handle, and a function that decodes `sizes[r]` floats from each rank.
-
-        All ranks know all sizes, so they can pad short rows.
-        """
+    def gather(self, x: Tensor, sizes: list[int]) -> Pending:
+        """Send a tensor to all ranks, and receive `sizes[r]` floats from each; all ranks know all sizes."""
+        row = self._flat(x)
         if self.ranks == 1:
-            return None, lambda: [_wide(x)]
-        codes = encode_rows(self.codec, x.detach().reshape(1, -1).to(torch.float32), self.me, self.ranks)[0]
+            return Pending(None, lambda: row)
         widths = [self.codec.width(n) for n in sizes]
-        if gap := max(widths) - len(codes):
-            codes = torch.nn.functional.pad(codes, (0, gap))
-        received = codes.new_empty(self.ranks, len(codes))
-        work = dist.all_gather(list(received.unbind(0)), codes, group=self.group, async_op=True)
-        parts = [row[:width] for row, width in zip(received, widths, strict=True)]
-        return work, lambda: self._read(received.view(-1) if len(set(sizes)) == 1 else torch.cat(parts), sizes, widths)
+        codes = encode_rows(self.codec, row.unsqueeze(0), self.me, self.ranks)[0]
+        codes = torch.nn.functional.pad(codes, (0, max(widths) - len(codes)))  # rows of one width
+        received = list(codes.new_empty(self.ranks, len(codes)).unbind(0))
+        work = dist.all_gather(received, codes, group=self.group, async_op=True)
 
-    def _read(self, codes: Tensor, sizes: list[int], widths: list[int]) -> list[Tensor]:
-        if len(set(sizes)) == 1:
-            return list(self.codec.decode(codes.view(len(sizes), widths[0]), sizes[0]).unbind(0))
-        rows = zip(codes.split(widths), sizes, strict=True)
-        return [self.codec.decode(row.unsqueeze(0), n)[0] for row, n in rows]
+        def read() -> Tensor:
+            rows = [row[:width] for row, width in zip(received, widths, strict=True)]
+            return decode_pieces(self.codec, torch.cat(rows), sizes)
 
-    def total(self, rows: list[Tensor], op: Any) -> Tensor:
-        total = functools.reduce(torch.add, rows)
-        return total / self.ranks if op == dist.ReduceOp.AVG else total
+        return Pending(work, read)
 
-    def work(self, work: Any, outputs: list[Tensor], values: Callable[[], list[Tensor]]) -> EncodedWork:
-        def fill() -> None:
-            for out, value in zip(outputs, values(), strict=True):
-                out.detach().copy_((value if self.loss is None else value / self.loss).view(out.shape))
+    def _flat(self, x: Tensor) -> Tensor:
+        """`x` flat, as float32; on one rank, where nothing is encoded, float64 keeps its bits."""
+        keeps = self.ranks == 1 and x.dtype is torch.float64
+        return x.detach().reshape(-1).to(x.dtype if keeps else torch.float32)
 
-        return EncodedWork(work, fill, outputs)
+    def reduced(self, op: Any, rows: Pending) -> Pending:
+        """The sum or the mean of the ranks' rows, which are equally long."""
+
+        def read() -> Tensor:
+            total = sum_in_order(rows.read().view(self.ranks, -1).unbind(0))
+            return total / self.ranks if op == dist.ReduceOp.AVG else total
+
+        return Pending(rows.work, read)
 
     def check(self, what: str, x: Any, filled: bool = False) -> Tensor:
         if not isinstance(x, Tensor):

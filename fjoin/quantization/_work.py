@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class Pending(NamedTuple):
+    """A message under way."""
+
+    work: Any  # torch's handle; None where nothing travels
+    read: Callable[[], Tensor]  # when it has arrived: the floats of all ranks, one after the other
 
 
 class EncodedWork(dist.Work):
@@ -18,15 +25,15 @@ class EncodedWork(dist.Work):
     filled.
 
     Args:
-        work: The message's own handle; None where nothing travels.
-        fill: Writes the results to `outputs`.
-        outputs: The tensors to fill.
+        pending: The message.
+        outputs: The tensors to fill, in order; further floats are left out.
+        loss: The divisor of the floats, or None.
     """
 
-    def __init__(self, work: Any, fill: Callable[[], None], outputs: list[Tensor]) -> None:
+    def __init__(self, pending: Pending, outputs: list[Tensor], loss: float | None) -> None:
         super().__init__()
-        self._begun: tuple[Any, Callable[[], None]] | None = (work, fill)
-        self._outputs = outputs
+        self._pending: Pending | None = pending
+        self._outputs, self._loss = outputs, loss
         self._error: BaseException | None = None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # type: ignore[override]
@@ -37,29 +44,32 @@ class EncodedWork(dist.Work):
         """
         if self._error is not None:
             raise self._error
-        begun, self._begun = self._begun, None
-        if begun is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return True
         try:
-            if begun[0] is not None:
-                begun[0].wait() if timeout is None else begun[0].wait(timeout)
+            if pending.work is not None:
+                pending.work.wait() if timeout is None else pending.work.wait(timeout)
             with torch.no_grad():
-                begun[1]()
+                floats = pending.read() if self._loss is None else pending.read() / self._loss
+                sizes = [out.numel() for out in self._outputs]
+                for out, values in zip(self._outputs, floats[: sum(sizes)].split(sizes), strict=True):
+                    out.detach().copy_(values.view(out.shape))
         except BaseException as error:
             self._error = error.with_traceback(None)
             raise
         finally:
-            del begun  # a traceback that held it would keep a broken connection open
+            del pending  # a traceback that held it would keep a broken connection open
         return True
 
     def is_completed(self) -> bool:
         """Whether the results are written, or the message has failed."""
-        if self._begun is not None and (self._begun[0] is None or self._begun[0].is_completed()):
+        if self._pending is not None and (self._pending.work is None or self._pending.work.is_completed()):
             try:
                 self.wait()
             except Exception:  # `wait` raises it
                 return True
-        return self._begun is None
+        return self._pending is None
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None

@@ -6,6 +6,7 @@ the scale, and so the whole block, non-finite.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -131,15 +132,11 @@ def whole(
     limit: Callable[[Tensor], Tensor] | None = None,
 ) -> Codec:
     """A codec whose codes are whole numbers from -largest to largest; see `scaled`."""
+    make = functools.partial(scaled, block, float(largest), stochastic=stochastic, measure=measure, limit=limit)
     if largest == 127:  # signed bytes need no shift
-        return scaled(
-            block,
-            127.0,
+        return make(
             lambda x, uniform: rounded(x, uniform, 127).to(torch.int8).view(torch.uint8),
             lambda codes: codes.view(torch.int8).to(torch.float32),
-            stochastic=stochastic,
-            measure=measure,
-            limit=limit,
         )
     base = 2 * largest + 1
 
@@ -150,13 +147,4 @@ def whole(
             return codes.to(torch.uint8) & (bits - 1)
         return codes.nan_to_num_().clamp(0, base - 1).to(torch.uint8)
 
-    return scaled(
-        block,
-        float(largest),
-        code,
-        lambda codes: codes.to(torch.float32).sub_(largest),
-        base=base,
-        stochastic=stochastic,
-        measure=measure,
-        limit=limit,
-    )
+    return make(code, lambda codes: codes.to(torch.float32).sub_(largest), base=base)

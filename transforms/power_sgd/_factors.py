@@ -19,7 +19,7 @@ from .._tree import plain, readable_without_sync
 from ..axes._collectives import axis_size, psum
 from ..codecs._codec import Codec
 from ..codecs._random_bits import Noise, key_of, places_of
-from ..reductions._coded_mean import coded_mean
+from ..reductions._coded_mean import Term, coded_mean
 
 
 def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor) -> Tensor:
@@ -85,7 +85,8 @@ class Exchange(NamedTuple):
             return joined, words, None
         one = words.new_ones(())
         positions = places_of({f"{name} of {self.leaf}": joined}, joined.device) if self.wire.stochastic else None
-        reduced = coded_mean(self.wire, joined, one, words, self.axis, one if self.feeds else None, positions)
+        term = Term(self.wire, joined, one, words, one if self.feeds else None, positions)
+        reduced = coded_mean(term, self.axis)
         return reduced.mean * axis_size(self.axis), reduced.words, reduced.lost
 
 

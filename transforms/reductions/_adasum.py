@@ -11,11 +11,11 @@ from .._call import Call
 from .._check import one_axis
 from .._rider import Rider, first_of, no_words
 from .._spec import factory
-from .._transform import Needs, Reduction, Transform
+from .._transform import Needs, Transform
 from .._tree import Tree, device_of, to_device
 from .._weights import RankWeight, nonzero_or_one
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
-from ._reduction import Sums, init_mean, reducing
+from ._reduction import Sums, reduction
 
 
 @factory
@@ -69,7 +69,7 @@ def adasum(axis: AxisName) -> Transform:
         words = rider.words(torch.float64, 1, device_of(optree.tree_leaves(grads)), share.factor)
         return Sums(out, *first_of(psum(words, axis)))
 
-    return Transform(init_mean, reducing(axis, "live", reduce), Needs.LEAVES, Reduction(lambda state: state))
+    return reduction(axis, "live", reduce, Needs.LEAVES, linear=False)
 
 
 def _over_ranks(own: Tree, axis: str) -> Tree:

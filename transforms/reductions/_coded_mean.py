@@ -11,8 +11,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,120 +22,119 @@ from .._tree import plain, to_device
 from ..axes._collectives import all_gather, all_to_all, axis_index, axis_size
 from ..axes._primitive import names, note
 from ..codecs._codec import Codec, as_bytes, read
-from ..codecs._stochastic import StochasticEncoder
+from ..codecs._rows import encode_rows
+
+Map: TypeAlias = Callable[[Tensor], Tensor]
+# Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache.
+_DECODED = 2**17
+
+
+class Term(NamedTuple):
+    """This rank's term of a mean, and its form in messages."""
+
+    codec: Codec
+    floats: Tensor  # (n,) float32; finite where `factor` is 0
+    factor: Tensor  # its weight in the sum, 0-d float64, at least 0
+    words: Tensor  # the words of the lane, (words,) float64
+    # The multiplier of `floats`, where it is not `factor`; `lost` and `coded` are then computed.
+    times: Tensor | None = None
+    positions: Tensor | None = None  # (n,) int32, the position of each float, for a stochastic codec; see `places_of`
+
+    @property
+    def header(self) -> Tensor:
+        """The first words of every row, float64."""
+        return torch.stack([self.factor] if self.times is None else [self.factor, self.times])
 
 
 class Reduced(NamedTuple):
     mean: Tensor  # (n,) float32
     total: Tensor  # the sum of the factors, 0-d float64
     words: Tensor  # sums over the ranks of the lane's words, (words,) float64
-    # The encoding error of times * flat, plus that of total * mean in the chunk that this rank summed, (n,) float32.
+    # The encoding error of times * floats, plus that of total * mean in the chunk that this rank summed, (n,) float32.
     lost: Tensor | None = None
-    coded: Tensor | None = None  # where `lost` is requested: `flat` as the other ranks decode it, (n,) float32
+    coded: Tensor | None = None  # where `lost` is computed: `floats` as the other ranks decode them, (n,) float32
 
 
-def coded_mean(
-    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    positions: Tensor | None = None, map_mean: Callable[[Tensor], Tensor] = lambda mean: mean,
-    out: Tensor | None = None,
-) -> Reduced:  # fmt: skip
-    """sum_r factor_r flat_r / sum_r factor_r over encoded messages; 0 where all factors are 0.
+def coded_mean(term: Term, axis: AxisName, out: Tensor | None = None, map_mean: Map = lambda mean: mean) -> Reduced:
+    """sum_r factor_r floats_r / sum_r factor_r over encoded messages; 0 where all factors are 0.
 
     Args:
-        flat: (n,) float32, this rank's values; finite where `factor` is 0.
-        factor: This rank's weight in the sum, 0-d float64, at least 0.
-        words: The words of the lane, (words,) float64.
         axis: The axis. Of several axes the last is reduced first, and its result over the others.
-        times: The multiplier of this rank's floats, where it is not `factor`. If given, `lost` and `coded` are
-            computed.
-        positions: The position of each float, for a stochastic codec; see `places_of`.
-        map_mean: Applied to the mean before it is sent.
-        out: A buffer for the mean, (n,) float32. It may be `flat`, which is not read after that. It is used on two
+        out: A buffer for the mean, (n,) float32. It may be the floats, which are not read after that. It is used on two
             ranks only.
+        map_mean: Applied to the mean before it is sent.
 
     Raises:
         ValueError: `times` is given for several axes.
     """
-    if times is not None and len(names(axis)) > 1:
+    if term.times is not None and len(names(axis)) > 1:
         raise ValueError(
             f"error feedback is over one axis, got {axis!r}; write chain(error_feedback(a), error_feedback(b)), one mean for each"
         )
     for i, name in reversed(list(enumerate(names(axis)))):
-        note(name, f"{flat.numel()} floats")
         # Ranks with equal inputs must use equal random bits.
-        rank, group = (axis_index(names(axis)[:n]) if codec.stochastic and n else 0 for n in (i + 1, i))
-        encoder = StochasticEncoder(codec, flat, positions, rank, i, group)
-        reduced = _over_one(codec, encoder, flat, factor, words, name, times, map_mean, out)
-        flat, factor, words = reduced.mean, reduced.total, reduced.words
+        rank, group = (axis_index(names(axis)[:n]) for n in (i + 1, i))
+        ranks = axis_size(name)
+        if ranks == 1:
+            mean = torch.where(term.factor > 0, term.floats, torch.zeros_like(term.floats))
+            reduced = Reduced(mean, term.factor, term.words)
+        elif ranks == 2:
+            reduced = gathered_mean(term, name, out, rank, i)
+            reduced = reduced._replace(mean=map_mean(reduced.mean))
+        else:
+            reduced = _in_chunks(term, name, rank, group, i, map_mean)
+        term = term._replace(floats=reduced.mean, factor=reduced.total, words=reduced.words)
     return reduced
 
 
-def _over_one(
-    codec: Codec, encoder: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: str,
-    times: Tensor | None, map_mean: Callable[[Tensor], Tensor], out: Tensor | None,
-) -> Reduced:  # fmt: skip
-    ranks, n = axis_size(axis), flat.numel()
-    if ranks == 1:
-        return Reduced(torch.where(factor > 0, flat, torch.zeros_like(flat)), factor, words)
-    if ranks == 2:
-        reduced = _gathered(codec, encoder, flat, factor, words, axis, times, out)
-        return reduced._replace(mean=map_mean(reduced.mean))
-    own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    head, here = len(own), to_device(flat.device, axis_index(axis))
-    size, share = -(-n // ranks), -(-len(words) // ranks)  # each rank's part of the floats, and of the words
-    chunks, parts = cut(flat, ranks, size), torch.cat([own.expand(ranks, head), cut(words, ranks, share)], dim=1)
-    positions = cut(encoder.positions, ranks, size) if codec.stochastic else encoder.positions
-    codes = encoder.encode(chunks, positions)
-    rows, header = read_rows(codec, all_to_all(row_of(codes, parts), axis), size, head + share)
-    mean, total = weighted_mean(iter(rows.unbind(0)), header[:, :head])
-    mean = map_mean(mean)
-    coded = encoder.encode(
-        mean.unsqueeze(0), positions.index_select(0, here.view(1)) if codec.stochastic else positions, back=True
-    )
-    back, summed = read_rows(
-        codec, all_gather(row_of(coded, header[:, head:].sum(0, keepdim=True))[0], axis), size, share
-    )
-    lost = decoded = None
-    if times is not None:
-        is_here = torch.arange(ranks, device=flat.device).unsqueeze(1) == here
-        again = torch.where(
-            is_here, encoding_error(mean, codec.decode(coded, size)[0], total), torch.zeros_like(chunks)
-        )
-        decoded = codec.decode(codes, size)
-        lost = (encoding_error(chunks, decoded, times) + again).flatten()[:n]
-        decoded = decoded.flatten()[:n]
-    return Reduced(back.flatten()[:n], total, summed.flatten()[: len(words)], lost, decoded)
+def _in_chunks(term: Term, axis: str, rank: Tensor, group: Tensor, message: int, map_mean: Map) -> Reduced:
+    """The mean in two messages: every rank reduces one chunk, and sends its mean to all ranks."""
+    ranks, n, here = axis_size(axis), len(term.floats), to_device(term.floats.device, axis_index(axis))
+    reduced = _sent(term, axis, ranks, lambda rows: all_to_all(rows, axis), rank, message)
+    mean, size, lost = map_mean(reduced.mean), len(reduced.mean), reduced.lost
+    places = None if term.positions is None else cut(term.positions, ranks, size).index_select(0, here.view(1))
+    answer = encode_rows(term.codec, mean.unsqueeze(0), group, message, places, answer=True)
+    back, words = _parts(term.codec, all_gather(row_of(answer, reduced.words.unsqueeze(0))[0], axis), size)
+    if lost is not None:
+        again = encoding_error(mean, term.codec.decode(answer, size)[0], reduced.total)
+        is_here = torch.arange(ranks, device=again.device).unsqueeze(1) == here
+        lost = lost + torch.where(is_here, again, 0.0).flatten()[:n]
+    mean = term.codec.decode(back, size).flatten()[:n]
+    return reduced._replace(mean=mean, words=words.flatten()[: len(term.words)], lost=lost)
 
 
 def gathered_mean(
-    codec: Codec, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName, times: Tensor | None = None,
-    positions: Tensor | None = None, out: Tensor | None = None,
-) -> Reduced:  # fmt: skip
+    term: Term, axis: AxisName, out: Tensor | None = None, rank: Tensor | None = None, message: int = 0
+) -> Reduced:
     """`coded_mean` in which every rank receives all ranks' codes and takes the mean itself.
 
     It encodes once and sends ranks / 2 times the bytes.
+
+    Args:
+        rank, message: The keys of the random bits; see `encode_rows`.
     """
-    note(axis, f"{flat.numel()} floats")
-    encoder = StochasticEncoder(codec, flat, positions, axis_index(axis) if codec.stochastic else 0)
-    return _gathered(codec, encoder, flat, factor, words, axis, times, out)
+    rank = axis_index(axis) if rank is None else rank
+    return _sent(term, axis, 1, lambda rows: all_gather(rows[0], axis), rank, message, out)
 
 
-def _gathered(
-    codec: Codec, encoder: StochasticEncoder, flat: Tensor, factor: Tensor, words: Tensor, axis: AxisName,
-    times: Tensor | None, out: Tensor | None,
-) -> Reduced:  # fmt: skip
-    own = factor.reshape(1) if times is None else torch.stack([factor, times])
-    codes, mine = encoder.encode(flat.unsqueeze(0), encoder.positions.unsqueeze(0)), torch.cat([own, words])
-    data = all_gather(row_of(codes, mine.unsqueeze(0))[0], axis)
-    header, n = _words(data, len(mine)), flat.numel()
-    each = data[:, : codec.width(n)].split(1)
-    rows = (codec.decode(row, n)[0] for row in each)  # one at a time: all of them do not fit a cache
-    mean, total = weighted_mean(rows, header[:, : len(own)], out)
-    summed = header[:, len(own) :].sum(0)
-    if times is None:
-        return Reduced(mean, total, summed)
-    coded = codec.decode(codes, n)[0]
-    return Reduced(mean, total, summed, encoding_error(flat, coded, times), coded)
+def _sent(
+    term: Term, axis: AxisName, rows: int, move: Map, rank: Tensor, message: int, out: Tensor | None = None
+) -> Reduced:
+    """The mean of the rows that `move` brings, from this rank's floats and words in as many rows as it sends."""
+    n = len(term.floats)
+    size, share = -(-n // rows), -(-len(term.words) // rows)
+    note(axis, f"{n} floats")
+    places = None if term.positions is None else cut(term.positions, rows, size)
+    codes = encode_rows(term.codec, cut(term.floats, rows, size), rank, message, places)
+    words = torch.cat([term.header.expand(rows, -1), cut(term.words, rows, share)], dim=1)
+    reduced = weighted_mean(term, move(row_of(codes, words)), size, out)
+    return reduced if term.times is None else with_error(reduced, term, term.codec.decode(codes, size).flatten()[:n])
+
+
+def with_error(reduced: Reduced, term: Term, coded: Tensor) -> Reduced:
+    """The reduction with the error of this rank's message, which the other ranks decode as `coded`."""
+    assert term.times is not None
+    return reduced._replace(lost=encoding_error(term.floats, coded, term.times), coded=coded)
 
 
 def encoding_error(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
@@ -144,19 +143,27 @@ def encoding_error(x: Tensor, decoded: Tensor, times: Tensor) -> Tensor:
 
 def cut(x: Tensor, rows: int, size: int) -> Tensor:
     """(n,) as (rows, size), padded with zeros at the end."""
-    return torch.nn.functional.pad(x, (0, rows * size - x.numel())).view(rows, size)
+    gap = rows * size - x.numel()
+    return (torch.nn.functional.pad(x, (0, gap)) if gap else x).view(rows, size)
 
 
-def weighted_mean(rows: Iterator[Tensor], header: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The weighted mean of rows, and the sum of the weights; the last word of a row's header is its multiplier."""
-    total = header[:, 0].sum()
+def weighted_mean(term: Term, data: Tensor, n: int, out: Tensor | None = None) -> Reduced:
+    """The weighted mean of the ranks' rows, the sum of the weights and the sums of the words behind the header.
+
+    Args:
+        n: The number of floats of a row.
+        term: This rank's term; those of the others have as many words in the header, of which the last is the multiplier.
+    """
+    (codes, words), head = _parts(term.codec, data, n), len(term.header)
+    total = words[:, 0].sum()
     one = total / total  # 1, but NaN where `total` is infinite: x / inf would be 0
     # If no rank has weight, flushed residuals are ignored.
-    first, *others = torch.where(total == 0, 0.0, header[:, -1] / total * one).to(torch.float32).unbind(0)
+    first, *others = torch.where(total == 0, 0.0, words[:, head - 1] / total * one).to(torch.float32).unbind(0)
+    rows = (row for some in codes.split(max(1, _DECODED // max(1, n))) for row in term.codec.decode(some, n).unbind(0))
     mean = torch.mul(next(rows), first, out=out)
     for row, factor in zip(rows, others, strict=True):
         mean = mean.addcmul_(row, factor) if plain(row) else mean.addcmul(row, factor)
-    return mean, total
+    return Reduced(mean, total, words[:, head:].sum(0))
 
 
 def row_of(codes: Tensor, words: Tensor) -> Tensor:
@@ -166,10 +173,7 @@ def row_of(codes: Tensor, words: Tensor) -> Tensor:
     return torch.cat([codes, as_bytes(words)], dim=1) if words.shape[1] else codes
 
 
-def read_rows(codec: Codec, data: Tensor, n: int, words: int) -> tuple[Tensor, Tensor]:
-    """The floats, (rows, n), and the words, (rows, words), of rows of bytes."""
-    return codec.decode(data[:, : codec.width(n)], n), _words(data, words)
-
-
-def _words(data: Tensor, words: int) -> Tensor:
-    return read(data[:, data.shape[1] - 8 * words :], torch.float64)
+def _parts(codec: Codec, data: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The codes of n floats, and the words, (rows, words), of rows of bytes."""
+    width = codec.width(n)
+    return data[:, :width], read(data[:, width + -width % 8 :], torch.float64)

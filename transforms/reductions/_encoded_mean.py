@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import optree
 import torch
@@ -14,16 +13,16 @@ from .._call import Call
 from .._check import real
 from .._rider import Rider
 from .._tree import Tree, device_of, named_leaves, plain, readable_without_sync
-from .._weights import Over, RankWeight
+from .._weights import Over, RankWeight, nonzero_or_one
 from ..axes._collectives import axis_size
-from ..codecs._codec import Codec, refuse_derivative
+from ..codecs._codec import refuse_derivative
 from ..codecs._random_bits import places_of
-from ._coded_mean import Reduced, coded_mean
+from ._coded_mean import Reduced, Term, coded_mean
 from ._reduction import Sums
 
 
 def encoded_mean(
-    wire: Codec, grads: Tree, axis: AxisName, share: RankWeight, over: Over | None, rider: Rider, call: Call,
+    grads: Tree, axis: AxisName, share: RankWeight, over: Over | None, rider: Rider, call: Call,
     reduce: Callable[..., Reduced] = coded_mean, into: Callable[[Tensor], Tree] | None = None,
 ) -> Sums:  # fmt: skip
     """The weighted mean, or the weighted sum where `over` is None.
@@ -31,7 +30,7 @@ def encoded_mean(
     Args:
         share: This rank's factor.
         rider: Its words travel in the messages, in float64.
-        call: Of it, `memory` and `donated` are used: whether the mean may be written over the gradients.
+        call: Of it, `wire`, `memory` and `donated` are used. If donated, the mean may be written over the gradients.
         reduce: The reduction of one message: `coded_mean` or a function like it.
         into: From the flat mean to the result; by default a tree like the gradients.
 
@@ -41,76 +40,68 @@ def encoded_mean(
     of = named_leaves(grads)
     real(of, "an encoded mean")
     refuse_derivative(of.values(), "differentiate through the hook without its codec, or detach the gradients")
-    device, memory = device_of(of.values()), call.memory
+    device, wire, memory = device_of(of.values()), call.wire, call.memory
     share = share.to(device)
     flat, words = ravel(of.values(), device), rider.words(torch.float64, 1, device)
     room = flat if call.donated and plain(flat) and flat.is_contiguous() else None
-    flat = share.masked(flat)
     positions = places_of(of, device) if wire.stochastic else None
+    term = Term(wire, share.masked(flat), share.factor, words, positions=positions)
+    divisor = 1 if over is None else axis_size(axis) if over == "world" else None
+
+    def run(term: Term) -> Reduced:
+        return reduce(term, axis, out=room)
+
     if memory is None:
-        reduced = reduce(wire, flat, share.factor, words, axis, positions=positions, out=room)
+        reduced = run(term)
     else:
         errors = memory.residuals(of, share)
-        message = MessageWithResidual(flat, ravel(errors, device), share, memory.flush)
-        reduced = reduce(
-            wire, message.floats, share.factor, words, axis, times=message.times, positions=positions, out=room
-        )
-        divisor = reduced.total
-        if over in (None, "world"):
-            divisor = torch.full_like(divisor, 1 if over is None else axis_size(axis))
-        memory.keep(of, split(message.residual(reduced), errors), share, divisor)
+        reduced, residual = with_residual(run, term, share.known, ravel(errors, device), memory.flush)
+        of_sums = reduced.total if divisor is None else torch.full_like(reduced.total, divisor)
+        memory.keep(of, split(residual, errors), share, of_sums)
         if memory.per_rank and reduced.coded is not None:
             memory.coded.update(zip(of, split(reduced.coded, errors), strict=True))
-    total, full = reduced.total, reduced.mean
-    if over is None:
-        full = full * total.to(torch.float32)
-    elif over == "world":
-        full = full * (total / axis_size(axis)).to(torch.float32)
-    return Sums(into(full) if into else unravel(full, grads), total, reduced.words)
+    mean, total = reduced.mean, reduced.total
+    if divisor is not None:
+        mean = mean * (total / divisor).to(torch.float32)
+    return Sums(into(mean) if into else unravel(mean, grads), total, reduced.words)
 
 
-class MessageWithResidual:
-    """This rank's message with its residual added, and the residual after it, in units of weight * gradient.
+def with_residual(
+    reduce: Callable[[Term], Reduced], term: Term, known: float | None, error: Tensor, flush: bool
+) -> tuple[Reduced, Tensor]:
+    """The reduction of a term with this rank's residual added, and the new residual.
 
-    floats: (n,) float32, the values to send.
-    times: Their multiplier, 0-d float64: the rank's factor, or 1 where that is 0 and the residual is flushed.
+    Args:
+        known: The factor of the term, where the host knows it.
+        error: The residual, (n,) float32, in units of factor * floats.
+        flush: Whether a rank whose factor is 0 sends its residual, with the multiplier 1.
     """
-
-    def __init__(self, flat: Tensor, error: Tensor, share: RankWeight, flush: bool) -> None:
-        self._error = error
-        factor, known = share
-        if known is None:
-            self._sum = flat * factor.to(torch.float32) + error
-            self.times = torch.where(factor > 0, factor, torch.full_like(factor, float(flush)))
-            self._sends: Tensor | bool = self.times > 0
-            divisor = torch.where(self._sends, self.times, torch.ones_like(self.times)).to(torch.float32)
-            self.floats = torch.where(self._sends, self._sum / divisor, 0.0)
-        else:
-            self._sum, scale = torch.add(error, flat, alpha=known) if known else error, known or float(flush)
-            self.times = torch.full_like(factor, scale)
-            self._sends = scale > 0
-            self.floats = self._sum if scale == 1.0 else self._sum / scale if scale else torch.zeros_like(self._sum)
-
-    def residual(self, reduced: Reduced) -> Tensor:
-        """The new residual; the old one where the mean is not finite or no rank has weight: no step is taken then."""
-        lost = reduced.lost
-        assert lost is not None
-        if isinstance(self._sends, Tensor):
-            residual = torch.where(self._sends, lost, self._sum + lost)
-        else:
-            residual = lost if self._sends else self._sum + lost
-        counted = reduced.total != 0
-        if readable_without_sync(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
-            return residual
-        return torch.where(torch.isfinite(reduced.mean).all() & counted, residual, self._error)
+    scale = known or float(flush)
+    if known is None:
+        summed = term.floats * term.factor.to(torch.float32) + error
+        times = torch.where(term.factor > 0, term.factor, torch.full_like(term.factor, scale))
+        floats = torch.where(times > 0, summed / nonzero_or_one(times).to(torch.float32), 0.0)
+    else:
+        summed = torch.add(error, term.floats, alpha=known) if known else error
+        times = torch.full_like(term.factor, scale)
+        floats = summed if scale == 1.0 else summed / scale if scale else torch.zeros_like(summed)
+    reduced = reduce(term._replace(floats=floats, times=times))
+    assert reduced.lost is not None
+    if known is None:
+        residual = torch.where(times > 0, reduced.lost, summed + reduced.lost)
+    else:
+        residual = reduced.lost if scale else summed + reduced.lost
+    counted = reduced.total != 0
+    if readable_without_sync(reduced.mean) and bool(torch.isfinite(reduced.mean.sum()) & counted):
+        return reduced, residual
+    # The old one where the mean is not finite or no rank has weight: no step is taken then.
+    return reduced, torch.where(torch.isfinite(reduced.mean).all() & counted, residual, error)
 
 
-def ravel(leaves: Any, device: torch.device | None) -> Tensor:
-    """All leaves as one flat float32 tensor."""
-    flat = [leaf.reshape(-1).to(torch.float32) for leaf in leaves]
-    return (
-        flat[0] if len(flat) == 1 else torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device=device)
-    )
+def ravel(leaves: Iterable[Tensor], device: torch.device | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """All leaves as one flat tensor."""
+    flat = [leaf.reshape(-1).to(dtype) for leaf in leaves] or [torch.zeros(0, dtype=dtype, device=device)]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def unravel(flat: Tensor, tree: Tree) -> Tree:

@@ -14,7 +14,7 @@ from .._check import some_axes
 from .._lane import decode_words, lane_dtype
 from .._rider import Rider, first_of
 from .._spec import factory
-from .._transform import Needs, Reduction, Transform
+from .._transform import Transform
 from .._tree import Tree, device_of
 from .._weights import Over, RankWeight, check_over, nonzero_or_one
 from ..axes._collectives import all_gather, axis_size
@@ -22,7 +22,7 @@ from ..codecs._bit_packing import pack, unpack, width
 from ..codecs._codec import Codec, as_bytes, poison, read
 from ._coded_mean import coded_mean, gathered_mean
 from ._encoded_mean import encoded_mean
-from ._reduction import Sums, init_mean, reducing
+from ._reduction import Sums, reduction
 
 
 @factory
@@ -57,7 +57,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
 
     def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
         if call.wire is not None and axis_size(axis) > 1:
-            return encoded_mean(call.wire, grads, axis, share, over, rider, call, gathered_mean)
+            return encoded_mean(grads, axis, share, over, rider, call, gathered_mean)
         ranks, leaves = axis_size(axis), optree.tree_leaves(grads)
         words = rider.words(lane_dtype(leaf.dtype for leaf in leaves), 1, device_of(leaves), share.factor)
         all_grads, all_words = all_gather((optree.tree_map(share.masked, grads), words), axis)
@@ -75,10 +75,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
 
         return Sums(optree.tree_map(mean, all_grads), total, sums)
 
-    reduces = Reduction(lambda state: state, axis, over)
-    return Transform(
-        init_mean, reducing(axis, over, reduce), Needs.NOTHING, reduces, takes=("donated", "wire", "memory")
-    )
+    return reduction(axis, over, reduce, takes=("donated", "wire", "memory"))
 
 
 @factory
@@ -119,13 +116,13 @@ def majority_vote(axis: AxisName, over: Over = "weight") -> Transform:
 
     def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
         coded = functools.partial(coded_mean, map_mean=functools.partial(_outcome, axis_size(axis)))
-        alone = call.inside(memory=None, donated=False)
-        found = encoded_mean(votes, grads, axis, share, counts, rider, alone, coded)
+        alone = call.inside(wire=votes, memory=None, donated=False)
+        found = encoded_mean(grads, axis, share, counts, rider, alone, coded)
         if axis_size(axis) == 1:
             found = found._replace(out=optree.tree_map(lambda g: torch.sign(g) + 0 * g, found.out))
         return found
 
-    return Transform(init_mean, reducing(axis, over, reduce, counts), Needs.NOTHING, Reduction(lambda state: state))
+    return reduction(axis, over, reduce, counts=counts, linear=False)
 
 
 def _outcome(ranks: int, mean: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ from .._check import one_axis, real
 from .._lane import decode_words, lane_dtype
 from .._rider import Rider, first_of
 from .._spec import factory
-from .._transform import Compression, Needs, Reduction, Transform
+from .._transform import Compression, Needs, Transform
 from .._tree import Tree, device_of, named_leaves, to_device
 from .._weights import Over, RankWeight, check_over, nonzero_or_one
 from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 from ..codecs._codec import Codec, check_codec, refuse_derivative
 from ..codecs._random_bits import places_of
-from ._coded_mean import Reduced, coded_mean, cut
-from ._encoded_mean import MessageWithResidual, ravel, split, unravel
-from ._reduction import Sums, init_mean, reducing
+from ._coded_mean import Reduced, Term, coded_mean, cut
+from ._encoded_mean import ravel, split, unravel, with_residual
+from ._reduction import Sums, reduction
 from ._residuals import ResidualMemory
 
 
@@ -73,10 +73,7 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         real(of, "hierarchical_mean")
         inside, nodes = axis_size(local), axis_size(node)
         dtype = lane_dtype(leaf.dtype for leaf in of.values())
-        flat = [leaf.reshape(-1).to(dtype) for leaf in of.values()] or [
-            torch.zeros(0, dtype=dtype, device=device_of(()))
-        ]
-        own = share.masked(flat[0] if len(flat) == 1 else torch.cat(flat))
+        own = share.masked(ravel(of.values(), device_of(of.values()), dtype))
         own = own if share.known == 1.0 else own * share.factor.to(own.dtype)
         words = rider.words(dtype, inside * nodes, own.device, share.factor)
         size = -(-own.numel() // inside)
@@ -98,15 +95,8 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
         return Sums(unravel(whole[: own.numel()], grads), total, sums)
 
     needs = Needs.NOTHING if wire is None or wire.elementwise else Needs.LAYOUT
-    lossy = wire is not None
-    return Transform(
-        init_mean,
-        reducing((local, node), over, reduce),
-        needs,
-        Reduction(lambda state: state, (local, node), over),
-        Compression(named_leaves) if lossy else None,
-        takes=("wire", "memory"),
-    )
+    lossy = None if wire is None else Compression(named_leaves)
+    return reduction((local, node), over, reduce, needs, compression=lossy, takes=("wire", "memory"))
 
 
 def _across(
@@ -128,20 +118,22 @@ def _across(
     def mine(whole: Tensor) -> Tensor:
         return cut(whole, inside, size).index_select(0, at)[0]
 
-    positions = mine(places_of(of, part.device)) if codec.stochastic else None
+    def run(term: Term) -> Reduced:
+        return coded_mean(term, node)
+
+    term = Term(codec, mean, here, header, positions=mine(places_of(of, part.device)) if codec.stochastic else None)
     if memory is None:
-        return coded_mean(codec, mean, here, header, node, positions=positions)
+        return run(term)
     if memory.per_rank:
         raise TypeError(
             "between nodes a rank keeps the residual of its node, which ef21 cannot use; use error_feedback"
         )
     share = RankWeight(here, None)
     errors = memory.residuals(of, share)
-    message = MessageWithResidual(mean, mine(ravel(errors, part.device)), share, memory.flush)
-    reduced = coded_mean(codec, message.floats, here, header, node, message.times, positions)
+    reduced, residual = with_residual(run, term, None, mine(ravel(errors, part.device)), memory.flush)
     ranks = inside * axis_size(node)
     divisor = torch.full_like(reduced.total, ranks) if over == "world" else reduced.total
     rows = torch.arange(inside, device=part.device).unsqueeze(1) == at
-    residual = torch.where(rows, message.residual(reduced), torch.zeros_like(part, dtype=torch.float32)).flatten()
+    residual = torch.where(rows, residual, torch.zeros_like(residual)).flatten()
     memory.keep(of, split(residual[: sum(e.numel() for e in errors)], errors), share, divisor)
     return reduced

@@ -18,13 +18,13 @@ from .._lane import decode_words
 from .._rider import Rider, first_of, no_words
 from .._spec import factory
 from .._sums import divided
-from .._transform import Needs, Reduction, Transform, init_empty
+from .._transform import Needs, Transform, init_empty
 from .._tree import Tree, device_of, plain
 from .._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import sum_donated
 from ._encoded_mean import encoded_mean
-from ._reduction import Sums, init_mean, reducing
+from ._reduction import Sums, reduction
 
 
 def _weighted_sum(
@@ -63,7 +63,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
 
     def reduce(grads: Tree, share: RankWeight, rider: Rider, call: Call) -> Sums:
         if call.wire is not None and axis_size(axis) > 1:
-            return encoded_mean(call.wire, grads, axis, share, over, rider, call)
+            return encoded_mean(grads, axis, share, over, rider, call)
         unit = call.unit if call.unit is None or over in (None, "weight") else 1.0
         donated = call.donated and not call.persistent
         (summed, total, words, _), scale = _weighted_sum(grads, axis, share, rider, unit, donated)
@@ -79,10 +79,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             summed = optree.tree_map(lambda g: divided(g, divisor * scale), summed)
         return Sums(summed, total, words)
 
-    reduces = Reduction(lambda state: state, axis, over, fusable=True)
-    return Transform(
-        init_mean, reducing(axis, over, reduce), Needs.NOTHING, reduces, takes=("donated", "wire", "memory")
-    )
+    return reduction(axis, over, reduce, fusable=True, takes=("donated", "wire", "memory"))
 
 
 @factory

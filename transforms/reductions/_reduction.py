@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -13,7 +13,8 @@ from .._axis_env import AxisName
 from .._call import Call
 from .._check import axis_names
 from .._rider import Rider
-from .._tree import State, Tree
+from .._transform import Needs, Reduction, Transform
+from .._tree import Tree
 from .._weights import Over, RankWeight, share_in, unless_idle
 from ..axes._collectives import axis_size
 
@@ -47,16 +48,20 @@ class Sums(NamedTuple):
 Reduce: TypeAlias = Callable[[Tree, RankWeight, Rider, Call], Sums]
 
 
-def reducing(
-    axis: AxisName, over: Over | None, reduce: Reduce, counts: Over | None = None
-) -> Callable[..., tuple[Tree, State]]:
-    """The `update` of a transform that is one reduction, with a `MeanState` as state.
+def reduction(
+    axis: AxisName, over: Over | None, reduce: Reduce, needs: Needs = Needs.NOTHING, *, counts: Over | None = None,
+    linear: bool = True, fusable: bool = False, scatters: bool = False, **fields: Any,
+) -> Transform:  # fmt: skip
+    """A transform that is one reduction, with a `MeanState` as state.
 
     Args:
         over: The divisor; None for a sum.
         reduce: `(gradients, factor, rider, call) -> sums`. It sums this rank's factor and the words of the rider in the
             message of the gradients.
         counts: What the factor counts, where that is not `over`.
+        linear: Whether it is only a weighted mean or sum.
+        fusable, scatters: See `Reduction`.
+        fields: The other fields of the transform.
     """
 
     def update(grads: Tree, state: MeanState, params: Tree, call: Call) -> tuple[Tree, MeanState]:
@@ -72,4 +77,7 @@ def reducing(
         kept = grads if found.kept is None else found.kept
         return unless_idle(total, found.out, kept, call.persistent), MeanState(divisor, lane)
 
-    return update
+    reduces = Reduction(lambda state: state)
+    if linear:
+        reduces = reduces._replace(axis=axis, over=over, fusable=fusable, scatters=scatters)
+    return Transform(init_mean, update, needs, reduces, **fields)

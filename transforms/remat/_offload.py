@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..codecs._codec import Codec
-from ..codecs._stochastic import encode_rows
+from ..codecs._rows import encode_rows
 
 # "cpu": pinned memory of the host; another text or path: a folder for memory-mapped files; a codec: bytes in its form.
 Offload: TypeAlias = "str | os.PathLike[str] | Codec"

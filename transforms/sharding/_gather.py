@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .._placement import PerRank, Piece
+from .._sums import widened
 from .._tree import Tree, map_with_path, named_leaves
 from ..axes._collectives import axis_index
 from ..axes._ragged import all_to_all_single
 from ..codecs._codec import Codec
-from ..codecs._stochastic import StochasticEncoder
+from ..codecs._rows import decode_pieces, encode_rows
 from ..layout._pieces import Pieces
 
 
@@ -74,19 +74,11 @@ def gather_changes(pieces: Pieces, slices: Tree, params: Tree, codec: Codec, ste
             k, {path: (own[path] - old_.to(own[path].dtype)).float() for path, old_ in before.items()}
         )
         sizes = pieces.sizes(k)
-        widths = list(map(codec.width, sizes))
-        encoder = StochasticEncoder(codec, changes, None, int(axis_index(pieces.axis)) if codec.stochastic else 0)
-        codes = encoder.encode(changes.unsqueeze(0), encoder.positions.unsqueeze(0))[0]
-        data = _from_all(codes, pieces, tuple(widths)).split(widths)
-        parts = [codec.decode(row.unsqueeze(0), n)[0] for row, n in zip(data, sizes, strict=True)]
-        moved = pieces.leaves(k, torch.cat(parts))
-        new.update({path: (_wide(old[path]) + change).to(old[path].dtype) for path, change in moved.items()})
+        codes = encode_rows(codec, changes.unsqueeze(0), axis_index(pieces.axis))[0]
+        data = _from_all(codes, pieces, tuple(map(codec.width, sizes)))
+        moved = pieces.leaves(k, decode_pieces(codec, data, sizes))
+        new.update({path: (widened(old[path]) + change).to(old[path].dtype) for path, change in moved.items()})
     return map_with_path(lambda path, _: new[path], params)
-
-
-def _wide(values: Tensor) -> Tensor:
-    """The values in float32, or in their own dtype where that is wider."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _from_all(own: Tensor, pieces: Pieces, sizes: tuple[int, ...]) -> Tensor:

@@ -12,14 +12,14 @@ from .._lane import decode_words
 from .._rider import EMPTY, Rider, first_of, no_words
 from .._spec import factory
 from .._sums import divided, sum_in_order
-from .._transform import Needs, Reduction, Transform
+from .._transform import Transform
 from .._tree import Tree, device_of, map_with_path, named_leaves, plain
 from .._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._ragged import all_to_all_single
 from ..layout._pieces import Pieces, pieces_here
 from ..reductions._encoded_mean import encoded_mean
-from ..reductions._reduction import Sums, init_mean, reducing
+from ..reductions._reduction import Sums, reduction
 from ._coded_scatter import coded_scatter
 
 
@@ -85,7 +85,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
                 scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
                 into = functools.partial(_like, pieces, k, of)
                 given = pieces.with_padding(k, of)
-                slices.update(encoded_mean(wire, given, axis, share, over, EMPTY, call, scatter, into).out)
+                slices.update(encoded_mean(given, axis, share, over, EMPTY, call, scatter, into).out)
             else:
                 sums.append(_scatter(pieces, k, share.times(pieces.pack(k, of), scale), axis))
         total, words = found or (rider.total, no_words())
@@ -95,14 +95,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         kept = pieces.own(grads) if call.persistent else None
         return Sums(map_with_path(lambda path, _: slices[path], grads), total, words, kept)
 
-    return Transform(
-        init_mean,
-        reducing(axis, over, reduce),
-        Needs.NOTHING,
-        Reduction(lambda state: state, axis, over, fusable=True, scatters=True),
-        vmappable=False,
-        takes=("wire", "memory"),
-    )
+    return reduction(axis, over, reduce, fusable=True, scatters=True, vmappable=False, takes=("wire", "memory"))
 
 
 def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider) -> tuple[Tensor, Tensor]:

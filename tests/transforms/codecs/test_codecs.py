@@ -118,10 +118,11 @@ def test_random_bits_depend_on_seed_step_and_path_only() -> None:
 
 
 def test_stochastic_codecs_need_a_hook_that_counts_steps() -> None:
-    from fjoin.transforms.reductions._coded_mean import coded_mean
+    from fjoin.transforms.reductions._coded_mean import Term, coded_mean
 
     def bare() -> Any:
-        return coded_mean(tx.qsgd(), torch.ones(4), torch.ones((), dtype=torch.float64), torch.zeros(0), "data")
+        one = torch.ones((), dtype=torch.float64)
+        return coded_mean(Term(tx.qsgd(), torch.ones(4), one, torch.zeros(0)), "data")
 
     raises_text(ValueError, lambda: tx.simulate(bare, {"data": 2}), "stochastic", "compress")
     raises_text(ValueError, lambda: tx.quantized_mean("data", tx.qsgd(), seed=0.5), "seed", "0.5")  # type: ignore[arg-type]
