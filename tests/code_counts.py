@@ -24,7 +24,6 @@ EXECUTORS = (
 SCALAR_MESSAGES = (
     "fjoin/reducer/_step_record.py:StepRecord",
     "fjoin/reducer/_agreements.py:Agreements",
-    "fjoin/ddp/_module_memory.py:ModuleMemory",
     "fjoin/ddp/_unused_params.py:UsedParameters",
     "fjoin/uneven/_loop.py:Loop",
     "fjoin/uneven/_join.py:Join",

@@ -9,17 +9,18 @@ from code_counts import axis_kinds, counts, foreign_privates, name_comparisons, 
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
-    "executors of a step": 2,
+    "executors of a step": 1,
     "classes of messages of a few scalars": 2,
     "keywords of update that are handed on": 2,
     "tests for the class of an axis": 0,
     "comparisons with a spec's name": 6,
-    "accesses to another object's privates": 110,
-    "lines of reducer, training, ddp": 6760,
+    "accesses to another object's privates": 26,
+    "accesses to privates of torch's objects": 67,
+    "lines of reducer, training, ddp": 6870,
     "code lines": 20650,
-    "lines": 39500,
-    "files over 250 lines": 32,
-    "fmt: skip": 100,
+    "lines": 39600,
+    "files over 250 lines": 30,
+    "fmt: skip": 88,
 }
 COUNTS = counts(ROOT)
 
