@@ -32,7 +32,7 @@ from ..transforms.plan._plan import make_plan
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program, Stages
-from ..transforms.program._program import Parts, program
+from ..transforms.program._program import Parts, Programs
 from ._buckets import DDPBucket, first_buckets
 from ._module_memory import ModuleMemory
 from ._module_step import ModuleStep
@@ -85,7 +85,8 @@ class DDPRun:
         skips = pipeline is not None and pipeline.skips is not None
         used = tuple(mesh.shape) if asks else ()
         self._parts = Parts(after, on_state, shards, skips, used=used, steps=pipeline is not None)
-        self.agreements = Agreements(mesh, plan, self._parts, "module", CALLS)
+        self._programs = Programs(plan, self._parts, "module")
+        self.agreements = Agreements(mesh, self._programs, CALLS)
         self.pipeline_step = None
         if pipeline is not None:
             self.agreements.ids.number()
@@ -103,7 +104,7 @@ class DDPRun:
         self._futures: list[torch.futures.Future[Tensor]] = []
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
         self._buckets = first_buckets(ddp, params)
-        self._program: Program = ()  # of the last pass
+        self._program: Program = ()  # of this pass
         self._memory = ModuleMemory(self)  # of this pass
 
     def explain(self) -> Explanation:
@@ -170,8 +171,7 @@ class DDPRun:
         self.weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
         rates = [] if self.pipeline_step is None else self.pipeline_step.begin(self.step, scaled=not shadows)
         self.values = {"weight": self.weight, "step_id": self.agreements.begin(self.step, rates)}
-        if not self._program or self.plan.always is None:
-            self._program = program(self.plan, self._parts, self.step, "module")
+        self._program = self._programs.of(self.step)
         carried = self.values if self.pipeline_step is not None else None
         sends = bool(self.plan.reduced(self.step).axes)
         # The last pass's buckets, the same number on all ranks.

@@ -16,12 +16,11 @@ from ..reducer._agreements import Agreements
 from ..reducer._all_reduce import power_near
 from ..reducer._bucket_stages import BucketStages
 from ..reducer._gather_pieces import gather_leaves
-from ..reducer._step_check import CountsOfAll
+from ..reducer._step_check import CountsOfAll, numbers
 from ..training._ends import run_end
 from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import merge
 from ..transforms._call import Call
-from ..transforms._lane import NONFINITE
 from ..transforms.layout._pieces import Pieces
 from ..transforms.plan._plan import Plan
 from ..transforms.program._effect import FLUSH, Effect
@@ -159,10 +158,8 @@ class ModuleMemory:
         """Agree on the record of ranks whose gradients differ, and so may their decisions."""
         run, step = self._run, self._step
         assert step is not None
-        own_bad, spoiled = step.bad(run.outs)
-        values = {**run.values, "total": math.nan if spoiled else run.weight}
-        record = run.agreements.record(axes)
-        self._sums = record.send(record.flagged(values, NONFINITE, own_bad)).wait()
+        values = {**run.values, "total": run.weight}
+        self._sums = numbers(step.check.grads.verdict(run.outs, run.agreements.record(axes), values))
         run.total = self._sums["weight"] if axes else math.nan
 
     def judge(self, op: Judge) -> Effect:

@@ -76,8 +76,6 @@ class ModuleStep:
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         self.check = check
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None
-        # Where the ranks' gradients differ although the hook reduces: 1 if this rank's own, before it, are not finite.
-        self._own_bad: float | None = None
         self._error: TypeError | ValueError | None = None  # of this pass's hyperparameters
 
     def rates(self) -> list[tuple[str, float]]:
@@ -145,8 +143,7 @@ class ModuleStep:
         """
         if self.scaling is not None and scaled:
             self.scaling.check()
-        axes, equal = self._plan.reduced(step)
-        self._own_bad = 0.0 if axes and not equal else None
+        self.check.grads.begin(self._plan, step)
         self._error = None
         try:
             return self.rates()
@@ -160,9 +157,7 @@ class ModuleStep:
             unscale(out.grads, 1 / self.outer.scale.double())
             if self.scaling.missed:
                 out.grads.fill_(math.nan)  # makes all ranks leave the step out
-        if self._own_bad is not None:
-            self.check.grads.observe(out)
-            self._own_bad = max(self._own_bad, float(self.check.grads.bad([out])))
+        self.check.grads.before_hook(out)
 
     def decide(
         self, step: int, outs: list[DDPBucket], sums: dict[str, float], counts: Sequence[CountsOfAll] | None
@@ -189,12 +184,6 @@ class ModuleStep:
             raise_after_backward(decision.error)
             return decision, not decision.changes
         return decision, False
-
-    def bad(self, outs: list[DDPBucket]) -> tuple[float, bool]:
-        """Whether this rank's own gradients are not finite (1), and whether those after the hook are."""
-        bad = float(self.check.grads.bad(outs))
-        # After a reduction they hold values of other ranks too.
-        return (bad, False) if self._own_bad is None else (self._own_bad, bool(bad))
 
     def by_kernels(self, decision: Decision, outs: list[DDPBucket], used: set[str] | None) -> bool:
         """Whether the optimizer's kernels may divide the gradients."""

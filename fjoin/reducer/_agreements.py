@@ -9,8 +9,8 @@ from ..groups._mesh import Mesh
 from ..groups._record import Sums
 from ..transforms.layout._buckets import Bucket
 from ..transforms.pipelines._rates import Rates
-from ..transforms.plan._plan import Plan, axes_of
-from ..transforms.program._program import Parts, Place, agreements
+from ..transforms.plan._plan import axes_of
+from ..transforms.program._program import Programs
 from ._step_check import CountsOfAll, StepCheck, numbers
 from ._step_ids import Calls, StepIds
 from ._step_record import StepRecord
@@ -25,24 +25,25 @@ class Agreements:
     another one.
 
     Attributes:
+        plan: How the pipeline runs.
         check: Decides on the steps.
         ids: The numbers of the steps.
         ranks: The number of ranks that loop together.
 
     Args:
+        programs: Their programs.
         calls: The calls of the run in words, for errors.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        plan: Plan,
-        parts: Parts,
-        place: Place,
+        programs: Programs,
         calls: Calls,
         norm: bool = False,
     ) -> None:
-        self._mesh, self._plan, self._parts, self._place = mesh, plan, parts, place
+        self._mesh, self._programs, self.plan, self._parts = mesh, programs, programs.plan, programs.parts
+        plan, parts = programs.plan, programs.parts
         self._of_all = StepRecord(mesh, plan.agree)
         self._records = {plan.agree: self._of_all}  # by axes
         self.ranks = self._of_all.ranks
@@ -73,15 +74,11 @@ class Agreements:
 
     def of_hook(self, step: int) -> StepRecord:
         """The record over the ranks that the hook reduces over in a step."""
-        return self.record(self._plan.reduced(step).axes)
+        return self.record(self.plan.reduced(step).axes)
 
     def begin(self, step: int, rates: Rates) -> float:
         """The number of a step that begins with these hyperparameters; see `StepIds`."""
         return self.ids.begin(step, rates)
-
-    def _is_apart(self, step: int) -> bool:
-        """Whether a step sends the record of all ranks in a message of its own."""
-        return any(op.late for op in agreements(self._plan, self._parts, step, self._place)[0])
 
     def forget(self) -> None:
         """Forget the steps so far: a new run begins. A record that has not been read yet is waited for."""
@@ -141,7 +138,7 @@ class Agreements:
             NonFinite, DesyncError: on all ranks.
         """
         self.check.drain()
-        if not any(self._is_apart(at) for at in (step, max(step - 1, 0))):
+        if not any(self._programs.is_apart(at) for at in (step, max(step - 1, 0))):
             return
         self._raise_late(step)
         number = self.ids.of_flush  # and the step travels as the weight
@@ -159,7 +156,7 @@ class Agreements:
         Raises:
             NonFinite: on all ranks.
         """
-        if self._has_sent and not self._parts.skips and self._is_apart(step - 1):
+        if self._has_sent and not self._parts.skips and self._programs.is_apart(step - 1):
             self._raise_late(step)
             self.check.raise_left_out(step - 1, self._sum({}))
 

@@ -144,9 +144,6 @@ class AllReduceHook:
             self._grads.observe(out)
         return sums, 1.0
 
-    def verdict(self, outgoing: list[GradBuffer], values: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError("a plain reduction settles the verdict")
-
     def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
         """The state after the step, or a function that makes it."""
         states, self._states = self._states, None

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Work
 from ..transforms._bucketwise import restrict
 from ..transforms._call import Call
-from ..transforms._lane import NONFINITE
 from ..transforms._transform import Transform
-from ..transforms._tree import to_device
 from ..transforms.combinators._chain import stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.plan._plan import Plan, takes_flat
@@ -46,8 +39,6 @@ class BucketHook:
         self._old: tuple[HookState, Storage] | None = None  # the state and the parameters from which this step begins
         self._state: HookState | None = None  # of this step
         self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard
-        # For each bucket, where the record does not tell whose gradients are bad: 1 if this rank's own are.
-        self._own_bad: list[Any] | None = None
 
     def init(self, storage: Storage) -> Any:
         """The initial state; its `HookState.whole` is `hook.init(params)`."""
@@ -87,7 +78,6 @@ class BucketHook:
     def start(self, state: HookState, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
         (reduced, self._equal), self._record = self._plan.reduced(step), record
-        self._own_bad = None if self._equal or not reduced else []
         self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
         # The hook's messages carry the record, unless that is sent separately.
         carried = {name: v for name, v in values.items() if name != "total"} if self._equal else None
@@ -99,9 +89,7 @@ class BucketHook:
         """Run one bucket's hook until its first message is under way; `wait` runs it to its end."""
         if self._given != 1.0:
             out.grads.div_(self._given)
-        if self._own_bad is not None:
-            self._grads.observe(out)
-            self._own_bad.append(self._grads.bad([out]))
+        self._grads.before_hook(out)
         if self._early is None or self._old is None:
             return None
         state, storage = self._old
@@ -136,30 +124,7 @@ class BucketHook:
         sums = self._grads.readable({**found.lane, "total": found.total})
         return self._record.once(sums, values["step_id"]), 1.0
 
-    def verdict(self, outgoing: list[GradBuffer], values: dict[str, Any]) -> dict[str, Any]:
-        """The summed record, with a bit for each rank whose gradients are not finite.
-
-        Those after a reduction hold values of other ranks too: they make the total NaN, and the rank's bit tells of its own
-        gradients before.
-        """
-        bad = self._grads.bad(outgoing)
-        if self._own_bad is not None:
-            values = {**values, "total": _nan_if(bad, values["total"])}
-            bad = functools.reduce(_either, self._own_bad, 0.0)
-        return self._record.send(self._record.flagged(values, NONFINITE, bad)).read(self._grads.on_device)
-
     def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> HookState | None:
         """The state after the step."""
         state, self._state = self._state, None
         return state
-
-
-def _nan_if(bad: Any, value: Any) -> Any:
-    if isinstance(bad, Tensor):
-        known = to_device(bad.device, torch.as_tensor(value), bad.dtype)
-        return torch.where(bad > 0, torch.full_like(known, math.nan), known)
-    return math.nan if bad else value
-
-
-def _either(a: Any, b: Any) -> Any:
-    return torch.clamp(a + b, max=1.0) if isinstance(b, Tensor) else max(a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor
 
 from ..transforms._axis_env import Axis
+from ..transforms._lane import NONFINITE
+from ..transforms._tree import to_device
+from ..transforms.plan._plan import Plan
 from ._buckets import GradBuffer
+from ._step_record import StepRecord
 
 
 class GradCheck:
@@ -25,6 +30,8 @@ class GradCheck:
 
     def __init__(self, norm: bool = False) -> None:
         self._norm, self.on_device = norm, False
+        # For each bucket 1 if this rank's own gradients are not finite, where the record does not tell whose are bad.
+        self._own_bad: list[Any] | None = None
         self._of_pieces: Axis | None = None  # the axis of the ranks that hold pieces of the gradients
         self._bad_pieces: Any = 0.0  # the number of ranks whose pieces of sharded gradients are not finite
 
@@ -67,6 +74,32 @@ class GradCheck:
             return self._bad_pieces
         return self._bad_pieces or (self.bad(outgoing) if outgoing else 0.0)
 
+    def begin(self, plan: Plan, step: int) -> None:
+        """Begin a step. Where a hook leaves the ranks with different gradients, their own are looked at before it."""
+        axes, equal = plan.reduced(step)
+        self._own_bad = [] if axes and not equal else None
+
+    def before_hook(self, out: GradBuffer) -> None:
+        """Look at this rank's own gradients in a bucket, if need be."""
+        if self._own_bad is not None:
+            self.observe(out)
+            self._own_bad.append(self.bad([out]))
+
+    def verdict(self, outgoing: Sequence[GradBuffer], record: StepRecord, values: dict[str, Any]) -> dict[str, Any]:
+        """The summed record, with a bit for each rank whose gradients are not finite.
+
+        Those after a reduction hold values of other ranks too: they make the total NaN, and the rank's bit tells of its own
+        gradients before.
+
+        Args:
+            values: This rank's record.
+        """
+        bad = self.bad(outgoing)
+        if self._own_bad is not None:
+            values = {**values, "total": _nan_if(bad, values["total"])}
+            bad = functools.reduce(_either, self._own_bad, 0.0)
+        return record.send(record.flagged(values, NONFINITE, bad)).read(self.on_device)
+
     def share(self, outgoing: Sequence[GradBuffer], axis: Axis) -> None:
         """Sum over the pieces of the gradients: whether one is not finite, and the squares of their norms.
 
@@ -102,3 +135,14 @@ class GradCheck:
 
 def has_nonfinite(grads: Tensor) -> bool:
     return not bool(torch.isfinite(grads).all())
+
+
+def _nan_if(bad: Any, value: Any) -> Any:
+    if isinstance(bad, Tensor):
+        known = to_device(bad.device, torch.as_tensor(value), bad.dtype)
+        return torch.where(bad > 0, torch.full_like(known, math.nan), known)
+    return math.nan if bad else value
+
+
+def _either(a: Any, b: Any) -> Any:
+    return torch.clamp(a + b, max=1.0) if isinstance(b, Tensor) else max(a, b)

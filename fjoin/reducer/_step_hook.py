@@ -58,9 +58,6 @@ class StepHook(Protocol):
             The summed record, or None where it takes a verdict; the divisor of the gradients.
         """
 
-    def verdict(self, outgoing: list[GradBuffer], values: dict[str, Any]) -> dict[str, Any]:
-        """The summed record, with whether each rank's gradients are finite; for gradients that differ between ranks."""
-
     def new_state(self, sums: dict[str, Any], outgoing: list[GradBuffer]) -> Any:
         """The state after the step, or a function that makes it; once."""
 

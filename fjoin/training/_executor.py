@@ -23,7 +23,7 @@ from ..transforms.plan._plan import make_plan
 from ..transforms.program._effect import FLUSH
 from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program
-from ..transforms.program._program import Parts, program
+from ..transforms.program._program import Parts, Programs
 from ._deferred import DeferredMessages
 from ._flat_memory import FlatMemory, tears
 from ._float16 import Units
@@ -57,14 +57,15 @@ class Run:
         on_buffers: Transform,
     ) -> None:
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
-        self._plan = plan = make_plan(pipeline.hook, mesh.shape, *pipeline.ends, on_buffers)
+        plan = make_plan(pipeline.hook, mesh.shape, *pipeline.ends, on_buffers)
         self.on_buffers = on_buffers
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.agree
         sharding, self.overlap_gather = pipeline.sharding, overlap_gather
         shards = None if sharding is None else sharding.axis
         self._parts = Parts(pipeline.after, pipeline.on_state, shards, pipeline.skips is not None, on_buffers)
-        self.agreements = Agreements(mesh, plan, self._parts, "buckets", CALLS, norm=plan.clip is not None)
+        self._programs = Programs(plan, self._parts, "buckets")
+        self.agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         self.hook: StepHook
         self._early: AllReduceHook | None = None  # set where buckets are stepped as their messages arrive
@@ -82,8 +83,6 @@ class Run:
         self.prefetch = self._deferred if overlaps and self._deferred.travel else None
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets = sharding is not None and sharding.codec is None and pipeline.after is None
-        # Of steps that are all alike, in which buckets are stepped as they arrive or not.
-        self._programs: dict[bool, Program] = {}
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
         self.passes = Passes(loss, mesh, self.axes, self.ranks)
         self._unscaler = Unscaler(self.hook) if pipeline.skips and pipeline.skips.scaled else None
@@ -182,8 +181,4 @@ class Run:
         """The program of the step from this state."""
         early, reads = self._early, self.step_check.grads.readable_without_sync(queue.outgoing)
         each = early is not None and reads and early.knows_scale(body.hook)
-        if self._plan.always is None:
-            return program(self._plan, self._parts, body.step, "buckets", each)
-        if each not in self._programs:
-            self._programs[each] = program(self._plan, self._parts, body.step, "buckets", each)
-        return self._programs[each]
+        return self._programs.of(body.step, each)

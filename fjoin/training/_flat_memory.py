@@ -98,6 +98,7 @@ class FlatMemory:
         """Run the backward pass, with the messages of full buckets under way."""
         body, hook, storage = self._body, self._shell.hook, self._body.storage
         self._queue.start(storage)
+        self._shell.agreements.check.grads.begin(self._shell.agreements.plan, body.step)
         hook.start(body.hook, storage, self._record, self._values, body.step)
         self._backward()
         storage.arrivals.wait()
@@ -113,9 +114,13 @@ class FlatMemory:
         if op.moment == "pieces":
             shell.agreements.check.grads.share(outgoing, shell.mesh.axes[op.axes[0]])
         elif op.moment == "verdict":
-            self.sums = shell.hook.verdict(outgoing, self._values)
+            self.sums = self._verdict()
         elif not op.rides:
             self._counts = shell.agreements.send(self._own_counts)
+
+    def _verdict(self) -> dict[str, Any]:
+        """The record of ranks whose gradients differ, and so may their decisions."""
+        return self._shell.agreements.check.grads.verdict(self._queue.outgoing, self._record, self._values)
 
     def judge(self, op: Judge) -> Effect:
         """Decide whether this step may change anything.
@@ -125,7 +130,7 @@ class FlatMemory:
         """
         shell, body, outgoing = self._shell, self._body, self._queue.outgoing
         if self.sums is None:  # each rank decides for itself
-            self.sums = shell.hook.verdict(outgoing, self._values)
+            self.sums = self._verdict()
         counts = None if self._counts is None else shell.agreements.read(body.step, self._counts)
         check = shell.agreements.check
         self._decision = check.decide(body.step, self.sums, outgoing, self._divisor, shell.hook.clip, counts)

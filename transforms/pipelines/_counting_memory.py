@@ -28,8 +28,8 @@ from ..optimizers._mixed_precision import masters_of
 from ..plan._plan import make_plan, takes_flat
 from ..program._effect import Effect
 from ..program._execute import execute
-from ..program._ops import Agree, Ends, Gather, Judge, Op, Program, Stages, StepEach
-from ..program._program import Parts, Place, program
+from ..program._ops import Agree, Ends, Gather, Judge, Op, Stages, StepEach
+from ..program._program import Parts, Place, Programs
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields
 from ._explanation import Message
@@ -92,6 +92,7 @@ class CountingMemory:
             self.layout = in_buckets or layout(self.params)
             self._slots: Any = {} if self.optimizer is None else self.optimizer.init(self.own)
         self.plan = make_plan(self.hook, self.sizes, *self._parts.transforms)
+        self.programs = Programs(self.plan, self._parts, self._place)
         own = step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
         if self._place == "module":
             own = ("weight", "step_id") * (self.optimizer is not None)
@@ -107,10 +108,6 @@ class CountingMemory:
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.sizes.get(name, 1) for name in axes)
-
-    def program(self, step: int) -> Program:
-        """The program of a step."""
-        return program(self.plan, self._parts, step, self._place)
 
     @property
     def sums_first(self) -> bool:

@@ -94,7 +94,7 @@ def explain_memory(memory: CountingMemory, at_step: int | None = None) -> Explan
     """`explain` for a given memory."""
     with memory.running():
         table = _Table(memory, at_step)
-        for op in memory.program(at_step or 0):
+        for op in memory.programs.of(at_step or 0):
             table.add(op)
         return Explanation(tuple(table.rows()), memory.sizes)
 
@@ -172,7 +172,7 @@ class _Table:
         memory = self._memory
 
         def sent(_: Any, step: int) -> tuple[tuple[Message, ...], ...]:
-            ops = [op for op in memory.program(step) if isinstance(op, Agree) and op.moment in ("begin", "verdict")]
+            ops = [op for op in memory.programs.of(step) if isinstance(op, Agree) and op.moment in ("begin", "verdict")]
             if memory.sums_first:  # shown with the buckets whose sums they divide
                 ops = [op for op in ops if op.late or op.moment == "verdict"]
             found = [memory.sent(op) for op in ops]

@@ -21,11 +21,11 @@ from ..combinators._chain import LIVE, WEIGHTS
 from ..layout._pieces import Pieces, bind_pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._phases import changes_with_steps
-from ..plan._plan import Plan, make_plan
+from ..plan._plan import make_plan
 from ..program._effect import FLUSH
 from ..program._execute import execute
 from ..program._ops import Program
-from ..program._program import Parts, program
+from ..program._program import Parts, Programs
 from ..step_param._lift import matched
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields
@@ -110,19 +110,16 @@ def pipeline_of(
     sharding = sharding_of(hook, optimizer, after, on_state, gather)
     owner = Owner(hook, optimizer, after, on_state, gather, sharding, skips is not None)
     parts = Parts(after, on_state, sharding.axis if sharding else None, skips is not None)
-    plans: dict[tuple[tuple[str, int], ...], Plan] = {}
-    programs: dict[tuple[tuple[str, int], ...], Program] = {}  # of steps that are all alike
+    programs: dict[tuple[tuple[str, int], ...], Programs] = {}  # by the axes that are bound
     alike = not changes_with_steps(hook)
 
     @constant  # a compiled step has one program
     def program_of(step: int) -> Program:
         """The program of a step over the axes that are bound here."""
         axes = tuple((name, axis.size) for name, axis in bound().items())
-        if axes not in plans:
-            plans[axes] = make_plan(hook, dict(axes))
-            if alike:
-                programs[axes] = program(plans[axes], parts, 0, "tree")
-        return programs[axes] if alike else program(plans[axes], parts, step, "tree")
+        if axes not in programs:
+            programs[axes] = Programs(make_plan(hook, dict(axes)), parts, "tree")
+        return programs[axes].of(step)
 
     def pieces_of(params: Tree, state: PipelineState) -> Pieces | None:
         """The pieces of the parameters, of which the state must be."""

@@ -46,6 +46,26 @@ class Parts(NamedTuple):
         return tuple(ops)
 
 
+class Programs:
+    """The programs of the steps of one pipeline: one for all steps, where its messages are the same in each."""
+
+    def __init__(self, plan: Plan, parts: Parts, place: Place) -> None:
+        self.plan, self.parts, self.place = plan, parts, place
+        self._known: dict[bool, Program] = {}
+
+    def of(self, step: int, each: bool = False) -> Program:
+        """The program of a step; see `program`."""
+        if self.plan.always is None:
+            return program(self.plan, self.parts, step, self.place, each)
+        if each not in self._known:
+            self._known[each] = program(self.plan, self.parts, 0, self.place, each)
+        return self._known[each]
+
+    def is_apart(self, step: int) -> bool:
+        """Whether in a step the ranks that loop together agree in a message of their own, since the hook leaves some out."""
+        return any(op.late for op in agreements(self.plan, self.parts, step, self.place)[0])
+
+
 def program(plan: Plan, parts: Parts, step: int, place: Place, each: bool = False) -> Program:
     """The program of a step.
 
