@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from code_counts import axis_kinds, counts, foreign_privates, name_comparisons, sources
+from code_counts import axis_kinds, counts, foreign_privates, name_comparisons, sources, torchs_privates
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {
@@ -41,9 +41,11 @@ def test_the_counts_see_what_they_count(tmp_path: Path) -> None:
     (tmp_path / "fjoin" / "_x.py").write_text(
         '"""A docstring."""\nimport os\n\n# A comment.\n'
         "def f(axis, part, other):\n    if isinstance(axis, GroupAxis) and part.spec.name == 'mean':\n        return other._hidden\n"
-        "    return TABLE[part.spec.name], other._replace(a=1), part.spec.name in NAMES\n"
+        "    return TABLE[part.spec.name], other._replace(a=1), part.spec.name in NAMES, other._torchs\n"
     )
+    (tmp_path / "fjoin" / "_y.py").write_text("class Y:\n    def __init__(self):\n        self._hidden = 1\n")
     files = sources(tmp_path)
     assert len(list(axis_kinds(files))) == 1 and len(list(name_comparisons(files))) == 3
     assert [one.split()[-1] for one in foreign_privates(files)] == ["_hidden"]
-    assert counts(tmp_path)["code lines"] == 4 and counts(tmp_path)["lines"] == 8
+    assert [one.split()[-1] for one in torchs_privates(files)] == ["_torchs"]
+    assert counts(tmp_path)["code lines"] == 7 and counts(tmp_path)["lines"] == 11
