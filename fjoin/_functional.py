@@ -153,9 +153,13 @@ class Apply:
         return given
 
     def _traced(
-        self, copies: ModuleCopies, given: dict[str, Tensor], buffers: dict[str, Tensor], args: tuple[Any, ...],
+        self,
+        copies: ModuleCopies,
+        given: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, dict[str, Tensor]]:  # fmt: skip
+    ) -> tuple[Any, dict[str, Tensor]]:
         """The call by torch.func.functional_call, which torch.compile traces."""
         given.update({path: (given[path] if path in given else copies.own(path)).clone() for path in copies.buffers})
         module = self._module() if self._training is None else self._shell
@@ -187,9 +191,10 @@ class Apply:
     def _warn_of_updates(self, new: dict[str, Tensor], after: dict[str, Tensor]) -> None:
         """Warn if the module has updated one of the buffers `new` that it was given, in place or by assignment."""
         updated = [
-            path for path, tensor in new.items()
+            path
+            for path, tensor in new.items()
             if after[path] is not tensor or (not tensor.is_inference() and tensor._version)
-        ]  # fmt: skip
+        ]
         if not updated:
             return
         self._warned = True

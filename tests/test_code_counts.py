@@ -17,10 +17,10 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 6870,
-    "code lines": 20650,
-    "lines": 39600,
-    "files over 250 lines": 30,
-    "fmt: skip": 88,
+    "code lines": 20890,
+    "lines": 39900,
+    "files over 250 lines": 33,
+    "fmt: skip": 29,
 }
 COUNTS = counts(ROOT)
 

@@ -57,9 +57,22 @@ class Call:
     """
 
     __slots__ = (
-        "donated", "extra", "flush", "group", "handed", "lane", "memory", "persistent", "prefetch", "sharded_over", "step", "sums",
-        "unit", "weight", "wire",
-    )  # fmt: skip
+        "donated",
+        "extra",
+        "flush",
+        "group",
+        "handed",
+        "lane",
+        "memory",
+        "persistent",
+        "prefetch",
+        "sharded_over",
+        "step",
+        "sums",
+        "unit",
+        "weight",
+        "wire",
+    )
 
     weight: Any
     lane: Mapping[str, Any] | None

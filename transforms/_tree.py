@@ -232,11 +232,16 @@ def _alike(a: Tree, b: Tree) -> bool:
     (leaves, structure), (others, other) = optree.tree_flatten(a), optree.tree_flatten(b)
     return structure == other and all(
         [
-            isinstance(x, Tensor) and isinstance(y, Tensor) and x.dtype is y.dtype and x.is_floating_point()
-            and x.shape == y.shape and x.device == y.device and x.layout is torch.strided
+            isinstance(x, Tensor)
+            and isinstance(y, Tensor)
+            and x.dtype is y.dtype
+            and x.is_floating_point()
+            and x.shape == y.shape
+            and x.device == y.device
+            and x.layout is torch.strided
             for x, y in zip(leaves, others, strict=True)
         ]
-    )  # fmt: skip
+    )
 
 
 def check_dense(name: str, leaf: Any) -> None:

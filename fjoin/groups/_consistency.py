@@ -142,8 +142,11 @@ def _compare(values: list[Any]) -> Any:
             if isinstance(there, list):
                 there, here = _first_difference(there, here)
             ranks = ", ".join(map(str, odd))
-            return [odd[0], f"rank {ranks} differs from rank {like} in its {part}: {there} there, {here} on rank {like}. "
-                            f"Nothing has been sent; run the same program with the same settings on all ranks"]  # fmt: skip
+            return [
+                odd[0],
+                f"rank {ranks} differs from rank {like} in its {part}: {there} there, {here} on rank {like}. "
+                f"Nothing has been sent; run the same program with the same settings on all ranks",
+            ]
     return None
 
 
@@ -175,8 +178,11 @@ def _compare_digests(values: list[Any]) -> Any:
     for rank, digests in enumerate(values):
         for path, digest in digests.items():
             if values[0].get(path) != digest:
-                return [rank, f"{path!r} has other values on rank {rank} than on rank 0; use init(params, sync='broadcast'), "
-                              f"or the same seed on all ranks"]  # fmt: skip
+                return [
+                    rank,
+                    f"{path!r} has other values on rank {rank} than on rank 0; use init(params, sync='broadcast'), "
+                    f"or the same seed on all ranks",
+                ]
     return None
 
 

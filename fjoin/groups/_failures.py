@@ -37,9 +37,14 @@ class Failures:
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], connections: Connections,
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        connections: Connections,
         calls: Callable[[], int] = lambda: 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._calls = calls
         self._store, self._name, self._rank, self._ranks, self._size = store, name, rank, ranks, len(ranks)
         # After one broken connection gloo closes the whole group; only a rank without any connection has surely ended.

@@ -135,9 +135,14 @@ def mesh(
 
 
 def _meet_and_connect(
-    sizes: dict[str, int], grid: Tensor, connect: Callable[[Mapping[int, str]], Connected], timeout_s: float, ordered: bool,
-    transport: str, owned: bool = True,
-) -> Mesh:  # fmt: skip
+    sizes: dict[str, int],
+    grid: Tensor,
+    connect: Callable[[Mapping[int, str]], Connected],
+    timeout_s: float,
+    ordered: bool,
+    transport: str,
+    owned: bool = True,
+) -> Mesh:
     """The mesh over new groups.
 
     Args:
@@ -177,9 +182,14 @@ def _connect(backend: str, timeout_s: float, launch: Launch) -> None:
 
 
 def _meet(
-    meetings: Meetings, sizes: dict[str, int], grid: Tensor, timeout_s: float, ordered: bool, transport: str,
+    meetings: Meetings,
+    sizes: dict[str, int],
+    grid: Tensor,
+    timeout_s: float,
+    ordered: bool,
+    transport: str,
     doorway: Doorway,
-) -> dict[int, tuple[str, str]]:  # fmt: skip
+) -> dict[int, tuple[str, str]]:
     """Compare the mesh with the other ranks' meshes, before any group is made.
 
     Returns:

@@ -56,9 +56,13 @@ def links_to_host(
     links, reason = None, ""
     if addresses:
         links, reason = connect(
-            doorway, me, addresses, timeout_s, lambda text: store.set(timeout_s, name[me], text),
+            doorway,
+            me,
+            addresses,
+            timeout_s,
+            lambda text: store.set(timeout_s, name[me], text),
             lambda rank: store.get(timeout_s, name[rank]),
-        )  # fmt: skip
+        )
     try:
         reasons = meetings.exchange("fjoin.mesh", reason, lambda values: values, list(doorways))
     except BaseException:

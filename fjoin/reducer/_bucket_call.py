@@ -32,8 +32,13 @@ class BucketCall:
     """One bucket's call of the hook in one step."""
 
     def __init__(
-        self, run: GivesCalls, old: Any, params: dict[str, Tensor], first: BucketCall | None, pieces: Pieces | None = None
-    ) -> None:  # fmt: skip
+        self,
+        run: GivesCalls,
+        old: Any,
+        params: dict[str, Tensor],
+        first: BucketCall | None,
+        pieces: Pieces | None = None,
+    ) -> None:
         self._run, self._old, self._params, self._pieces, self.done = run, old, params, pieces, False
         self._first = first
         self.sums: BucketSums = BucketSums(run.sums_dtype, None if first is None else first.sums)

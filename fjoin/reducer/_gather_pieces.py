@@ -34,9 +34,12 @@ def _start(axis: Axis, flat: Tensor, bounds: tuple[int, ...], rank: int) -> Work
 
 
 def gather_leaves(
-    pieces: Pieces, slices: Mapping[str, Tensor], params: Mapping[str, Tensor], axis: Axis,
+    pieces: Pieces,
+    slices: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    axis: Axis,
     flats: Sequence[Tensor | None] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Write all ranks' slices into the parameters; all messages travel at once.
 
     Args:

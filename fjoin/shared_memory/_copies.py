@@ -83,15 +83,27 @@ class Copies(Calls):
         return self._channels[0].exchange(f"gather {root}", flat, ranges, take, settles=True, same=n), nothing
 
     def gather(
-        self, outputs: Sequence[Any], inputs: Values | Tensor, opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> SharedWork:  # fmt: skip
+        self,
+        outputs: Sequence[Any],
+        inputs: Values | Tensor,
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> SharedWork:
         to, (x,) = self._root(opts if root is None else root), several(inputs)
         outs = nested(outputs)[0] if outputs else []
         return self._all([self._gather_one(outs, x, to)], outs)
 
     def scatter(
-        self, outputs: Values | Tensor, inputs: Sequence[Any], opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> SharedWork:  # fmt: skip
+        self,
+        outputs: Values | Tensor,
+        inputs: Sequence[Any],
+        opts: Any = None,
+        timeout: Any = None,
+        *,
+        root: int | None = None,
+    ) -> SharedWork:
         (out,), source = several(outputs), self._root(opts if root is None else root)
         n = out.numel()
         check_dtypes("a scatter", nested(inputs)[0] if self._me == source else [], out.dtype)
@@ -105,9 +117,14 @@ class Copies(Calls):
         return self._all([(work, nothing)], [out])
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None,
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        opts: Any = None,
         timeout: Any = None,
-    ) -> SharedWork:  # fmt: skip
+    ) -> SharedWork:
         check_dtypes("all_to_all", [output], input.dtype)
         source, flat = flat_of(input), flat_of(output)
         give, take = row_sizes(input, input_sizes, self._ranks), row_sizes(output, output_sizes, self._ranks)

@@ -50,8 +50,14 @@ class RankToRank(Calls):
         return number, (tag << 32) + self._passed.get((number, peer, tag), 0)
 
     def _pass_on(
-        self, flat: Tensor, source: int, target: int, tag: int, take: Callable[[Tensor], object], size: int | None = None
-    ) -> Exchange:  # fmt: skip
+        self,
+        flat: Tensor,
+        source: int,
+        target: int,
+        tag: int,
+        take: Callable[[Tensor], object],
+        size: int | None = None,
+    ) -> Exchange:
         if source == target or not 0 <= min(source, target) <= max(source, target) < self._ranks:
             raise ValueError(f"rank {self._me} of {self._ranks} cannot send from rank {source} to rank {target}")
         number, message = self._key(source, target, tag)

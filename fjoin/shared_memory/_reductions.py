@@ -120,9 +120,13 @@ class Reductions(Calls):
         room = torch.empty(out.numel(), dtype=flat.dtype)  # the output may be a part of the input
         fold, average = _fold(op, flat.dtype), op == dist.ReduceOp.AVG
         work = self._channels[0].exchange(
-            f"reduce_scatter {op}", flat, list(itertools.pairwise(ends)), lambda parts: combine(parts, [room], fold),
-            settles=True, same=sizes,
-        )  # fmt: skip
+            f"reduce_scatter {op}",
+            flat,
+            list(itertools.pairwise(ends)),
+            lambda parts: combine(parts, [room], fold),
+            settles=True,
+            same=sizes,
+        )
         return work, lambda: fill(out, room / self._ranks if average else room)
 
 

@@ -123,6 +123,14 @@ def keeps_to_elements(make: Callable[[], tx.Codec]) -> None:
 
 
 CODEC_LAWS = [
-    encodes_purely, says_its_width, stays_near, keeps_zero, serves_large_and_small, tells_nonfinite, reads_rows_alone,
-    keeps_to_elements, encodes_on_its_device, is_data,
-]  # fmt: skip
+    encodes_purely,
+    says_its_width,
+    stays_near,
+    keeps_zero,
+    serves_large_and_small,
+    tells_nonfinite,
+    reads_rows_alone,
+    keeps_to_elements,
+    encodes_on_its_device,
+    is_data,
+]

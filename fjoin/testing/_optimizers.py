@@ -94,6 +94,12 @@ def resumes(make: Callable[[], tx.Optimizer]) -> None:
 
 
 OPTIMIZER_LAWS = [
-    step_param_is_pure, in_place_agrees, found_inf_stops_it, tree_step_agrees, flat_is_leaves, resumes, steps_on_its_device,
+    step_param_is_pure,
+    in_place_agrees,
+    found_inf_stops_it,
+    tree_step_agrees,
+    flat_is_leaves,
+    resumes,
+    steps_on_its_device,
     is_data,
-]  # fmt: skip
+]

@@ -88,9 +88,7 @@ def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
         whole = part.init(params)
         layout = Needs.LAYOUT in part.needs
         flat = takes_flat(part) and not layout
-        states = [
-            part.init(_ravel(params, paths)) if flat else restrict(whole, params, paths) for paths in BUCKETS
-        ]  # fmt: skip
+        states = [part.init(_ravel(params, paths)) if flat else restrict(whole, params, paths) for paths in BUCKETS]
         for step in range(3):
             grads, weight = grads_of(10 * step + rank), float(rank)
             out, whole = part.update(grads, whole, params, weight=weight, lane={"x": 1.0})
@@ -311,6 +309,16 @@ def _functions(part: Any) -> list[Any]:
 
 
 TRANSFORM_LAWS = [
-    is_pure, keeps_to_its_needs, goes_bucket_by_bucket, chains, ignores_weight_zero, is_itself_alone,
-    forgets_the_order_of_ranks, forgets_what_is_not_finite, resumes, maps, stays_on_its_device, is_data,
-]  # fmt: skip
+    is_pure,
+    keeps_to_its_needs,
+    goes_bucket_by_bucket,
+    chains,
+    ignores_weight_zero,
+    is_itself_alone,
+    forgets_the_order_of_ranks,
+    forgets_what_is_not_finite,
+    resumes,
+    maps,
+    stays_on_its_device,
+    is_data,
+]

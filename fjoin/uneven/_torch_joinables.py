@@ -221,10 +221,13 @@ class DDPHook(JoinHook):
         syncs = ddp.forward_sync_buffers if hasattr(ddp, "forward_sync_buffers") else ddp.broadcast_buffers
         kept = {*ddp.parameters_to_ignore, *REGISTERED.get(ddp, ())}  # a pipeline has stepped its own on this rank too
         _sync_module_states(
-            module=ddp.module, process_group=ddp.process_group, broadcast_bucket_size=ddp.broadcast_bucket_size,
-            src=self._join.last_joiner, params_and_buffers_to_ignore=kept,
+            module=ddp.module,
+            process_group=ddp.process_group,
+            broadcast_bucket_size=ddp.broadcast_bucket_size,
+            src=self._join.last_joiner,
+            params_and_buffers_to_ignore=kept,
             broadcast_buffers=syncs,
-        )  # fmt: skip
+        )
 
     def release(self) -> None:
         """Release the process group, so that its connections close; the module cannot be used after that."""

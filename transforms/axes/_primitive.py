@@ -109,9 +109,18 @@ def note(axis: AxisName, what: str) -> None:
 
 # The dtypes that every backend can send and add.
 _SENT = {
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.complex64, torch.complex128,
-}  # fmt: skip
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+}
 
 
 def _can_send(leaf: Tensor, ordered: bool) -> bool:
@@ -147,9 +156,13 @@ def as_tensor(leaf: Any) -> Tensor:
 
 
 def packed(
-    tree: Tree, lead: int, run: Callable[[Tensor], Tensor], run_: Callable[[Tensor], Tensor] | None = None,
-    ordered: bool = False, alone: bool = False,
-) -> Tree:  # fmt: skip
+    tree: Tree,
+    lead: int,
+    run: Callable[[Tensor], Tensor],
+    run_: Callable[[Tensor], Tensor] | None = None,
+    ordered: bool = False,
+    alone: bool = False,
+) -> Tree:
     """Apply `run` to the leaves: one call per dtype, device and `MESSAGE_BYTES`.
 
     The leaves are packed after their first `lead` dimensions. `run` may change the number of leading dimensions, but

@@ -12,9 +12,13 @@ from ._random_bits import Noise, key_of, places_of
 
 
 def encode_rows(
-    codec: Codec, rows: Tensor, sender: Tensor | int, message: int = 0, positions: Tensor | None = None,
+    codec: Codec,
+    rows: Tensor,
+    sender: Tensor | int,
+    message: int = 0,
+    positions: Tensor | None = None,
     answer: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Encode (rows, n) as (rows, width).
 
     Args:

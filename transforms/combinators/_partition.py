@@ -210,9 +210,14 @@ def _partition_transforms(parts: dict[Patterns, Transform]) -> Transform:
     encoded = any(one.encoded for one in lossy.values())
     compression = Compression(paths if functions else None, encoded) if lossy else None
     return Transform(
-        init, update, Needs.LEAVES | Needs.PATHS, reduces, compression, takes=("donated",),
+        init,
+        update,
+        Needs.LEAVES | Needs.PATHS,
+        reduces,
+        compression,
+        takes=("donated",),
         parts=lambda values: _alone(parts),
-    )  # fmt: skip
+    )
 
 
 def _alone(parts: Mapping[Patterns, Transform]) -> list[Transform]:

@@ -100,8 +100,13 @@ def logged(hook: Transform, every: int = 1, logger: str = "fjoin") -> Transform:
             after = "no step" if out is None else f"{float(global_norm(out)):.6g}"
             logging.getLogger(logger).info(
                 "step %d, %s: weight %s, norm %.6g -> %s, %d not finite",
-                count, _which(leaves), call.weight, float(global_norm(grads)), after, bad,
-            )  # fmt: skip
+                count,
+                _which(leaves),
+                call.weight,
+                float(global_norm(grads)),
+                after,
+                bad,
+            )
         return out, LoggedState(new, count)
 
     return Transform(init, update, Needs.PATHS, inner.reduction(), vmappable=False)

@@ -125,11 +125,11 @@ def dgc(
         new = {
             path: torch.where(effect, _without(x, memory.coded.get(path)), state.momentum[path])
             for path, x in u.items()
-        }  # fmt: skip
+        }
         back = {path: g.to(of[path].dtype) for path, g in named_leaves(out).items()}
         return replace_leaves(grads, back), DGCState(
             reduced, state.step + 1, {**state.momentum, **new}, {**state.error, **memory.new}, memory.last
-        )  # fmt: skip
+        )
 
     return Transform(
         init,

@@ -112,9 +112,11 @@ def ef21(hook: Transform, without_input: WithoutInput = "freeze") -> Transform:
         memory = ResidualMemory({path: -h for path, h in estimates.items()}, without_input == "flush", per_rank=True)
         lane = {**(call.lane or {}), _HELD: held, _MOVED: moved.to(torch.float64)}
         out, inner = inside.run(
-            replace_leaves(grads, wide), state, params,
+            replace_leaves(grads, wide),
+            state,
+            params,
             call.inside(lane=lane, memory=memory, persistent=False),
-        )  # fmt: skip
+        )
         sums, results = sums_of(inner), named_leaves(out)
         fine = all_finite(results)
         own, whole, new = dict(state.own), dict(state.whole), {}

@@ -124,9 +124,13 @@ def one_bit_lamb(
             out[path] = c * u
         back = {path: out[path].to(g.dtype) for path, g in named_leaves(grads).items()}
         return replace_leaves(grads, back), OneBitLambState(
-            got.inner, state.step + 1, *got.new_state(state),
-            got.kept(state.fresh, fresh), got.kept(state.ratio, ratio), got.kept(state.change, change),
-        )  # fmt: skip
+            got.inner,
+            state.step + 1,
+            *got.new_state(state),
+            got.kept(state.fresh, fresh),
+            got.kept(state.ratio, ratio),
+            got.kept(state.change, change),
+        )
 
     reduces = Inner(inner).reduction(LIVE)
     return Transform(init, update, inner.needs | Needs.PATHS, reduces, Compression(None), timing=Changes((warmup,)))

@@ -182,9 +182,14 @@ class Pieces:
 
 
 def cut(
-    params: Mapping[str, Tensor], optimizer: Optimizer | None, axis: str, ranks: int, rank: int,
-    bucket_bytes: int = BUCKET_BYTES, direct_bytes: int = DIRECT_BYTES,
-) -> Pieces:  # fmt: skip
+    params: Mapping[str, Tensor],
+    optimizer: Optimizer | None,
+    axis: str,
+    ranks: int,
+    rank: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    direct_bytes: int = DIRECT_BYTES,
+) -> Pieces:
     """Buckets, and their pieces.
 
     Elementwise parameters are cut into equal pieces, at multiples of 64 bytes, so that kernels compute the same bits as
@@ -204,8 +209,10 @@ def cut(
     for bucket in buckets:
         if bucket.paths[0] in owner:
             of = [owner[path] for path in bucket.paths]
-            starts = [next((at for at, o in zip(bucket.offsets, of, strict=True) if o >= r), bucket.numel)
-                      for r in range(1, ranks)]  # fmt: skip
+            starts = [
+                next((at for at, o in zip(bucket.offsets, of, strict=True) if o >= r), bucket.numel)
+                for r in range(1, ranks)
+            ]
             bounds.append((0, *starts, bucket.numel))
         else:
             align = ALIGN_BYTES // bucket.dtype.itemsize

@@ -24,10 +24,19 @@ from ._window import reduction
 
 @factory
 def diloco(
-    inner: Optimizer, axis: AxisName, every: int, outer: Optimizer | None = None, *,
-    wire: Codec | Transform | None = None, over: Over = "weight", fragments: int | Sequence[Patterns] = 1,
-    delay: int = 0, mix: float = 0.0, state: StatePolicy = "keep", hook: Transform | None = None,
-) -> Pipeline:  # fmt: skip
+    inner: Optimizer,
+    axis: AxisName,
+    every: int,
+    outer: Optimizer | None = None,
+    *,
+    wire: Codec | Transform | None = None,
+    over: Over = "weight",
+    fragments: int | Sequence[Patterns] = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+    state: StatePolicy = "keep",
+    hook: Transform | None = None,
+) -> Pipeline:
     """Each rank trains alone; once in `every` steps an outer optimizer steps on the mean change of the parameters.
 
     With several fragments, the parameters are split into groups whose messages begin at different steps, spread evenly
@@ -94,9 +103,17 @@ def _patterns(fragments: Sequence[Patterns]) -> list[Patterns]:
 
 @factory
 def slow_mo(
-    inner: Optimizer, axis: AxisName, every: int, lr: float = 1.0, momentum: float = 0.5, *, over: Over = "weight",
-    wire: Codec | Transform | None = None, state: StatePolicy = "keep", hook: Transform | None = None,
-) -> Pipeline:  # fmt: skip
+    inner: Optimizer,
+    axis: AxisName,
+    every: int,
+    lr: float = 1.0,
+    momentum: float = 0.5,
+    *,
+    over: Over = "weight",
+    wire: Codec | Transform | None = None,
+    state: StatePolicy = "keep",
+    hook: Transform | None = None,
+) -> Pipeline:
     """Local SGD with a slow momentum on the averages.
 
         d <- anchor - mean of the parameters,  u <- momentum u + d,  anchor <- anchor - lr u

@@ -25,9 +25,15 @@ from ._window import reduction
 
 @factory
 def local_sgd(
-    inner: Optimizer, axis: AxisName, every: int, *, over: Over = "weight", wire: Codec | Transform | None = None,
-    state: StatePolicy = "keep", hook: Transform | None = None,
-) -> Pipeline:  # fmt: skip
+    inner: Optimizer,
+    axis: AxisName,
+    every: int,
+    *,
+    over: Over = "weight",
+    wire: Codec | Transform | None = None,
+    state: StatePolicy = "keep",
+    hook: Transform | None = None,
+) -> Pipeline:
     """Each rank trains alone; the parameters are averaged once in `every` steps.
 
     Args:
@@ -70,10 +76,17 @@ def local_sgd(
 
 @factory
 def post_local_sgd(
-    inner: Optimizer, axis: AxisName, every: int, warmup_steps: int, *, local: AxisName | None = None,
-    over: Over = "weight", wire: Codec | Transform | None = None, state: StatePolicy = "keep",
+    inner: Optimizer,
+    axis: AxisName,
+    every: int,
+    warmup_steps: int,
+    *,
+    local: AxisName | None = None,
+    over: Over = "weight",
+    wire: Codec | Transform | None = None,
+    state: StatePolicy = "keep",
     then: Transform | None = None,
-) -> Pipeline:  # fmt: skip
+) -> Pipeline:
     """The mean of the gradients over all ranks for the first steps, then local SGD.
 
     From step `warmup_steps` on, counted from 0, gradients are averaged over `local` only, or not at all, and the
@@ -113,8 +126,12 @@ def post_local_sgd(
     on_state = on_state_of("post_local_sgd", state, inner, rest, every, 0, over)
     if on_state is not None:
         on_state = switch_after(warmup_steps, identity(), on_state)
-    return fuse(chain(gradients, *(() if then is None else (check_transform(then, "post_local_sgd: then"),))),
-                inner, after, on_state)  # fmt: skip
+    return fuse(
+        chain(gradients, *(() if then is None else (check_transform(then, "post_local_sgd: then"),))),
+        inner,
+        after,
+        on_state,
+    )
 
 
 def _averages(

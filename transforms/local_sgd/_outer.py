@@ -34,9 +34,14 @@ class OuterState(NamedTuple):
 
 @factory
 def outer_step(
-    hook: Transform, optimizer: Optimizer, steps: int = 1, first: int | None = None, delay: int = 0, mix: float = 0.0,
+    hook: Transform,
+    optimizer: Optimizer,
+    steps: int = 1,
+    first: int | None = None,
+    delay: int = 0,
+    mix: float = 0.0,
     over: Over = "weight",
-) -> Transform:  # fmt: skip
+) -> Transform:
     """Steps the parameters by an outer optimizer on their mean change over the ranks, once in `steps` calls.
 
         d_r    <- anchor - p_r,  d <- mean of d_r over the ranks, by `hook`

@@ -79,9 +79,18 @@ class Explanation(NamedTuple):
                 table.append((*lead, *line, _bytes(row.state_bytes) if i == 0 else ""))
         when = "" if self.settled == self.rows else "settled"
         table.append(
-            ("total per rank and step", "", when, "", "", str(self.messages), _bytes(self.payload_bytes),
-             _bytes(self.sent_bytes), _bytes(self.state_bytes))
-        )  # fmt: skip
+            (
+                "total per rank and step",
+                "",
+                when,
+                "",
+                "",
+                str(self.messages),
+                _bytes(self.payload_bytes),
+                _bytes(self.sent_bytes),
+                _bytes(self.state_bytes),
+            )
+        )
         if self.residuals is not None:
             bytes_kept = _bytes(self.residuals.activation_bytes)
             table.append(("kept for the backward pass", "", "", "", "", "", "", "", bytes_kept))

@@ -38,9 +38,12 @@ from ._tree_memory import Owner, PipelineState, TreeMemory, by_path
 
 @factory
 def fuse(
-    hook: Transform, optimizer: Optimizer, after: Transform | None = None, on_state: Transform | None = None,
+    hook: Transform,
+    optimizer: Optimizer,
+    after: Transform | None = None,
+    on_state: Transform | None = None,
     gather: Codec | None = None,
-) -> Pipeline:  # fmt: skip
+) -> Pipeline:
     """One training step as a pure function: gradient transform, optimizer, parameter transform.
 
     `fjoin.train_step` runs the same pipeline bucket by bucket during the backward pass, with the same result.
@@ -97,10 +100,14 @@ def fuse(
 
 
 def pipeline_of(
-    hook: Transform, optimizer: Optimizer, after: Transform | None, on_state: Transform | None,
-    gather: Codec | None = None, skips: Skips | None = None,
+    hook: Transform,
+    optimizer: Optimizer,
+    after: Transform | None,
+    on_state: Transform | None,
+    gather: Codec | None = None,
+    skips: Skips | None = None,
     prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads,
-) -> Pipeline:  # fmt: skip
+) -> Pipeline:
     """The pipeline of these parts.
 
     Args:
@@ -136,10 +143,14 @@ def pipeline_of(
         with bind_pieces(pieces):
             hook_state = hook.init(params)
         state = PipelineState(
-            hook_state, slots, after.init(masters_of(own, slots)) if after else (),
-            on_state.init(state_fields(by_path(own, slots))) if on_state else (), 0, torch.zeros((), dtype=torch.float64),
+            hook_state,
+            slots,
+            after.init(masters_of(own, slots)) if after else (),
+            on_state.init(state_fields(by_path(own, slots))) if on_state else (),
+            0,
+            torch.zeros((), dtype=torch.float64),
             sharding.init(pieces, own, slots) if sharding and pieces else (),
-        )  # fmt: skip
+        )
         return skips.begin(state) if skips else state
 
     def inside(state: Any) -> PipelineState:
@@ -152,9 +163,15 @@ def pipeline_of(
         return old
 
     def step(
-        params: Tree, grads: Tree, state: Any, *, weight: Any = None, lane: Lane | None = None, donate: bool = False,
+        params: Tree,
+        grads: Tree,
+        state: Any,
+        *,
+        weight: Any = None,
+        lane: Lane | None = None,
+        donate: bool = False,
         **extra: Any,
-    ) -> tuple[Tree, State]:  # fmt: skip
+    ) -> tuple[Tree, State]:
         old = inside(state)
         if taken := (NAMES | {"call"}) & extra.keys():
             raise TypeError(

@@ -19,9 +19,14 @@ from ._pipeline import Pipeline
 
 @factory
 def zero(
-    hook: Transform, optimizer: Optimizer, axis: str, *, after: Transform | None = None,
-    on_state: Transform | None = None, gather: Codec | None = None,
-) -> Pipeline:  # fmt: skip
+    hook: Transform,
+    optimizer: Optimizer,
+    axis: str,
+    *,
+    after: Transform | None = None,
+    on_state: Transform | None = None,
+    gather: Codec | None = None,
+) -> Pipeline:
     """ZeRO, stage 1: the optimizer's state and its work are shared out among the ranks of an axis.
 
     `fuse` with a hook in which each `mean` over `axis` is a `scatter_mean`. A mean over several axes becomes a

@@ -95,9 +95,12 @@ Reduce: TypeAlias = Callable[[dict[str, Tensor], PowerSGDState, CallArgs], Resul
 
 
 def make_transform(
-    settings: Settings, needs: Needs, start: Callable[[Tree], dict[str, Tensor]], reduce: Reduce,
+    settings: Settings,
+    needs: Needs,
+    start: Callable[[Tree], dict[str, Tensor]],
+    reduce: Reduce,
     loses: Callable[[Tree], list[str]],
-) -> Transform:  # fmt: skip
+) -> Transform:
     """A transform around `reduce`, which runs on several ranks.
 
     Args:
@@ -149,8 +152,12 @@ def make_transform(
 
 
 def low_rank_mean(
-    leaves: Mapping[str, Tensor], q: Mapping[str, Tensor], fresh: Callable[[str, Tensor], Tensor], settings: Settings, given: CallArgs
-) -> Result:  # fmt: skip
+    leaves: Mapping[str, Tensor],
+    q: Mapping[str, Tensor],
+    fresh: Callable[[str, Tensor], Tensor],
+    settings: Settings,
+    given: CallArgs,
+) -> Result:
     """The mean of leaves; the leaves with a factor in `q` are sent as two factors."""
     axis, over, ranks = settings.axis, settings.over, axis_size(settings.axis)
     device = device_of(leaves.values())
@@ -212,9 +219,12 @@ def low_rank_mean(
     if lost is not None:
         new_errors.update(uncompressed_residuals(shapes, lost[size:], flat[size:], errors, mine, finite))
     return Result(
-        {path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf for path, leaf in leaves.items()},
+        {
+            path: as_dtype(shaped(means[path], leaf), leaf.dtype) if path in means else leaf
+            for path, leaf in leaves.items()
+        },
         {path: as_dtype(shaped(new, leaves[path]), errors[path].dtype) for path, new in new_errors.items()},
         {path: as_dtype(new, q[path].dtype) for path, new in new_q.items()},
         counted,
         sums,
-    )  # fmt: skip
+    )

@@ -22,9 +22,16 @@ from ._mean import CallArgs, PowerSGDState, Result, Settings, check_settings, lo
 
 @factory
 def power_sgd(
-    axis: AxisName, rank: int = 1, *, start: int = 0, min_compression_rate: float = 2.0, warm_start: bool = True,
-    epsilon: float = 0.0, seed: int = 0, over: Over = "weight",
-) -> Transform:  # fmt: skip
+    axis: AxisName,
+    rank: int = 1,
+    *,
+    start: int = 0,
+    min_compression_rate: float = 2.0,
+    warm_start: bool = True,
+    epsilon: float = 0.0,
+    seed: int = 0,
+    over: Over = "weight",
+) -> Transform:
     """The weighted mean of all ranks' gradients, with matrices sent as two thin factors.
 
     With M_r = w_r g_r, as a matrix of shape[0] x all other dimensions, and Q of `rank` columns, the same on all ranks:
@@ -117,9 +124,16 @@ def power_sgd(
 
 @factory
 def batched_power_sgd(
-    axis: AxisName, rank: int = 1, *, start: int = 0, min_compression_rate: float = 2.0, warm_start: bool = True,
-    epsilon: float = 0.0, seed: int = 0, over: Over = "weight",
-) -> Transform:  # fmt: skip
+    axis: AxisName,
+    rank: int = 1,
+    *,
+    start: int = 0,
+    min_compression_rate: float = 2.0,
+    warm_start: bool = True,
+    epsilon: float = 0.0,
+    seed: int = 0,
+    over: Over = "weight",
+) -> Transform:
     """`power_sgd` on one square matrix that concatenates all gradients of a call.
 
     The matrix has ceil(sqrt(elements)) rows and columns, padded with zeros at its end. This takes fewer and larger
@@ -175,9 +189,12 @@ def batched_power_sgd(
         start = kept[:rank, :side] if fits else drawn(leaves, state.step)
         errors = {"": _square(given.errors, leaves, side)} if given.errors.keys() >= leaves.keys() else {}
         made = low_rank_mean(
-            {"": _square(leaves, leaves, side)}, {"": start}, lambda _, like: draw(seed, "", 0, rank, side, like),
-            settings, given._replace(errors=errors),
-        )  # fmt: skip
+            {"": _square(leaves, leaves, side)},
+            {"": start},
+            lambda _, like: draw(seed, "", 0, rank, side, like),
+            settings,
+            given._replace(errors=errors),
+        )
         return made._replace(
             means=_pieces(made.means[""], leaves),
             errors=_pieces(made.errors[""], given.errors, leaves) if errors else {},

@@ -12,9 +12,13 @@ from ._factors import Block, FeedbackWeight, Finiteness, cut
 
 
 def matrix_residuals(
-    blocks: list[Block], p: list[Tensor], residuals: Mapping[str, Tensor], lost: list[Tensor] | None,
-    old: Mapping[str, Tensor], finite: Finiteness,
-) -> dict[str, Tensor]:  # fmt: skip
+    blocks: list[Block],
+    p: list[Tensor],
+    residuals: Mapping[str, Tensor],
+    lost: list[Tensor] | None,
+    old: Mapping[str, Tensor],
+    finite: Finiteness,
+) -> dict[str, Tensor]:
     """Residuals of the compressed matrices.
 
     Args:
@@ -39,9 +43,13 @@ def matrix_residuals(
 
 
 def uncompressed_residuals(
-    shapes: Mapping[str, torch.Size], lost: Tensor, sums: Tensor, old: Mapping[str, Tensor], share: FeedbackWeight,
+    shapes: Mapping[str, torch.Size],
+    lost: Tensor,
+    sums: Tensor,
+    old: Mapping[str, Tensor],
+    share: FeedbackWeight,
     finite: Finiteness,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Residuals of the leaves that are encoded but not compressed.
 
     Args:

@@ -22,9 +22,15 @@ from ._reduction import Sums
 
 
 def encoded_mean(
-    grads: Tree, axis: AxisName, share: RankWeight, over: Over | None, rider: Rider, call: Call,
-    reduce: Callable[..., Reduced] = coded_mean, into: Callable[[Tensor], Tree] | None = None,
-) -> Sums:  # fmt: skip
+    grads: Tree,
+    axis: AxisName,
+    share: RankWeight,
+    over: Over | None,
+    rider: Rider,
+    call: Call,
+    reduce: Callable[..., Reduced] = coded_mean,
+    into: Callable[[Tensor], Tree] | None = None,
+) -> Sums:
     """The weighted mean, or the weighted sum where `over` is None.
 
     Args:

@@ -100,9 +100,16 @@ def hierarchical_mean(local: str, node: str, wire: Codec | None = None, over: Ov
 
 
 def _across(
-    codec: Codec, part: Tensor, here: Tensor, header: Tensor, local: str, node: str, of: dict[str, Tensor],
-    memory: ResidualMemory | None, over: Over,
-) -> Reduced:  # fmt: skip
+    codec: Codec,
+    part: Tensor,
+    here: Tensor,
+    header: Tensor,
+    local: str,
+    node: str,
+    of: dict[str, Tensor],
+    memory: ResidualMemory | None,
+    over: Over,
+) -> Reduced:
     """The mean over the nodes of this rank's part of the gradients.
 
     A rank keeps the residual of its node's messages for its part, whichever rank of the node has input. So a node

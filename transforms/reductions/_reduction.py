@@ -49,9 +49,17 @@ Reduce: TypeAlias = Callable[[Tree, RankWeight, Rider, Call], Sums]
 
 
 def reduction(
-    axis: AxisName, over: Over | None, reduce: Reduce, needs: Needs = Needs.NOTHING, *, counts: Over | None = None,
-    linear: bool = True, fusable: bool = False, scatters: bool = False, **fields: Any,
-) -> Transform:  # fmt: skip
+    axis: AxisName,
+    over: Over | None,
+    reduce: Reduce,
+    needs: Needs = Needs.NOTHING,
+    *,
+    counts: Over | None = None,
+    linear: bool = True,
+    fusable: bool = False,
+    scatters: bool = False,
+    **fields: Any,
+) -> Transform:
     """A transform that is one reduction, with a `MeanState` as state.
 
     Args:

@@ -114,9 +114,17 @@ def _write_dict(held: dict[Any, Any], copy: dict[Any, Any]) -> None:
 
 # A module's dicts in which a forward pass can leave something.
 _OF_MODULE = (
-    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 
 
 def _dicts_of(module: nn.Module) -> list[dict[Any, Any]]:

@@ -50,9 +50,12 @@ FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "opt_einsum": _of(opt_einsum, "enabled"),
     "opt_einsum.strategy": _of(opt_einsum, "strategy"),
     "cached parametrizations": _of(parametrize, "_cache_enabled"),
-    "the cache of parametrizations": (lambda: dict(parametrize._cache), lambda cache: setattr(parametrize, "_cache", cache)),  # type: ignore[attr-defined]
+    "the cache of parametrizations": (
+        lambda: dict(parametrize._cache),
+        lambda cache: setattr(parametrize, "_cache", cache),
+    ),  # type: ignore[attr-defined]
     _SUBCLASSES: _pair("_get_torch_function_state", "_set_torch_function_state"),
-}  # fmt: skip
+}
 
 
 class Surroundings:
