@@ -7,7 +7,6 @@ read, and the host reads a copy of it later, without waiting. Both are one compu
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +17,7 @@ from .._errors import NonFinite
 from ..groups._mesh import Mesh
 from ..transforms.program._effect import Effect, Flag, inverse
 from ._buckets import GradBuffer
+from ._device_reads import DeviceReads
 from ._grad_check import GradCheck
 from ._nonfinite import error_of_some, error_of_step, masks
 from ._step_ids import StepIds, step_of
@@ -52,12 +52,13 @@ class StepCheck:
         ranks: The number of ranks that loop together.
         norm: Whether the norm of the gradients is needed.
         skips: Whether steps that are not finite are left out without an error.
-        mesh: Detects failed ranks while the host waits for a device. It is not kept alive.
+        mesh: See `DeviceReads`.
         ids: The numbers of the steps that travel in the record; None where none do.
 
     Attributes:
         grads: Looks at the gradients.
         left_out: 1 where this rank left out the last step, which others may have taken: all raise in the next one.
+        reads: The decisions on steps, with the sums of their weights, that the host has not read yet.
         weight: The sum of the weights in the newest step for which the host knows it.
     """
 
@@ -73,8 +74,7 @@ class StepCheck:
         self.grads = GradCheck(norm)
         self.left_out: Any = 0.0
         self.weight: float | None = None
-        self._mesh: Callable[[], Mesh | None] = (lambda: None) if mesh is None else weakref.ref(mesh)
-        self._pending: list[tuple[int, Sequence[CountsOfAll], Tensor, Any]] = []
+        self.reads = DeviceReads(mesh)
 
     def decide(
         self,
@@ -112,7 +112,7 @@ class StepCheck:
         if counts is not None and not self._skips:
             self.left_out = left_out.double() if isinstance(left_out, Tensor) else float(left_out)
         if isinstance(raises, Tensor):
-            self._remember(step, records, torch.stack([raises.double(), sums["weight"]]))
+            self.reads.add((step, records), torch.stack([raises.double(), sums["weight"]]))
             effect = Effect(live, fine & inverse(left | other), raises)
             return self._on_device(effect, outgoing, divisor, clip)
         if live:
@@ -170,28 +170,9 @@ class StepCheck:
                 return error_of_some(step - late, of_all, self.ranks)
         return error_of_step(step, sums, self.grads.nonfinite_paths(outgoing))
 
-    def _remember(self, step: int, records: Sequence[CountsOfAll], words: Tensor) -> None:
-        """Keep a step's decision for the host to read later: whether to raise, and the sum of the weights."""
-        event = None
-        if words.device.type == "cuda":
-            stream = torch.cuda.current_stream(words.device)  # `words` need not be on the current device
-            words = torch.empty(words.shape, dtype=words.dtype, pin_memory=True).copy_(words, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        self._pending.append((step, records, words, event))
-
     def synchronize(self) -> None:
         """Wait until the sums of the newest step are available."""
-        if self._pending:
-            self._await(self._pending[-1][3])
-
-    def _await(self, event: Any) -> None:
-        if event is None:
-            return
-        if (mesh := self._mesh()) is not None:
-            mesh.await_event(event)
-        else:
-            event.synchronize()
+        self.reads.synchronize()
 
     def raise_pending(self, newest: bool = False) -> None:
         """Raise for an earlier step that changed nothing.
@@ -206,10 +187,7 @@ class StepCheck:
             NonFinite: naming that step.
             DesyncError: the ranks had called different steps.
         """
-        for pending in list(self._pending if newest else self._pending[:-1]):
-            if not newest:
-                self._pending.pop(0)
-            self._raise_for(*pending, keeps=newest)
+        self._read(newest, newest)
 
     def drain(self) -> None:
         """Raise for an earlier step that changed nothing, the last one included.
@@ -217,21 +195,22 @@ class StepCheck:
         Raises:
             NonFinite, DesyncError: as `raise_pending`.
         """
-        while self._pending:
-            self._raise_for(*self._pending.pop(0))
+        self._read(True, False)
 
     def clear(self) -> None:
         """Forget all earlier steps."""
-        self._pending, self.left_out = [], 0.0
+        self.reads.clear()
+        self.left_out = 0.0
 
-    def _raise_for(
-        self, step: int, records: Sequence[CountsOfAll], words: Tensor, event: Any, keeps: bool = False
-    ) -> None:
-        self._await(event)
-        raises, weight = words.tolist()
-        if not keeps and weight:
-            self.weight = weight
-        for late, of_all in records if raises else ():
+    def _read(self, newest: bool, keep: bool) -> None:
+        for (step, records), (raises, weight) in self.reads.read(newest, keep):
+            if weight and not keep:
+                self.weight = weight
+            if raises:
+                self._raise_for(step, records)
+
+    def _raise_for(self, step: int, records: Sequence[CountsOfAll]) -> None:
+        for late, of_all in records:
             sums = numbers(of_all)
             if self._ids is not None:
                 self._ids.check(step, sums, late)

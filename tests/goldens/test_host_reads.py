@@ -13,7 +13,7 @@ from golden_rows import ROWS
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._step_check import StepCheck
+from fjoin.reducer._device_reads import DeviceReads
 from fjoin.testing._devices import NoWaiting
 
 # Kernels without an implementation for tensors without data.
@@ -45,7 +45,7 @@ def loss(params: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in ROWS if "gloo" in ROWS[name].paths and name not in NO_STEP])
 def test_no_step_waits_for_its_device(name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(StepCheck, "_remember", lambda *decision: None)  # which is read when it has come to the host
+    monkeypatch.setattr(DeviceReads, "add", lambda *given: None)  # which is read when it has come to the host
     row = ROWS[name]
     options = {key: value for key, value in row.options.items() if key != "on_buffers"}
 

@@ -32,10 +32,10 @@ def wait_for_a_device(rank: int, report: Report) -> None:
         mesh.report_failure(ValueError("bad batch"), 3)
         return
     step_check = StepCheck(2, mesh=mesh)
-    step_check._pending.append((2, (), torch.zeros(2), Later(3)))
+    step_check.reads.add((2, ()), torch.zeros(2), Later(3))
     step_check.synchronize()
     step_check.raise_pending(newest=True)
-    step_check._pending.append((3, (), torch.zeros(2), Later(float("inf"))))
+    step_check.reads.add((3, ()), torch.zeros(2), Later(float("inf")))
     for wait in (step_check.synchronize, lambda: step_check.raise_pending(newest=True)):
         try:
             wait()

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._step_check import StepCheck
+from fjoin.reducer._device_reads import DeviceReads
 from fjoin.testing._devices import NoWaiting
 from fjoin.transforms._tree import choose_state
 from fjoin.transforms.axes._lockstep import SimulatedAxis
@@ -124,7 +124,7 @@ def sent(monkeypatch: Any) -> list[str]:
 @pytest.mark.parametrize("hook", WITHOUT_DATA)
 def test_no_step_waits_for_its_device(hook: str, bucket_bytes: int, sent: list[str], monkeypatch: Any) -> None:
     """Tensors without data are not on the host, and their values cannot be read."""
-    monkeypatch.setattr(StepCheck, "_remember", lambda *verdict: None)  # which is read when it has come to the host
+    monkeypatch.setattr(DeviceReads, "add", lambda *given: None)  # which is read when it has come to the host
 
     def one_rank() -> None:
         pipeline = tx.fuse(WITHOUT_DATA[hook](), tx.adam(0.05))

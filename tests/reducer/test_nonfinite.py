@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._step_check import StepCheck
+from fjoin.reducer._device_reads import DeviceReads
 
 X = torch.ones(2)
 
@@ -230,7 +230,7 @@ def test_a_lost_window_is_lost_for_a_state_that_was_kept() -> None:
 def test_steps_that_are_left_out_are_waited_for_too(monkeypatch: Any) -> None:
     """On a device the host looks, while it waits, whether a rank has failed: of a pipeline that raises nothing too."""
     waited: list[Any] = []
-    monkeypatch.setattr(StepCheck, "_await", lambda step_check, event: waited.append(event))
+    monkeypatch.setattr(DeviceReads, "_await", lambda reads, event: waited.append(event))
     step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
     step._run.step_check.grads.on_device = True
     for batch in (X, torch.tensor([1.0, float("nan")]), X):
