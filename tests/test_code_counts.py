@@ -16,7 +16,7 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 6870,
+    "lines of reducer, training, ddp": 6860,
     "code lines": 20890,
     "lines": 39900,
     "files over 250 lines": 33,

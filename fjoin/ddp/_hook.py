@@ -27,12 +27,12 @@ from ..transforms.layout._pieces import Pieces
 from ..transforms.pipelines._counting_memory import CountingMemory
 from ..transforms.pipelines._explain import explain_memory
 from ..transforms.pipelines._explanation import Explanation
-from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.pipelines._pipeline import Pipeline, parts_of
 from ..transforms.plan._plan import make_plan
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program, Stages
-from ..transforms.program._program import Parts, Programs
+from ..transforms.program._program import Programs
 from ._buckets import DDPBucket, first_buckets
 from ._module_memory import ModuleMemory
 from ._module_step import ModuleStep
@@ -80,12 +80,8 @@ class DDPRun:
             ddp.find_unused_parameters or ddp.static_graph
         )
         self.used = UsedParameters(params, mesh) if asks else None
-        after, on_state = (None, None) if pipeline is None else (pipeline.after, pipeline.on_state)
-        shards = None if self.pieces is None else self.pieces.axis
-        skips = pipeline is not None and pipeline.skips is not None
-        used = tuple(mesh.shape) if asks else ()
-        self._parts = Parts(after, on_state, shards, skips, used=used, steps=pipeline is not None)
-        self._programs = Programs(plan, self._parts, "module")
+        parts = parts_of(hook if pipeline is None else pipeline, used=tuple(mesh.shape) if asks else ())
+        self._programs = Programs(plan, parts, "module")
         self.agreements = Agreements(mesh, self._programs, CALLS)
         self.pipeline_step = None
         if pipeline is not None:
@@ -218,7 +214,7 @@ class DDPRun:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
         if self.pipeline_step is not None:
             self.agreements.begin_flush(self.step)
-            execute(self._parts.ends, ModuleMemory(self), FLUSH)
+            execute(self._programs.parts.ends, ModuleMemory(self), FLUSH)
 
 
 # The modules that have a hook of ours, which divides by itself, with the paths of the parameters that it steps.

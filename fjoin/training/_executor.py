@@ -18,12 +18,12 @@ from ..reducer._step_hook import StepHook
 from ..reducer._step_ids import Calls
 from ..reducer._step_record import own_values
 from ..transforms._transform import Transform
-from ..transforms.pipelines._pipeline import Pipeline
+from ..transforms.pipelines._pipeline import Pipeline, parts_of
 from ..transforms.plan._plan import make_plan
 from ..transforms.program._effect import FLUSH
 from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program
-from ..transforms.program._program import Parts, Programs
+from ..transforms.program._program import Programs
 from ._deferred import DeferredMessages
 from ._flat_memory import FlatMemory, tears
 from ._float16 import Units
@@ -62,9 +62,7 @@ class Run:
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.agree
         sharding, self.overlap_gather = pipeline.sharding, overlap_gather
-        shards = None if sharding is None else sharding.axis
-        self._parts = Parts(pipeline.after, pipeline.on_state, shards, pipeline.skips is not None, on_buffers)
-        self._programs = Programs(plan, self._parts, "buckets")
+        self._programs = Programs(plan, parts_of(pipeline, on_buffers), "buckets")
         self.agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         self.hook: StepHook
@@ -106,7 +104,7 @@ class Run:
         self.agreements.begin_flush(body.step)
         body.storage.arrivals.wait()
         body.torn = tears(body.step)
-        execute(self._parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
+        execute(self._programs.parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
         body.torn = ""
 
     def drop(self) -> None:

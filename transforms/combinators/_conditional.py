@@ -172,6 +172,10 @@ class AccumulateState(NamedTuple):
         """This state with `inner` chosen; after a call without effect the accumulated gradients are lost too."""
         return self._replace(inner=choose_state(fine, self.inner, old.inner))
 
+    def before_the_end(self, inner: State) -> AccumulateState:
+        """The state before the last call of a window, whatever its length."""
+        return self._replace(step=-1, inner=inner)
+
 
 @factory
 def accumulate(steps: int, transform: Transform) -> Transform:

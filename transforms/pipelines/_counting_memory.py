@@ -20,7 +20,6 @@ from .._transform import Transform
 from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import names
-from ..axes._ragged import all_to_all_single
 from ..combinators._chain import counting, counts_needed, stages
 from ..layout._buckets import Bucket, lane_bucket
 from ..layout._pieces import Pieces, bind_pieces
@@ -29,13 +28,12 @@ from ..plan._plan import make_plan, takes_flat
 from ..program._effect import Effect
 from ..program._execute import execute
 from ..program._ops import Agree, Ends, Gather, Judge, Op, Stages, StepEach
-from ..program._program import Parts, Place, Programs
-from ..step_param._optimizer import Optimizer
+from ..program._program import Place, Programs
 from ..step_param._state_fields import state_fields
 from ._explanation import Message
-from ._pipeline import Pipeline
+from ._pipeline import Pipeline, parts_of
 from ._recorder import Recorder
-from ._without_data import AtOnce, run_stage
+from ._without_data import AtOnce, run_stage, send_slices
 
 MOST_RANKS = 2**20
 
@@ -71,7 +69,11 @@ class CountingMemory:
         pieces: Callable[[dict[str, Tensor]], Pieces] | None = None,
     ) -> None:
         self.pipeline, self.sizes = pipeline, axis_sizes(axes, MOST_RANKS)
-        self.hook, self.optimizer, self._parts = _parts(pipeline, on_buffers, tuple(axes) if uses else ())
+        if not isinstance(pipeline, (Pipeline, Transform)):
+            raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")
+        self.hook: Transform = pipeline.hook if isinstance(pipeline, Pipeline) else pipeline
+        self.optimizer = pipeline.optimizer if isinstance(pipeline, Pipeline) else None
+        self._parts = parts_of(pipeline, on_buffers, tuple(axes) if uses else ())
         self._place: Place = "buckets" if uses is None else "module"
         for path, leaf in named_leaves(params).items():
             check_dense(f"params[{path!r}]", leaf)
@@ -94,11 +96,10 @@ class CountingMemory:
         self.plan = make_plan(self.hook, self.sizes, *self._parts.transforms)
         self.programs = Programs(self.plan, self._parts, self._place)
         own = step_lane(self._ranks(self.plan.reduced(0).axes))[1:]
+        self._dtype = lane_dtype(bucket.dtype for bucket in self.layout)
         if self._place == "module":
-            own = ("weight", "step_id") * (self.optimizer is not None)
+            own, self._dtype = ("weight", "step_id") * (self.optimizer is not None), torch.float64
         self._record = dict.fromkeys(own, 0.0) or None
-        in_module = self._place == "module"
-        self._dtype = torch.float64 if in_module else lane_dtype(bucket.dtype for bucket in self.layout)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -241,30 +242,10 @@ class CountingMemory:
             psum(self._words(names(axis)) if in_module else words, axis)
         for i, bucket in enumerate(self.layout):
             if in_module and self.pieces is not None:
-                self._scatter_in_module(self.pieces.among(bucket.paths), bucket)
+                send_slices(self.pieces.among(bucket.paths), bucket)
                 continue
             pieces, some = self._in_bucket(i, True, self.params)
             if i == carrier:  # behind the gradients, in the same buffer
                 some = {"": torch.cat([some[""], words])}
             with bind_pieces(pieces):
                 part.run(some, part.init(some), some, ALONE.inside(sums=BucketSums(self._dtype, sums)))
-
-    def _scatter_in_module(self, pieces: Pieces, bucket: Bucket) -> None:
-        """The message of a module's bucket: all slices of other ranks at once."""
-        sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]
-        give, take = [0, *sizes[1:]], [0, *(sizes[0] for _ in sizes[1:])]
-        flat = torch.zeros(sum(give), dtype=bucket.dtype)
-        all_to_all_single(flat, pieces.axis, input_split_sizes=give, output_split_sizes=take)
-
-
-def _parts(
-    pipeline: Any, on_buffers: Transform | None, used: tuple[str, ...]
-) -> tuple[Transform, Optimizer | None, Parts]:
-    """The hook, the optimizer, and what else the program depends on."""
-    if isinstance(pipeline, Pipeline):
-        shards = None if pipeline.sharding is None else pipeline.sharding.axis
-        parts = Parts(pipeline.after, pipeline.on_state, shards, pipeline.skips is not None, on_buffers, used)
-        return pipeline.hook, pipeline.optimizer, parts
-    if isinstance(pipeline, Transform):
-        return pipeline, None, Parts(on_buffers=on_buffers, used=used, steps=False)
-    raise TypeError(f"explain takes a pipeline or a transform, got {pipeline!r}")

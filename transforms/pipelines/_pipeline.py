@@ -11,6 +11,7 @@ from torch import Tensor
 from .._spec import Spec, Specified
 from .._transform import Transform
 from .._tree import State, Tree
+from ..program._program import Parts
 from ..step_param._optimizer import Optimizer
 from ._sharding import Sharding
 
@@ -58,3 +59,16 @@ class Pipeline(Specified):
 
     def with_spec(self, spec: Spec) -> Pipeline:
         return replace(self, spec=spec)
+
+
+def parts_of(what: Pipeline | Transform, on_buffers: Transform | None = None, used: tuple[str, ...] = ()) -> Parts:
+    """What the programs of a pipeline, or of a hook alone, depend on.
+
+    Args:
+        on_buffers: The transform of the buffers, in a train_step.
+        used: The axes over which ranks agree on the parameters in use, where a pass need not use all.
+    """
+    if isinstance(what, Transform):
+        return Parts(on_buffers=on_buffers, used=used, steps=False)
+    shards = None if what.sharding is None else what.sharding.axis
+    return Parts(what.after, what.on_state, shards, what.skips is not None, on_buffers, used)
