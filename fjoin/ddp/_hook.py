@@ -15,8 +15,8 @@ from .._errors import CollectiveTimeout, PeerLost
 from ..groups._consistency import parameters_fit, same_step
 from ..groups._mesh import Mesh
 from ..reducer._agreements import Agreements
+from ..reducer._aliases import copy_if_aliased
 from ..reducer._bucket_stages import BucketStages
-from ..reducer._flat_params import copy_if_aliased
 from ..reducer._step_ids import Calls
 from ..training._left_open import LeftOpen
 from ..transforms._axis_env import bind_axes

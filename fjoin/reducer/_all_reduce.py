@@ -18,8 +18,9 @@ from ..transforms.combinators._clip import ClipState
 from ..transforms.layout._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
+from ._aliases import copy_if_aliased
 from ._buckets import GradBuffer
-from ._flat_params import Storage, copy_if_aliased
+from ._flat_params import Storage
 from ._grad_check import GradCheck
 from ._step_check import Clip
 from ._step_record import StepRecord

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..transforms._rider import BucketSums
 from ..transforms.layout._pieces import Pieces
-from ._flat_params import assign_, copy_if_aliased
+from ._aliases import assign_, copy_if_aliased
 from ._hook_state import FLAT
 
 

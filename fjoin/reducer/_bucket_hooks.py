@@ -12,9 +12,10 @@ from ..transforms._transform import Transform
 from ..transforms.combinators._chain import stages
 from ..transforms.layout._pieces import Pieces, bind_pieces
 from ..transforms.plan._plan import Plan, takes_flat
+from ._aliases import copy_if_aliased
 from ._bucket_stages import BucketStages
 from ._buckets import GradBuffer
-from ._flat_params import Storage, copy_if_aliased
+from ._flat_params import Storage
 from ._grad_check import GradCheck
 from ._hook_state import FLAT, Form, HookState
 from ._step_record import StepRecord

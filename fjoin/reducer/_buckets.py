@@ -12,9 +12,9 @@ from torch import Tensor
 from ..transforms._axis_env import Work
 from ..transforms._sums import widened
 from ..transforms._tree import check_dense
-from ..transforms.layout._buckets import Bucket
+from ..transforms.layout._buckets import Bucket, views
 from ..transforms.layout._pieces import Pieces
-from ._flat_params import Storage, views
+from ._flat_params import Storage
 
 
 class GradBuffer:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..transforms._tree import fields, with_fields
-from ..transforms.layout._buckets import Bucket, Span
+from ..transforms.layout._buckets import Bucket, Span, views
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._inject import injected
 from ..transforms.optimizers._mixed_precision import master_of
@@ -259,57 +258,3 @@ def _without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
         kept.append([one for one in bucket if one[1].numel() or id(one[0]) not in full])
         full |= {id(part) for part, _, _, _ in bucket}
     return kept
-
-
-def copy_if_aliased(state: Any, lent: Iterable[Tensor]) -> Any:
-    """The state, with copies of its tensors that share memory with tensors in `lent`; the copies are detached."""
-    own = _apart_from(lent)
-    with torch.no_grad():
-        if all(own(leaf) is leaf for leaf in optree.tree_leaves(state)):
-            return state
-        return optree.tree_map(own, state)
-
-
-def assign_(places: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Write values to their places, correct even where values and places share memory.
-
-    Raises:
-        TypeError: there is no tensor for a place.
-        ValueError: a value has another shape than its place.
-    """
-    to, new, own = [], [], _apart_from(places.values())
-    for path, place in places.items():
-        value = values.get(path) if isinstance(values, Mapping) else values
-        if not isinstance(value, Tensor):
-            got = "nothing" if value is None else f"a value of type {type(value).__name__}"
-            raise TypeError(f"for {path!r} the hook returned {got}, expected a tensor of shape {tuple(place.shape)}")
-        if value.shape != place.shape:
-            raise ValueError(
-                f"for {path!r} the hook returned a tensor of shape {tuple(value.shape)}, expected {tuple(place.shape)}"
-            )
-        if not (
-            value.data_ptr() == place.data_ptr() and value.stride() == place.stride() and value.dtype is place.dtype
-        ):
-            to.append(place)
-            new.append(own(value))
-    if to:
-        torch._foreach_copy_(to, new)
-
-
-def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
-    """A function that clones a tensor that shares memory with one of these, and returns any other value unchanged."""
-    starts = {x.untyped_storage().data_ptr() for x in lent}  # the same for all views of one tensor
-
-    def own(x: Any) -> Any:
-        has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not is_traceable_wrapper_subclass(x)
-        return x.clone() if has_memory and x.untyped_storage().data_ptr() in starts else x
-
-    return own
-
-
-def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:
-    """The leaves of a bucket as views of a flat buffer."""
-    return [
-        flat[at : at + shapes[path].numel()].view(shapes[path])
-        for path, at in zip(bucket.paths, bucket.offsets, strict=True)
-    ]

@@ -15,7 +15,8 @@ from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.pipelines._sharding import Sharding
 from ..transforms.program._effect import Effect
 from ..transforms.sharding._gather import GatherState, ShardState, cut_of, gather_changes
-from ._flat_params import Storage, assign_
+from ._aliases import assign_
+from ._flat_params import Storage
 
 
 def start_gather(storage: Storage, k: int, mesh: Mesh) -> None:

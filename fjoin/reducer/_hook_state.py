@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..transforms._bucketwise import merge
-from ..transforms.layout._buckets import Bucket
+from ..transforms.layout._buckets import Bucket, views
 from ..transforms.layout._pieces import Pieces
-from ._flat_params import views
 
 # The path of a flat bucket in a tree of one tensor; no parameter has this path.
 FLAT = "(flat)"

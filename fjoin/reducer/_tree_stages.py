@@ -14,8 +14,8 @@ from ..transforms._call import Call
 from ..transforms._transform import Transform
 from ..transforms.combinators._chain import behind
 from ..transforms.layout._pieces import Pieces, bind_pieces
+from ._aliases import assign_, copy_if_aliased
 from ._buckets import GradBuffer
-from ._flat_params import assign_, copy_if_aliased
 
 
 class HasParams(Protocol):

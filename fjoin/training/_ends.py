@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..groups._mesh import Mesh
-from ..reducer._flat_params import assign_, copy_if_aliased
+from ..reducer._aliases import assign_, copy_if_aliased
 from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
 from ..transforms._tree import named_leaves

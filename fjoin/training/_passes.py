@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .._taken import warn_of_module_params
 from ..groups._mesh import Mesh
+from ..reducer._aliases import copy_if_aliased
 from ..reducer._arrivals import arrived
-from ..reducer._flat_params import Storage, copy_if_aliased
+from ..reducer._flat_params import Storage
 from ..reducer._grad_hooks import GradHooks
 from ..transforms._axis_env import bind_axes, bind_weight
 from ._iteration import Iteration

@@ -99,6 +99,14 @@ def _bucket(
     return Bucket(tuple(ordered), tuple(offsets), at, first.dtype, first.device, direct, tuple(spans))
 
 
+def views(bucket: Bucket, flat: Tensor, shapes: Mapping[str, torch.Size]) -> list[Tensor]:
+    """The leaves of a bucket as views of a flat buffer."""
+    return [
+        flat[at : at + shapes[path].numel()].view(shapes[path])
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True)
+    ]
+
+
 def lane_bucket(layout: tuple[Bucket, ...]) -> int | None:
     """The bucket that carries the lane: the first flat one of the lane's dtype, if there is any."""
     dtype = lane_dtype(bucket.dtype for bucket in layout)
