@@ -58,6 +58,7 @@ from ._timing import Period as Period
 from ._timing import Periodic as Periodic
 from ._timing import Switch as Switch
 from ._timing import Windows as Windows
+from ._transform import ByNorm as ByNorm
 from ._transform import Compression as Compression
 from ._transform import Inner as Inner
 from ._transform import Needs as Needs

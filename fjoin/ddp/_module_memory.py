@@ -5,59 +5,35 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..groups._mesh import Mesh
 from ..groups._record import Sums
-from ..reducer._agreements import Agreements
 from ..reducer._all_reduce import power_near
-from ..reducer._bucket_stages import BucketStages
 from ..reducer._gather_pieces import gather_leaves
 from ..reducer._step_check import CountsOfAll, numbers
 from ..training._ends import run_end
 from ..transforms._axis_env import bind_axes
 from ..transforms._bucketwise import merge
 from ..transforms._call import Call
-from ..transforms.layout._pieces import Pieces
-from ..transforms.plan._plan import Plan
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
 from ..transforms.reductions._reduction import MeanState
 from ._buckets import DDPBucket, divide
 from ._late_errors import after_backward
 from ._module_scatter import ModuleScatter
-from ._module_step import ModuleStep
-from ._unused_params import UsedParameters, keep_unused_state
+from ._unused_params import keep_unused_state
 
-
-class Pass(Protocol):
-    """The part of a `DDPRun` that its memories use."""
-
-    leaves: dict[str, Tensor]
-    flats: list[Tensor]
-    pieces: Pieces | None
-    pipeline_step: ModuleStep | None
-    hook_state: tuple[Any, ...]
-    step: int
-    total: float
-    mesh: Mesh
-    plan: Plan
-    stages: BucketStages
-    weight: float
-    outs: list[DDPBucket]
-    values: dict[str, float]
-    agreements: Agreements
-    used: UsedParameters | None
-    bare: bool
+if TYPE_CHECKING:
+    from ._hook import DDPRun
 
 
 class ModuleMemory:
     """One pass of a module: its buckets, whose messages are under way, and the parameters."""
 
-    def __init__(self, run: Pass) -> None:
+    def __init__(self, run: DDPRun) -> None:
         self._run, self._step = run, run.pipeline_step
         self._begun: Sums | None = None  # the record of the ranks that share gradients, where it is sent first
         self._counts: Sums | None = None  # that of all ranks that loop together, where these are more
@@ -76,7 +52,7 @@ class ModuleMemory:
         return self._step.own()
 
     def stages(self, op: Stages) -> bool:
-        """The messages of all buckets are under way; see `DDPRun`."""
+        """Nothing is left to do: `DDPRun` has started the stages, bucket by bucket."""
         return True
 
     def observe(self) -> None:
@@ -170,8 +146,6 @@ class ModuleMemory:
             record = run.agreements.of_hook(run.step)
             sums = {name: float(value) for name, value in self._found.lane.items()}
             self._sums = record.once({**sums, "total": float(self._found.total), "loss": 0.0}, run.values["step_id"])
-        elif not run.plan.reduced(run.step).axes:  # each rank decides for itself
-            self._verdict(())
         counts: Sequence[CountsOfAll] | None = None
         if run.plan.reduced(run.step).axes != run.plan.agree:
             counts = () if self._counts is None else run.agreements.read(run.step, self._counts)
@@ -213,9 +187,6 @@ class ModuleMemory:
         if self._ended or step is None or pieces is None or step.pipeline.sharding is None:
             return
         sharding, own = step.pipeline.sharding, self._own
-        effect = effect.at_end if step.pipeline.after else effect
-        if effect.steps is False:
-            return
         with torch.no_grad():
             if sharding.codec is None:
                 gather_leaves(pieces, own, run.leaves, run.mesh.axes[op.axis])

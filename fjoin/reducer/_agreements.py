@@ -1,4 +1,7 @@
-"""What all ranks that loop together agree on, where the messages of the hook do not carry it to all of them."""
+"""The records that the ranks of one run sum: of those that share gradients, and of all that loop together.
+
+When each is sent and read, and the calls between steps.
+"""
 
 from __future__ import annotations
 

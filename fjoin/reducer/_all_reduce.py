@@ -13,18 +13,17 @@ from ..groups._mesh import Mesh
 from ..groups._record import Sums
 from ..transforms._axis_env import Work
 from ..transforms._call import Call
-from ..transforms._rider import BucketSums
 from ..transforms.combinators._clip import ClipState
 from ..transforms.layout._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
 from ._aliases import copy_if_aliased
+from ._bucket_stages import BucketStages
 from ._buckets import GradBuffer
 from ._flat_params import Storage
 from ._grad_check import GradCheck
 from ._step_check import Clip
 from ._step_record import StepRecord
-from ._tree_stages import run_stages
 
 
 class AllReduceHook:
@@ -34,7 +33,6 @@ class AllReduceHook:
         unit: The power of two that scales gradients in messages, which loses no bit. It is near 1 / ranks: with equal
             weights and a power of two of ranks the sum is already the mean, and no kernel has to divide. See `Units`
             for float16.
-        scales: Whether gradients are multiplied by weights before they are summed.
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
         direct: Whether a bucket can be stepped as soon as its message and the record's have arrived.
         carries_record: Whether a bucket's message may carry the record.
@@ -46,12 +44,12 @@ class AllReduceHook:
         assert plan.reduce is not None
         self._hook, self._plan, self._mesh, self._record, self._grads = plan.hook, plan, mesh, record, grads
         self._over, self.by_weight, self._axes = plan.over, plan.by_weight, record.axes
-        self.unit, self.scales = power_near(record.ranks), plan.by_weight
+        self.unit = power_near(record.ranks)
         late = plan.clip is not None and plan.clip.by_norm is not None and plan.clip.by_norm.previous
         self.direct = (plan.clip is None or late) and not plan.rest
         self._before: ClipState | None = None  # of the last step, where its norm decides the clip factor
         self._carrier: GradBuffer | None = None  # the bucket whose message carries the record
-        self._step = 0
+        self._stages = BucketStages(plan, mesh)  # those behind the reduction run on all buckets
         self._states: Any = None  # of this step, where stages run behind the reduction
         self._alone: Sums | None = None  # the record's own message, where no bucket carries it
 
@@ -84,7 +82,9 @@ class AllReduceHook:
     def start(self, state: Any, storage: Storage, record: StepRecord, values: dict[str, Any], step: int) -> None:
         """Prepare for the buckets of a step; see `StepHook`."""
         self._before = self._norm_before(state)
-        self._step = step
+        if self._plan.rest:
+            call = Call(values["weight"], {name: v for name, v in values.items() if name != "total"}, step)
+            self._stages.begin(call, record.dtype, storage.layout, sends=False)
         if self._carrier is None:
             self._alone = record.send(values)
         else:
@@ -139,8 +139,7 @@ class AllReduceHook:
             out.total = None  # the stages make other values of these
             out.grads.div_(torch.where(divisor == 0, 1.0, divisor) if isinstance(divisor, Tensor) else divisor or 1.0)
         first = self.state(sums, outgoing)()
-        call = Call(first.total, None, self._step).inside(sums=BucketSums(self._record.dtype))
-        self._states = (first, *run_stages(rest, old[1:], storage, outgoing, self._mesh, call))
+        self._states = (first, *self._stages.finish(outgoing, old[1:], storage, first)[1])
         for out in outgoing:
             self._grads.observe(out)
         return sums, 1.0

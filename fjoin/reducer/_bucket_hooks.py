@@ -26,7 +26,6 @@ class BucketHook:
 
     unit: float = 1.0
     by_weight: bool = True
-    scales: bool = True
     clip = None
 
     def __init__(self, plan: Plan, mesh: Mesh, record: StepRecord, grads: GradCheck, accumulates: bool) -> None:

@@ -62,7 +62,7 @@ class GradBuffer:
         self._views = [] if self.direct else views(bucket, self.grads, shapes)
         self.leaves: list[Tensor] = []
         self.work: Work | None = None
-        self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see StepCheck.observe
+        self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see GradCheck.observe
         self.total: float | None = None
         self.missing, self.filled = 0, False
 

@@ -41,7 +41,9 @@ class Decision(NamedTuple):
 class CountsOfAll(NamedTuple):
     """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step."""
 
-    late: int  # that step was so many steps before: 1 for the record of the present step, 2 for that of the step before
+    # 0: its bits are of the step in which it is read. 1: of the step before. 2: of the one before that, since the record was
+    # read one step late.
+    late: int
     sums: dict[str, Any]
 
 

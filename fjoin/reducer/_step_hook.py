@@ -17,12 +17,10 @@ class StepHook(Protocol):
     Attributes:
         unit: The factor that scales gradients in messages. The initial value serves all dtypes except float16.
         by_weight: Whether a rank counts by its weight. Otherwise each rank with a batch counts 1.
-        scales: Whether gradients may be multiplied by weights before they are summed.
     """
 
     unit: float
     by_weight: bool
-    scales: bool
 
     @property
     def clip(self) -> Clip | None:

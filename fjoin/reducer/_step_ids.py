@@ -19,7 +19,7 @@ _KEPT = 1000  # steps, whose lanes may be read late
 
 
 def step_of(step: int, late: int) -> int:
-    """The step in which a lane travelled, which has bits of the step `late` before the present one."""
+    """The number of the step that sent a record, given the step that reads it; see `CountsOfAll.late`."""
     return step - max(late - 1, 0)
 
 

@@ -64,7 +64,11 @@ class StepRecord(Record):
         return self.flagged(own, NONFINITE, left_out)
 
     def once(self, sums: dict[str, Any], step_id: float) -> dict[str, Any]:
-        """The sums of one reduction, where a later one has summed them again over ranks that already had them."""
+        """The sums of one reduction.
+
+        Several reductions in a row may have added up the record several times; `step_id` tells how often, and all other sums
+        are divided by that.
+        """
         times = sums["step_id"] / (self.ranks * step_id)
         times = torch.round(times).clamp(min=1) if isinstance(times, Tensor) else max(round(times), 1)
         # `step_id` stays as it is: it shows where the ranks have called different steps.

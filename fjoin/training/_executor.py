@@ -1,4 +1,4 @@
-"""The driver of steps on flat buckets: windows, forward and backward; its program does the rest."""
+"""One train_step on this rank: windows, the forward and the backward pass, and the step's program over a `FlatMemory`."""
 
 from __future__ import annotations
 

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..groups._mesh import Mesh
 from ..groups._record import Sums
-from ..reducer._agreements import Agreements
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._buckets import BucketQueue, GradBuffer
 from ..reducer._gather_pieces import gather_changes_, start_gather
 from ..reducer._step_check import Decision
-from ..reducer._step_hook import StepHook
 from ..reducer._step_record import StepRecord
 from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
-from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
 from ..transforms.step_param._checked import unchecked
-from ._deferred import DeferredMessages
 from ._ends import run_end
 from ._state import StateData
+
+if TYPE_CHECKING:
+    from ._executor import Run
 
 
 def tears(step: int) -> str:
@@ -34,18 +32,6 @@ def tears(step: int) -> str:
         f"step {step} failed after it had changed some of the parameters, so this state is neither old nor "
         f"new; load a checkpoint, or use donate=False to keep the old state whole"
     )
-
-
-class Shell(Protocol):
-    """The part of a `Run` that outlives a call, and that its memories use."""
-
-    pipeline: Pipeline
-    mesh: Mesh
-    hook: StepHook
-    agreements: Agreements
-    prefetch: DeferredMessages | None
-    overlap_gather: bool
-    gathers_buckets: bool
 
 
 class FlatMemory:
@@ -60,7 +46,7 @@ class FlatMemory:
         buffers: The buffers after the forward pass.
     """
 
-    def __init__(self, shell: Shell, body: StateData, weight: float, buffers: dict[str, Tensor] | None) -> None:
+    def __init__(self, shell: Run, body: StateData, weight: float, buffers: dict[str, Tensor] | None) -> None:
         self._shell, self._body, self._weight, self._buffers = shell, body, weight, buffers
         self.sums: dict[str, Any] | None = None
         self._counts: Sums | None = None
@@ -76,7 +62,7 @@ class FlatMemory:
         values: dict[str, Any],
         counts: dict[str, Any],
     ) -> None:
-        """Take what a step needs; without it, only its end can run.
+        """Give this memory a whole step. A flush does not call it: only the operations behind the optimizer run then.
 
         Args:
             backward: Runs the backward pass.
@@ -89,7 +75,7 @@ class FlatMemory:
 
     @property
     def of_all(self) -> Callable[[], dict[str, Any]]:
-        """Waits for the record of all ranks that loop together."""
+        """A function that waits for the record of all ranks that loop together, and returns it."""
         sums, counts, on_device = self.sums, self._counts, self._shell.agreements.check.grads.on_device
         assert sums is not None
         return (lambda: sums) if counts is None else lambda: counts.read(on_device)
@@ -114,13 +100,9 @@ class FlatMemory:
         if op.moment == "pieces":
             shell.agreements.check.grads.share(outgoing, shell.mesh.axes[op.axes[0]])
         elif op.moment == "verdict":
-            self.sums = self._verdict()
+            self.sums = shell.agreements.check.grads.verdict(outgoing, self._record, self._values)
         elif not op.rides:
             self._counts = shell.agreements.send(self._own_counts)
-
-    def _verdict(self) -> dict[str, Any]:
-        """The record of ranks whose gradients differ, and so may their decisions."""
-        return self._shell.agreements.check.grads.verdict(self._queue.outgoing, self._record, self._values)
 
     def judge(self, op: Judge) -> Effect:
         """Decide whether this step may change anything.
@@ -129,8 +111,7 @@ class FlatMemory:
             NonFinite, DesyncError: on all ranks; the state is as before.
         """
         shell, body, outgoing = self._shell, self._body, self._queue.outgoing
-        if self.sums is None:  # each rank decides for itself
-            self.sums = self._verdict()
+        assert self.sums is not None
         counts = None if self._counts is None else shell.agreements.read(body.step, self._counts)
         check = shell.agreements.check
         self._decision = check.decide(body.step, self.sums, outgoing, self._divisor, shell.hook.clip, counts)
@@ -224,8 +205,7 @@ class FlatMemory:
     def gather(self, op: Gather, effect: Effect) -> None:
         shell, storage = self._shell, self._body.storage
         sharding = shell.pipeline.sharding
-        effect = effect.at_end if shell.pipeline.after else effect
-        if sharding is None or effect.steps is False:
+        if sharding is None:
             return
         with torch.no_grad():
             if sharding.codec is not None:

@@ -28,7 +28,7 @@ class Units:
     def __init__(
         self, hook: StepHook, step_check: StepCheck, mesh: Mesh, axes: tuple[str, ...], weighs: bool, calls: int
     ) -> None:
-        self._usual, self._scales, self._step_check = hook.unit, hook.scales and weighs, step_check
+        self._usual, self._scales, self._step_check = hook.unit, hook.by_weight and weighs, step_check
         self._mesh, self._axes, self._calls = mesh, axes, calls
         self._first = 0.0  # the sum of the weights that the ranks have exchanged
 

@@ -14,6 +14,8 @@ from ..transforms._axis_env import Work
 
 
 class GradOutput(NamedTuple):
+    """What a backward pass starts from, so that the gradients carry this rank's share and the scale of the loss."""
+
     start: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
     share: float = 0.0  # the share of this rank's gradients in the mean
     rest: Tensor | None = None  # the factor to apply to gradients after backward, 0-d float64

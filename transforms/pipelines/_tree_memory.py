@@ -154,9 +154,8 @@ class TreeMemory:
         self.state = self.state._replace(on_state=state)
 
     def gather(self, op: Gather, effect: Effect) -> None:
-        effect = effect.at_end if self._owner.after else effect
         sharding, pieces = self._owner.sharding, self._pieces
-        if effect.steps is False or sharding is None or pieces is None:
+        if sharding is None or pieces is None:
             return
         new, found = sharding.gather(pieces, self.params, self.held, self.state.optimizer, self.state.gather)
         self.params = new if self._owner.codec is None else effect.where(new, self.params)

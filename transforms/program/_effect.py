@@ -55,7 +55,7 @@ class Effect(NamedTuple):
         return new if self.steps else old
 
     def update_counters(self, skips: Any, outer: Any) -> Any:
-        """The counts of a pipeline that skips steps. A step without input does not count."""
+        """The state around a pipeline that skips steps, after this step: it counts the step, unless no rank had input."""
         if self.live is False:
             return outer
         counted = skips.update_counters(outer, torch.as_tensor(self.fine))
@@ -85,7 +85,7 @@ class Effect(NamedTuple):
         return choose_state(~torch.as_tensor(self.raises), new, (values, state))
 
 
-FLUSH = Effect(False)  # outside steps
+FLUSH = Effect(False)  # of a flush, in which no step is taken; recognised by identity
 
 
 def both(a: Flag, b: Flag) -> Flag:

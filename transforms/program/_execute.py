@@ -9,7 +9,7 @@ from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Program, Stages, St
 
 
 class Memory(Protocol):
-    """Where the parameters, gradients and states of a step live."""
+    """Carries out the operations of a program: on trees, on flat buckets, on a module's buckets, or without data."""
 
     def stages(self, op: Stages) -> bool:
         """Run the hook; returns whether there are gradients to step with: not within a window of several calls."""
@@ -33,7 +33,7 @@ class Memory(Protocol):
         """Run a transform at the end of the step."""
 
     def gather(self, op: Gather, effect: Effect) -> None:
-        """Gather the parameters."""
+        """Gather the parameters, where they have been changed."""
 
     def keep(self, effect: Effect) -> None:
         """Take or keep the states."""
@@ -67,7 +67,9 @@ def execute(program: Program, memory: Memory, effect: Effect | None = None) -> E
             elif isinstance(op, Ends):
                 memory.ends(op, effect)
             elif isinstance(op, Gather):
-                memory.gather(op, effect)
+                found = effect.at_end if op.ended else effect
+                if found.steps is not False:
+                    memory.gather(op, found)
             elif isinstance(op, Keep):
                 memory.keep(effect)
     return effect

@@ -1,4 +1,4 @@
-"""The operations of a step. They are not tuples: empty tuples of two classes would be equal."""
+"""The operations of a step. They are dataclasses, since NamedTuples without fields are equal whatever their class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from .._transform import Transform
 
 @dataclass(frozen=True)
 class Stages:
-    """Runs the stages of the hook on the gradients, up to the last one. The record rides in their messages, if it does."""
+    """Starts the stages of the hook on the gradients; `Observe` waits for their last messages.
+
+    Where an `Agree` of the step `rides`, the record travels in these messages.
+    """
 
     parts: tuple[Transform, ...]
 
@@ -62,9 +65,13 @@ class Ends:
 
 @dataclass(frozen=True)
 class Gather:
-    """Gives all ranks of an axis the parameters that each has stepped."""
+    """Gives all ranks of an axis the parameters that each has stepped.
+
+    ended: whether a transform at the end of the step may have changed them in a step without effect too.
+    """
 
     axis: str
+    ended: bool = False
 
 
 @dataclass(frozen=True)

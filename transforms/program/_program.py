@@ -40,7 +40,7 @@ class Parts(NamedTuple):
         if self.on_state is not None:
             ops.append(Ends(self.on_state, "optimizer"))
         if self.shards is not None:
-            ops.append(Gather(self.shards))
+            ops.append(Gather(self.shards, ended=self.after is not None))
         if self.on_buffers is not None:
             ops.append(Ends(self.on_buffers, "buffers"))
         return tuple(ops)
@@ -105,6 +105,6 @@ def agreements(plan: Plan, parts: Parts, step: int, place: Place) -> tuple[tuple
         early.append(Agree("begin", together, late=True))
     if plan.hook.sharded_over is not None and (place != "tree" or (parts.skips and equal)):
         late.append(Agree("pieces", (plan.hook.sharded_over,)))
-    if not equal and axes:
+    if not equal and (axes or place != "tree"):  # without axes each rank decides for itself
         late.append(Agree("verdict", axes))
     return tuple(early), tuple(late)

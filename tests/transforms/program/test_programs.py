@@ -18,6 +18,7 @@ DATA, NODES = {"data": 4}, {"node": 2, "local": 2}
 MEAN, NODE, LOCAL = tx.mean("data"), tx.mean("node"), tx.mean("local")
 SCATTER, VOTE = tx.scatter_mean("local"), tx.masked(MEAN, "*.weight")
 AVERAGE, STATE = tx.every(2, tx.average_parameters("data")), tx.every(4, tx.average_state("data"))
+OWN = Agree("verdict", ())  # each rank decides for itself
 RIDES, ALONE = Agree("begin", ("data",), rides=True), Agree("begin", ("data",), late=True)
 
 # hook, the parts of the pipeline, axes, step, where it runs, and the operations but for those that all programs have.
@@ -27,13 +28,13 @@ PROGRAMS: dict[str, Any] = {
     "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
     "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "tree", [Stages((MEAN,)), RIDES]),
     "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [Stages((VOTE,)), Agree("verdict", ("data",))]),
-    "nothing, then an average": (tx.noop(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages((tx.noop(),))]),
+    "nothing, then an average": (tx.noop(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages((tx.noop(),)), OWN]),
     "nothing, purely": (tx.noop(), Parts(AVERAGE), DATA, 0, "tree", [Stages((tx.noop(),))]),
     # The state of a switch has the sums of both its transforms, or none.
     "a switch before": (
         tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 2, "buckets", [None, Agree("verdict", ("data",))]
     ),
-    "a switch after": (tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 3, "buckets", [ALONE, None]),
+    "a switch after": (tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 3, "buckets", [ALONE, None, OWN]),
     "local steps of nodes": (
         LOCAL, Parts(tx.every(2, tx.average_parameters("node"))), NODES, 0, "buckets",
         [Agree("begin", ("node", "local"), late=True), Stages((LOCAL,)), Agree("begin", ("local",), rides=True)],
