@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._tree import fields, readable_without_sync
 from ..schedules._schedules import ScalarOrSchedule, value_at
+from ._checked import guarded
 from ._formula import copy_like, first_rate, widened_state
 from ._optimizer import Optimizer
 
@@ -78,23 +79,13 @@ def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..
         common: The names of the states' 0-d fields.
     """
 
-    def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[Any], *,
-        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        if grad_scale is not None:
-            torch._foreach_div_(grads, grad_scale)
-        written = [*params, *(field for state in states for field in state if field is not None)]
-        before = written if found_inf is None else [tensor.clone() for tensor in written]
+    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
         apart = [state._replace(**{name: getattr(state, name).clone() for name in common}) for state in states]
         kernel(params, grads, apart)
         for name in common:
             getattr(states[0], name).copy_(getattr(apart[0], name))
-        if found_inf is not None:
-            for tensor, old in zip(written, before, strict=True):
-                tensor.copy_(torch.where(found_inf != 0, old, tensor))
 
-    return step_params_
+    return guarded(step_params_, lists=True)
 
 
 def by_formula(step_param: Callable[..., Any]) -> Kernel:
