@@ -14,11 +14,10 @@ from ..transforms._state_dict import restored
 from ..transforms._tree import fields, with_fields
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._checked import check_grad, check_written, refuse_count
-from ..transforms.step_param._lift import sharing, step_in_place
+from ..transforms.step_param._lists import Ages, Item, apart, sharing, step_in_place, step_lists_, stepped_together
 from ..transforms.step_param._optimizer import Optimizer
 from ._param_groups import own_by_group
 
-Item = tuple[Any, Optimizer, Tensor, Any]  # (key, optimizer, parameter, gradient)
 Changed = Callable[[Any, Any], None]
 
 
@@ -38,12 +37,10 @@ class ForeachStepper:
 
     def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
         """Initialise the states of the parameters that have none; all these states are of one age."""
-        fresh: dict[Any, Any] = {}
+        ages = Ages()
         for key, part, param, _ in items:
             if key not in self.states:
-                state = part.init_param(param.detach())
-                like = fresh.setdefault((id(part), param.dtype, param.device), state)
-                self._share(part, key, state, like, changed)
+                self._put(key, ages(part, param, part.init_param(param.detach())), changed)
 
     def fit(self, items: Iterable[Item], changed: Changed = ignore) -> None:
         """Initialise the state fields that an optimizer now needs for the first time, such as a momentum that was 0.
@@ -62,8 +59,7 @@ class ForeachStepper:
                         f"{part!r}: momentum with dampening cannot begin in step {int(state.step)}, since the first step has no "
                         f"dampening; give the optimizer a small momentum from the start"
                     )
-                self.states[key] = with_fields(new, [fresh if old is None else old for old, fresh in pairs])
-                changed(key, self.states[key])
+                self._put(key, with_fields(new, [fresh if old is None else old for old, fresh in pairs]), changed)
 
     def check(self, items: Iterable[Item]) -> None:
         """Raise where these parameters cannot be stepped; nothing has changed then.
@@ -112,30 +108,24 @@ class ForeachStepper:
 
     def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
         """Step these parameters, which have been checked; the step counts of the others stay."""
-        sharing = Counter(id(state.step) for state in self.states.values())
+        of_one_age = Counter(id(state.step) for state in self.states.values())
         items = list(items)
         self.begin(items, changed)
-        kinds: dict[Any, list[Item]] = {}
-        for item in items:
-            key, part, param, _ = item
-            kinds.setdefault((id(part), param.dtype, param.device, id(self.states[key].step)), []).append(item)
-        for some in kinds.values():
-            first, part = self.states[some[0][0]], some[0][1]
-            if len(some) < sharing[id(first.step)]:  # the others keep their age, and so the shared tensors
-                first = with_fields(first, [None if f is None else f.clone() if c else f
-                                            for f, c in zip(fields(first), part.common, strict=True)])  # fmt: skip
+        ages = [id(self.states[key].step) for key, *_ in items]
+        for some in stepped_together(items, ages):
+            key, part, *_ = some[0]
+            if (
+                len(some) < of_one_age[id(self.states[key].step)]
+            ):  # the others keep their age, and so the shared tensors
+                own = apart(part, self.states[key])
                 for key, *_ in some:
-                    self._share(part, key, self.states[key], first, changed)
-            states, params = [self.states[key] for key, *_ in some], [param for _, _, param, _ in some]
-            here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
-            step_in_place(part, params, [grad for *_, grad in some], states, **here)
-            # Fused kernels do not increment the version: a graph that needs the old values would silently use new ones.
-            torch.autograd.graph.increment_version(params)
+                    self._put(key, sharing(part, self.states[key], own), changed)
+            keys, _, params, grads = zip(*some, strict=True)
+            step_lists_(part, list(params), list(grads), [self.states[key] for key in keys], **guards)
 
-    def _share(self, part: Optimizer, key: Any, state: Any, like: Any, changed: Changed) -> None:
-        """Store a state under a key, with the 0-d fields of the state `like`."""
-        self.states[key] = sharing(part, state, like)
-        changed(key, self.states[key])
+    def _put(self, key: Any, state: Any, changed: Changed) -> None:
+        self.states[key] = state
+        changed(key, state)
 
     def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Any]]]) -> dict[Any, Any]:
         """States from tensors by name, given as (key, optimizer, parameter, state); equal ages share 0-d tensors again.
@@ -144,15 +134,15 @@ class ForeachStepper:
             ValueError: a state of another optimizer, or of a parameter of another shape; a step that is no step count.
         """
         new: dict[Any, Any] = {}
-        alike: dict[Any, Any] = {}
+        ages = Ages()
         for key, part, param, named in given:
             # A count may be a number.
             named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
             state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
             refuse_count(state.step.item(), lambda key=key: f"in the state of {_whose(key)}, step")  # type: ignore[misc]
-            ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
-            like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
-            new[key] = sharing(part, state, like)
+            new[key] = ages(
+                part, param, state, *(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
+            )
         return new
 
     def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..transforms._state_dict import to_state_dict
 from ..transforms._tree import check_dense
 from ..transforms.step_param import _optimizer
-from ._foreach import ForeachStepper, Item
+from ..transforms.step_param._lists import Item
+from ._foreach import ForeachStepper
 from ._grad_scaler import guards_of
 from ._param_groups import WithValues, check_group, own_by_group, part_of_state, resizing, values_of
 

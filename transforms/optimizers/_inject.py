@@ -14,7 +14,7 @@ from .._spec import factory
 from .._tree import State, fields
 from ..step_param._formula import like, rate_at
 from ..step_param._hyper import no_schedule
-from ..step_param._lift import step_in_place
+from ..step_param._lists import step_in_place
 from ..step_param._optimizer import Optimizer
 from ..step_param._wrap import around, each_part
 
