@@ -33,6 +33,7 @@ class ForeachStepper:
 
     def __init__(self) -> None:
         self.states: dict[Any, Any] = {}
+        self._sizes: list[bool] | None = None  # for which all states have their fields
         self._seen: dict[Any, Any] = {}  # key -> the parameter's shape, strides, dtype and device when it was checked
 
     def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
@@ -42,12 +43,17 @@ class ForeachStepper:
             if key not in self.states:
                 self._put(key, ages(part, param, part.init_param(param.detach())), changed)
 
-    def fit(self, items: Iterable[Item], changed: Changed = ignore) -> None:
+    def fit(self, items: Iterable[Item], sizes: list[bool], changed: Changed = ignore) -> None:
         """Initialise the state fields that an optimizer now needs for the first time, such as a momentum that was 0.
+
+        Args:
+            sizes: See `Hyperparameters.sizes`; where these are as in the last call, nothing is done.
 
         Raises:
             ValueError: a momentum with dampening that begins after the first step.
         """
+        if sizes == self._sizes:
+            return
         for key, part, param, _ in items:
             if (state := self.states.get(key)) is None:
                 continue
@@ -60,6 +66,7 @@ class ForeachStepper:
                         f"dampening; give the optimizer a small momentum from the start"
                     )
                 self._put(key, with_fields(new, [fresh if old is None else old for old, fresh in pairs]), changed)
+        self._sizes = sizes
 
     def check(self, items: Iterable[Item]) -> None:
         """Raise where these parameters cannot be stepped; nothing has changed then.
@@ -147,7 +154,7 @@ class ForeachStepper:
 
     def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:
         """Take the states that `prepared` made."""
-        self.states = states
+        self.states, self._sizes = states, None
         self._seen.clear()
         for key, state in states.items():
             changed(key, state)

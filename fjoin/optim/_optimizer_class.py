@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..transforms._spec import Spec
 from ..transforms.optimizers._as_functional import OF_TORCH, as_functional_optim
 from ..transforms.step_param._optimizer import Optimizer
 from ._param_groups import own_by_group
@@ -40,6 +41,7 @@ def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
 class WholeLeaves:
     """Stands for an optimizer of which only its class is known: it needs whole parameters."""
 
+    select, spec = None, Spec("")
     elementwise = flattens = False
     cost = staticmethod(torch.Size.numel)
 

@@ -14,7 +14,7 @@ from ..transforms._state_dict import restored, to_state_dict
 from ..transforms.step_param._checked import refuse_count
 from ..transforms.step_param._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, our_state
-from ._param_groups import WithValues, check_group, own_by_group, part_of_state, resizing, without_params
+from ._param_groups import Hyperparameters, without_params
 from ._zero_join import Shard
 
 # A parameter, the optimizer with the hyperparameters of the state, and the state of the whole parameter by our names.
@@ -22,12 +22,12 @@ WholeState = tuple[Tensor, Any, dict[str, Any]]
 
 
 def whole_states(
-    part: Any, optimizer_class: Any, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+    hyper: Hyperparameters, optimizer_class: Any, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[WholeState]]:
     """The groups with the loaded hyperparameters, and the states of all parameters in order; {} for none.
 
     Args:
-        part: The optimizer, or `WholeLeaves`.
+        hyper: Those of the optimizer, or of `WholeLeaves`.
         groups: The present groups.
         state_dict: In torch's form.
 
@@ -38,21 +38,18 @@ def whole_states(
     sizes, own = ([len(group["params"]) for group in some] for some in (given, groups))
     if sizes != own:
         raise ValueError(f"the state has groups of {sizes} parameters, but the optimizer of {own}")
-    known = not isinstance(part, WholeLeaves)
-    names = own_by_group(part) if known else {}
-    for group in given if known else ():
-        check_group(part, names, group)
+    for group in given:
+        hyper.check(group)
     merged, found = [], []
-    made, sized = WithValues(), resizing(part, names) if known else ()
     for mine, theirs in zip(groups, given, strict=True):
         values = {**mine, **theirs, "params": mine["params"]}
         merged.append(values)
         for p, key in zip(mine["params"], theirs["params"], strict=True):
-            state, own_part = our_state(optimizer_class, saved.get(key, {})), part
-            if known and state:
-                own_part = part_of_state(part, made, values, sized, p, state)
-                _check_whole(own_part, p, state)
-            found.append((p, own_part, state))
+            state = our_state(optimizer_class, saved.get(key, {}))
+            part = hyper.of_saved(values, "", p, state) if state else hyper.optimizer
+            if state and not isinstance(part, WholeLeaves):
+                _check_whole(part, p, state)
+            found.append((p, part, state))
     return merged, found
 
 

@@ -20,7 +20,7 @@ from ..transforms.layout._pieces import cut
 from ._grad_scaler import guarded, guards_of
 from ._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, optimizer_of, takes_closure, torchs_state
-from ._param_groups import check_group, own_by_group, without_params
+from ._param_groups import Hyperparameters, without_params
 from ._whole_state import NoState, Owned, gather_states
 from ._zero_join import Shard, ZeroHook, give, gradients, own_gradients
 from ._zero_load import WholeState, on_device, packed_slices, whole_states
@@ -85,6 +85,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         self._mesh = mesh_from_group(self.process_group)
         self.world_size, self.rank = self._mesh.size, self._mesh.rank
         self.part, hyperparameters = optimizer_of(optimizer_class, defaults)
+        self.hyper = Hyperparameters(self.part)
         self._class, self._arguments = optimizer_class, defaults
         self._as_views, self.overlap_with_ddp = parameters_as_bucket_view, overlap_with_ddp
         self._shards: list[Shard] = []
@@ -113,8 +114,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
 
     def _add(self, group: dict[str, Any]) -> dict[str, Any]:
         """Cut the parameters of a group, and return the group of this rank's pieces; the pieces of other groups stay."""
-        if not isinstance(self.part, WholeLeaves):
-            check_group(self.part, own_by_group(self.part), group)
+        self.hyper.check(group)
         params = {str(i): p for i, p in enumerate(group["params"])}
         for path, p in params.items():
             check_dense(f"parameter {path} of a group", p)
@@ -330,7 +330,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, torch_join.Joinable):
         Raises:
             ValueError: other groups, or states of another optimizer or shape; nothing is loaded.
         """
-        groups, states = whole_states(self.part, self._class, self.param_groups, state_dict)
+        groups, states = whole_states(self.hyper, self._class, self.param_groups, state_dict)
         if self._local is not None:
             packed = packed_slices(self._shards, groups, states)
             if isinstance(self._local, Optimizer):
