@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..transforms._check import is_number
-from ..transforms._state_dict import restored
+from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import fields, with_fields
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._checked import check_grad, check_written, refuse_count
@@ -68,7 +68,7 @@ class ForeachStepper:
                 self._put(key, with_fields(new, [fresh if old is None else old for old, fresh in pairs]), changed)
         self._sizes = sizes
 
-    def check(self, items: Iterable[Item]) -> None:
+    def check(self, items: Sequence[Item]) -> None:
         """Raise where these parameters cannot be stepped; nothing has changed then.
 
         Raises:
@@ -77,16 +77,13 @@ class ForeachStepper:
                 not finite.
             TypeError: a gradient of another dtype or layout.
         """
-        watched: dict[Any, tuple[Optimizer, Any]] = {}
         for key, part, param, grad in items:
-            if part.watched and (state := self.states.get(key)) is not None:
-                watched[id(part), id(state.step)] = part, state
             form = param.shape, param.stride(), param.dtype, param.device
             fine = grad.shape == form[0] and grad.dtype is form[2] and grad.device == form[3]
             if fine and grad.layout is torch.strided and self._seen.get(key) == form:
                 continue
-            check_grad(param, grad, lambda key=key: f"the gradient of {_whose(key)}")  # type: ignore[misc]
-            check_written(param, lambda key=key: _whose(key))  # type: ignore[misc]
+            check_grad(param, grad, lambda key=key: f"the gradient of {whose(key)}")  # type: ignore[misc]
+            check_written(param, lambda key=key: whose(key))  # type: ignore[misc]
             if (state := self.states.get(key)) is None:
                 continue
             expected = part.forms.of(param)
@@ -96,20 +93,19 @@ class ForeachStepper:
                 shape, dtype, on_device = kind
                 if field.shape != shape or field.dtype is not dtype or (on_device and field.device != param.device):
                     raise ValueError(
-                        f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
+                        f"{whose(key)} has become another since the optimizer was made: the state's {name!r} is "
                         f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
                     )
-                check_written(field, lambda key=key, name=name: f"the state's {name!r} of {_whose(key)}")  # type: ignore[misc]
+                check_written(field, lambda key=key, name=name: f"the state's {name!r} of {whose(key)}")  # type: ignore[misc]
             self._seen[key] = form
-        for part, state in watched.values():
-            check_rates(part.watched, state.step)
+        self.check_rates(items)
 
     def check_rates(self, items: Iterable[Item]) -> list[tuple[str, float]]:
         """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form; returns them."""
         steps = {
             (id(part), id(self.states[key].step)): (part, self.states[key].step)
             for key, part, *_ in items
-            if part.watched
+            if part.watched and key in self.states
         }
         return [rate for part, step in steps.values() for rate in check_rates(part.watched, step)]
 
@@ -143,10 +139,7 @@ class ForeachStepper:
         new: dict[Any, Any] = {}
         ages = Ages()
         for key, part, param, named in given:
-            # A count may be a number.
-            named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
-            state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
-            refuse_count(state.step.item(), lambda key=key: f"in the state of {_whose(key)}, step")  # type: ignore[misc]
+            state = loaded(whose(key), part, param, named)
             new[key] = ages(
                 part, param, state, *(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
             )
@@ -160,6 +153,22 @@ class ForeachStepper:
             changed(key, state)
 
 
+def loaded(whose: str, part: Optimizer, param: Tensor, named: Mapping[str, Any]) -> Any:
+    """The state of a parameter from tensors by name; a count may be a number.
+
+    Args:
+        param: On the meta device, where the state is only to be checked.
+
+    Raises:
+        ValueError, TypeError: as `ForeachStepper.prepared`.
+    """
+    named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
+    state = restored(f"the state of {whose}", part.init_param(param.detach()), named)
+    count = next(named[name] for name, field in to_state_dict(state).items() if field is state.step)
+    refuse_count(float(count.to(state.step.dtype)), lambda: f"in the state of {whose}, step")
+    return state
+
+
 def divides(part: Optimizer, dtype: torch.dtype) -> bool:
     """Whether the optimizer's kernel leaves the gradients divided by `grad_scale`, and not as undivided sums."""
     if dtype.itemsize < 4:  # these buckets may have units of their own
@@ -169,5 +178,5 @@ def divides(part: Optimizer, dtype: torch.dtype) -> bool:
     return bool((grad == 1.0).all())
 
 
-def _whose(key: Any) -> str:
+def whose(key: Any) -> str:
     return f"a parameter of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)

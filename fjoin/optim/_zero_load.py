@@ -9,10 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ..transforms._check import is_number
-from ..transforms._state_dict import restored, to_state_dict
-from ..transforms.step_param._checked import refuse_count
-from ..transforms.step_param._optimizer import Optimizer
+from ..transforms._state_dict import to_state_dict
+from ._foreach import loaded, whose
 from ._optimizer_class import WholeLeaves, our_state
 from ._param_groups import Hyperparameters, without_params
 from ._zero_join import Shard
@@ -48,7 +46,7 @@ def whole_states(
             state = our_state(optimizer_class, saved.get(key, {}))
             part = hyper.of_saved(values, "", p, state) if state else hyper.optimizer
             if state and not isinstance(part, WholeLeaves):
-                _check_whole(part, p, state)
+                loaded(whose(p), part, torch.empty_like(p, device="meta"), state)  # or raise
             found.append((p, part, state))
     return merged, found
 
@@ -70,13 +68,6 @@ def packed_slices(
                 count += 1
         packed.append({**without_params(group), "params": list(range(first, count))})
     return {"state": given, "param_groups": packed}
-
-
-def _check_whole(part: Optimizer, p: Tensor, state: dict[str, Any]) -> None:
-    what = f"the state of a parameter of shape {tuple(p.shape)}"
-    named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in state.items()}
-    restored(what, part.init_param(torch.empty_like(p, device="meta")), named)
-    refuse_count(named["step"].item(), lambda: f"in {what}, step")
 
 
 def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start: int, stop: int) -> dict[str, Any]:
