@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..transforms._state_dict import to_state_dict
 from ._foreach import loaded, whose
+from ._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, our_state
 from ._param_groups import Hyperparameters, without_params
-from ._zero_join import Shard
+from ._zero_shard import Shard
 
 # A parameter, the optimizer with the hyperparameters of the state, and the state of the whole parameter by our names.
 WholeState = tuple[Tensor, Any, dict[str, Any]]
@@ -51,10 +52,13 @@ def whole_states(
     return merged, found
 
 
-def packed_slices(
-    shards: Iterable[Shard], groups: Iterable[dict[str, Any]], states: Iterable[WholeState]
-) -> dict[str, Any]:
-    """The state dict of the optimizer of this rank's slices, from those of whole parameters in order."""
+def load_slices(
+    local: torch.optim.Optimizer,
+    shards: Iterable[Shard],
+    groups: Iterable[dict[str, Any]],
+    states: Iterable[WholeState],
+) -> None:
+    """Load the states of whole parameters, in order, into the optimizer of this rank's slices."""
     packed: list[dict[str, Any]] = []
     given: dict[int, Any] = {}
     rest, count = iter(states), 0
@@ -67,7 +71,10 @@ def packed_slices(
                     given[count] = slice_state(part, state, p, own, *shard.pieces.slices[path])
                 count += 1
         packed.append({**without_params(group), "params": list(range(first, count))})
-    return {"state": given, "param_groups": packed}
+    if isinstance(local, Optimizer):
+        local.load_state_dict({"state": given, "param_groups": packed})
+    else:  # not by a method of its own, since this is no state that it has saved; torch's does so too
+        torch.optim.Optimizer.load_state_dict(local, {"state": given, "param_groups": packed})
 
 
 def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start: int, stop: int) -> dict[str, Any]:
@@ -79,15 +86,12 @@ def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start:
     """
     if isinstance(part, WholeLeaves):
         return on_device(state, p.device)
-    form, here = part.forms.of(p), to_state_dict(part.init_param(own.detach()))
     found: dict[str, Any] = {}
-    for name, kind, common in zip(form.names, form.fields, part.common, strict=True):
-        if kind is None:
-            continue
-        value, like = state[name], here[name]
-        if not common and isinstance(value, Tensor) and part.elementwise and kind[0] == p.shape:
+    for name, like in to_state_dict(part.init_param(own.detach())).items():
+        value = state[name]
+        if like.dim() and part.elementwise:
             value = value.reshape(-1)[start:stop].view(own.shape)
-        elif not common and own.shape != p.shape:  # of the empty slice of a parameter that another rank owns
+        elif like.dim() and own.shape != p.shape:  # of the empty slice of a parameter that another rank owns
             value = like
         found[name] = value
     return on_device(found, p.device)
