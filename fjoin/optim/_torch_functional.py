@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -100,10 +101,8 @@ def as_step_param(functional: Any) -> Optimizer:
                 f"{type(functional).__name__} steps under no_grad, so that its derivative would be 0; use the function of "
                 f"fjoin.transforms, such as adam"
             )
-        param, state = (
-            param.detach().clone(),
-            TorchState(state.step.clone(), {n: s.clone() for n, s in state.slots.items()}),
-        )
+        given: Any = param.detach(), state
+        param, state = optree.tree_map(torch.clone, given)
         step_param_(param, grad, state)
         return param, state
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._tree import fields, readable_without_sync
 from ..schedules._schedules import ScalarOrSchedule, value_at
 from ._checked import guarded
-from ._formula import copy_like, first_rate, widened_state
+from ._formula import copy_like, first_rate, in_float32, widened_state
 from ._optimizer import Optimizer
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Any]], None]  # (params, grads, states), in place
@@ -151,17 +151,21 @@ def from_kernel(
     kernel: Kernel | None = None,
     common: tuple[str, ...] = ("step",),
     numbers: tuple[Any, ...] = (),
+    fused: Callable[..., None] | None = None,
     **settings: Any,
 ) -> Optimizer:
-    """An optimizer of a pure formula and a kernel; see `in_place`.
+    """An optimizer of a pure formula and a kernel, which both compute with 16-bit parameters in float32.
 
     Args:
-        kernel: Computes 16-bit parameters in float32 copies. None: the formula runs.
+        kernel: See `in_place`. None: the formula runs.
         numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
+        fused: `step_params_` in place of a kernel; it gets parameters of all dtypes.
         settings: Of `Optimizer`.
     """
-    if kernel is None or any_tensor(*numbers):
-        step_params_ = in_place(by_formula(step_param), common)
-    else:
-        step_params_ = in_float32_(in_place(kernel, common))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, **settings)
+    formula = in_float32(step_param)
+    if any_tensor(*numbers) or (kernel is None and fused is None):
+        fused = in_place(by_formula(formula), common)
+    elif kernel is not None:
+        fused = in_float32_(in_place(kernel, common))
+    assert fused is not None
+    return Optimizer(init_param, formula, one_param(fused), fused, **settings)

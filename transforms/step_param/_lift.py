@@ -7,14 +7,12 @@ where a gradient is wanted it runs `step_param` leaf by leaf.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 from torch import Tensor
 
-from .._spec import Spec
 from .._tree import State, Tree, check_dense, check_same, fields, map_with_path, path_string, plain, with_fields
 from ..schedules._rates import watched
 from ._checked import check_count, unchecked
@@ -95,14 +93,12 @@ def step(
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
-def _tensor_arguments(part: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, value in part.spec.args:
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, (tuple, list)):
-            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Tensor))
-        elif isinstance(getattr(value, "spec", None), Spec):
-            yield from _tensor_arguments(value)
+def _tensor_arguments(part: Optimizer) -> list[tuple[str, Tensor]]:
+    """The tensors among the arguments, also those of optimizers and schedules inside, with the names of their arguments."""
+    own = [(name, leaf) for name, value in part.spec.args for leaf in optree.tree_leaves(value)]
+    return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
+        pair for child in part.spec.children for pair in _tensor_arguments(child)
+    ]
 
 
 def _leafwise(
