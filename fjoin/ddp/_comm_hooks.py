@@ -246,15 +246,11 @@ def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", ov
     compress(uint8(block=512), mean('data'))
     """
     check_over(over)
-    return _OF_TYPE[_name(comm_hook_type)](axis=axis, over=over)
-
-
-def _name(comm_hook_type: Any) -> str:
-    torchs = isinstance(comm_hook_type, (DDPCommHookType, BuiltinCommHookType))
-    name = comm_hook_type.name if torchs else comm_hook_type
-    if isinstance(name, str) and name in _OF_TYPE:
-        return name
-    raise TypeError(
-        f"a type of communication hook is a member of DDPCommHookType or its name, one of {', '.join(_OF_TYPE)}; "
-        f"got {comm_hook_type!r}"
-    )
+    given: Any = comm_hook_type
+    name = given.name if isinstance(given, (DDPCommHookType, BuiltinCommHookType)) else given
+    if not isinstance(name, str) or name not in _OF_TYPE:
+        raise TypeError(
+            f"a type of communication hook is a member of DDPCommHookType or its name, one of {', '.join(_OF_TYPE)}; "
+            f"got {comm_hook_type!r}"
+        )
+    return _OF_TYPE[name](axis=axis, over=over)

@@ -101,10 +101,10 @@ def as_step_param(functional: Any) -> Optimizer:
                 f"{type(functional).__name__} steps under no_grad, so that its derivative would be 0; use the function of "
                 f"fjoin.transforms, such as adam"
             )
-        given: Any = param.detach(), state
-        param, state = optree.tree_map(torch.clone, given)
-        step_param_(param, grad, state)
-        return param, state
+        own: Any = param.detach(), state
+        own = optree.tree_map(torch.clone, own)
+        step_param_(own[0], grad, own[1])
+        return own  # type: ignore[no-any-return]
 
     kind = f"{type(functional).__module__}.{type(functional).__qualname__}"
     settings = {name: value for name, value in vars(functional).items() if isinstance(value, (bool, int, float, tuple))}

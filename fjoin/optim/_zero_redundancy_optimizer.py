@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..groups._group_mesh import mesh_from_group
 from ..groups._mesh import Mesh
-from ._grad_scaler import guarded, guards_of
+from ._grad_scaler import step_as
 from ._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, optimizer_of, takes_closure, torchs_state
 from ._param_groups import Hyperparameters, without_params
@@ -177,9 +177,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
             pairs = list(zip(local.param_groups, self.param_groups, strict=True))
             for mine, group in pairs:
                 mine.update(without_params(group))
-            with guarded(local, guards_of(self)) as steps:
-                if steps:
-                    out = local.step(**arguments)
+            out = step_as(self, local, **arguments)
             for mine, group in pairs:  # what the optimizer keeps there
                 group.update(without_params(mine))
         gather(self._shards, axis)

@@ -81,8 +81,8 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
         check_grad(param, grad, lambda: "grad")
         fields = forms.check_state(param, state, lambda: "state")
         for i, changed in enumerate((param, *fields)):
-            if changed is not None and not _surely_changeable(changed):
-                _check_changed(changed, "param" if not i else f"state.{forms.of(param).names[i - 1]}")
+            if changed is not None:
+                _check_changed(changed, lambda i=i: f"state.{forms.of(param).names[i - 1]}" if i else "param")  # type: ignore[misc]
         if guards.get("grad_scale") is not None:
             _check_inference(grad, lambda: "grad")
 
@@ -185,15 +185,11 @@ def _check_inference(tensor: Tensor, where: Callable[[], str]) -> None:
         )
 
 
-def _surely_changeable(tensor: Tensor) -> bool:
-    return not tensor.requires_grad and not tensor.is_inference() and tensor.is_contiguous()
-
-
-def _check_changed(tensor: Tensor, name: str) -> None:
+def _check_changed(tensor: Tensor, where: Callable[[], str]) -> None:
     """Raise ValueError if a tensor cannot be changed in place, or autograd would record the change."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires grad, but a step in place is not recorded by autograd; call it under torch.no_grad(), pass "
-            f"{name}.detach(), or take step, which returns new tensors"
+            f"{where()} requires grad, but a step in place is not recorded by autograd; call it under torch.no_grad(), pass "
+            f"{where()}.detach(), or take step, which returns new tensors"
         )
-    check_written(tensor, lambda: name)
+    check_written(tensor, where)
