@@ -12,30 +12,27 @@ from ..transforms.optimizers._as_functional import OF_TORCH, as_functional_optim
 from ..transforms.step_param._optimizer import Optimizer
 from ._param_groups import own_by_group
 
-# States whose names differ, and those that count no steps.
-_TORCHS_NAMES = dict.fromkeys((torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon), {"momentum": "momentum_buffer"})
+# Classes whose states have a momentum of another name, and those whose states count no steps.
+_WITH_BUFFER = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon)
 _WITHOUT_STEP = (torch.optim.SGD, torch.optim.Muon)
 
 
 def torchs_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A state of ours by torch's names."""
-    names = _TORCHS_NAMES.get(optimizer_class)
-    if names is None:
+    if optimizer_class not in _WITH_BUFFER:
         return state
     left_out = "step" if optimizer_class in _WITHOUT_STEP else None
+    names = {"momentum": "momentum_buffer"}
     return {names.get(name, name): value for name, value in state.items() if name != left_out}
 
 
 def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A state of torch by our names."""
-    names = _TORCHS_NAMES.get(optimizer_class)
-    if names is None or not state:
+    if optimizer_class not in _WITH_BUFFER or not state:
         return state
-    ours = {theirs: own for own, theirs in names.items()}
-    return {
-        **({"step": torch.ones(())} if optimizer_class in _WITHOUT_STEP else {}),
-        **{ours.get(name, name): value for name, value in state.items() if value is not None},
-    }
+    step = {"step": torch.ones(())} if optimizer_class in _WITHOUT_STEP else {}
+    names = {"momentum_buffer": "momentum"}
+    return {**step, **{names.get(name, name): value for name, value in state.items() if value is not None}}
 
 
 class WholeLeaves:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..transforms._check import is_number
-from ..transforms._tree import fields
-from ..transforms.optimizers._inject import remade
+from ..transforms.optimizers._inject import empty_fields, remade
 from ..transforms.step_param._optimizer import Optimizer
 
 
@@ -43,12 +41,8 @@ class Hyperparameters:
 
     def _resizes(self, name: str) -> bool:
         """Whether a value, 0 or not, determines which fields a state has."""
-        probe = torch.empty(0, device="meta")
-        try:
-            without, with_it = (remade(self.optimizer, {name: value}).init_param(probe) for value in (0.0, 0.5))
-        except ValueError:  # this value is not allowed
-            return False
-        return [field is None for field in fields(without)] != [field is None for field in fields(with_it)]
+        without, with_it = (empty_fields(self.optimizer, name, value) for value in (0.0, 0.5))
+        return without is not None and with_it is not None and without != with_it
 
     def at(self, group: Mapping[str, Any]) -> Callable[[str], Any]:
         """Path -> the optimizer with the present values of a group.

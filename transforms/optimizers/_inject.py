@@ -133,19 +133,23 @@ def number_arguments(part: Optimizer) -> dict[str, float | Tensor]:
         if isinstance(value, Optimizer):
             found.update(number_arguments(value))
         elif isinstance(value, (float, Tensor)) or (type(value) is int and isinstance(known[name].default, float)):
-            if isinstance(value, Tensor) or value != 0 or _may_change(part, name):
+            # A value of 0 is left out if it must be 0, or if another one would change the form of the state.
+            if (
+                isinstance(value, Tensor)
+                or value != 0
+                or empty_fields(part, name, 1.0) == empty_fields(part, name, 0.0)
+            ):
                 found[name] = value if isinstance(value, Tensor) else float(value)
     return found
 
 
-def _may_change(part: Optimizer, name: str) -> bool:
-    """Whether an argument of 0 could change without changing the form of the state."""
-    probe = torch.empty(0, device="meta")
+def empty_fields(part: Optimizer, name: str, value: float) -> list[bool] | None:
+    """Which fields of a state are None where an argument has this value; None for a value that is refused."""
     try:
-        with_it, without = remade(part, {name: 1.0}).init_param(probe), part.init_param(probe)
-    except ValueError:  # it must be 0
-        return False
-    return [f is None for f in fields(with_it)] == [f is None for f in fields(without)]
+        state = remade(part, {name: value}).init_param(torch.empty(0, device="meta"))
+    except ValueError:
+        return None
+    return [field is None for field in fields(state)]
 
 
 def _schedules(part: Optimizer) -> dict[str, Callable[[Any], Any]]:
