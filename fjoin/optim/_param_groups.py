@@ -8,20 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from ..transforms._check import is_number
-from ..transforms.optimizers._inject import empty_fields, remade
+from ..transforms.optimizers._inject import empty_fields, leaf_arguments, remade
 from ..transforms.step_param._optimizer import Optimizer
 
 
 def own_by_group(part: Optimizer) -> dict[str, Any]:
     """The hyperparameters that may differ by group, with those of an inner optimizer: numbers, and betas."""
     found: dict[str, Any] = {}
-    known = part.spec.parameters
-    for name, value in part.spec.args:
-        if isinstance(value, Optimizer):
-            found.update(own_by_group(value))
-        elif name == "betas" or isinstance(value, Tensor):
+    for own, name, value in leaf_arguments(part):
+        known = own.spec.parameters.get(name)
+        if name == "betas" or isinstance(value, Tensor):
             found[name] = value
-        elif is_number(value) and name in known and isinstance(known[name].default, float):
+        elif is_number(value) and known is not None and isinstance(known.default, float):
             found[name] = float(value)
     return found
 

@@ -72,9 +72,7 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
     Args:
         lists: Whether it takes lists of parameters, gradients and states.
     """
-    if getattr(kernel, "checks", None) is forms.init_param:  # by dataclasses.replace
-        return kernel
-    kernel = guarded(kernel, lists)
+    kernel = guarded(unchecked(kernel), lists)
 
     def check(param: Tensor, grad: Tensor, state: State, guards: dict[str, Tensor | None]) -> None:
         check_dense("param", param)
@@ -100,7 +98,7 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
             kernel(params, [grad.detach() if grad.requires_grad else grad for grad in grads], states, **guards)
 
     made: Any = step_params_ if lists else step_param_
-    made.checks, made.unchecked = forms.init_param, kernel
+    made.unchecked = kernel
     return made  # type: ignore[no-any-return]
 
 
@@ -155,8 +153,7 @@ def _keywords(step: Callable[..., Any], name: str) -> set[str] | None:
 
 def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
     """A formula that first checks the dtypes and the state's count of steps; `unchecked` returns the original formula."""
-    if hasattr(step_param, "unchecked"):  # by dataclasses.replace
-        return step_param
+    step_param = unchecked(step_param)
     _keywords(step_param, "step_param")
 
     def checked_step_param(param: Tensor, grad: Tensor, state: State) -> tuple[Tensor, State]:
