@@ -1,4 +1,4 @@
-"""In-place steps on lists of parameters: one kernel for all parameters of the same kind and age."""
+"""The states of parameters by key, and steps of these parameters in place."""
 
 from __future__ import annotations
 
