@@ -78,22 +78,13 @@ def as_step_param(functional: Any) -> Optimizer:
         }
         return TorchState(torch.zeros((), dtype=torch.float32), slots)
 
-    def step_param_(
-        param: Tensor,
-        grad: Tensor,
-        state: TorchState,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        if grad_scale is not None:
-            grad = grad / grad_scale.to(grad.dtype)
-        own, slots = param.detach().clone(), {name: slot.clone() for name, slot in state.slots.items()}
+    def step_param_(param: Tensor, grad: Tensor, state: TorchState) -> None:
         # torch makes the slots in its first step, from the gradient where a slot starts as the gradient.
-        after = run(own, grad, dict(slots) if state.step > 0 else start(own))
-        pairs = [(param, own), (state.step, state.step + 1), *((state.slots[name], after[name]) for name in slots)]
-        for old, new in pairs:
-            old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
+        param = param.detach()
+        after = run(param, grad, dict(state.slots) if state.step > 0 else start(param))
+        state.step.add_(1)
+        for name, slot in state.slots.items():
+            slot.copy_(after[name])
 
     def step_param(param: Tensor, grad: Tensor, state: TorchState) -> tuple[Tensor, TorchState]:
         if torch._C._are_functorch_transforms_active():

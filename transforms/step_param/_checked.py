@@ -119,7 +119,10 @@ def guarded(step: Callable[..., None], lists: bool) -> Callable[..., None]:
         params: Any, grads: Any, states: Any, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         if grad_scale is not None:
-            torch._foreach_div_(grads if lists else [grads], grad_scale)
+            # An expanded gradient, such as that of a sum, cannot be divided in place.
+            divided = [grad.contiguous() if 0 in grad.stride() else grad for grad in (grads if lists else [grads])]
+            torch._foreach_div_(divided, grad_scale)
+            grads = divided if lists else divided[0]
         given: Any = (params, states)
         leaves = [] if found_inf is None else optree.tree_leaves(given)
         before = [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, Tensor)]
