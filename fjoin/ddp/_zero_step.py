@@ -16,6 +16,7 @@ from ..groups._transport import linked_mesh
 from ..optim._optimizer_class import WholeLeaves
 from ..optim._zero_load import WholeState, slice_state
 from ..optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..transforms._spec import Spec
 from ..transforms._state_dict import to_state_dict
 from ..transforms._transform import Transform
 from ..transforms.pipelines._zero import zero as sharded
@@ -112,7 +113,8 @@ def _by_group(zero: ZeroRedundancyOptimizer, paths: dict[Tensor, str]) -> Optimi
     """The optimizer of each parameter, with the present hyperparameters of its group."""
     group_of = {paths[p]: group for group in zero.param_groups for p in group["params"] if p in paths}
     part: Optimizer = zero.part
-    return replace(part, select=lambda path: zero.hyper.at(group_of[path])(path))
+    # Without the part's spec, which has other hyperparameters.
+    return replace(part, select=lambda path: zero.hyper.at(group_of[path])(path), spec=Spec(""))
 
 
 class _States:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -61,16 +62,15 @@ def load_slices(
     """Load the states of whole parameters, in order, into the optimizer of this rank's slices."""
     packed: list[dict[str, Any]] = []
     given: dict[int, Any] = {}
-    rest, count = iter(states), 0
+    rest, numbers = iter(states), itertools.count()
     for shard, group in zip(shards, groups, strict=True):
-        first = count
+        packed.append({**without_params(group), "params": []})
         for path, own in shard.slices.items():
             p, part, state = next(rest)
             if own.numel():
+                packed[-1]["params"].append(number := next(numbers))
                 if state:
-                    given[count] = slice_state(part, state, p, own, *shard.pieces.slices[path])
-                count += 1
-        packed.append({**without_params(group), "params": list(range(first, count))})
+                    given[number] = slice_state(part, state, p, own, *shard.pieces.slices[path])
     if isinstance(local, Optimizer):
         local.load_state_dict({"state": given, "param_groups": packed})
     else:  # not by a method of its own, since this is no state that it has saved; torch's does so too
