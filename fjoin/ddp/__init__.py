@@ -1,9 +1,9 @@
 """torch's DistributedDataParallel with the hooks and pipelines of fjoin.transforms."""
 
+from ._comm_hook_types import comm_hook as comm_hook
 from ._comm_hooks import allreduce_hook as allreduce_hook
 from ._comm_hooks import batched_powerSGD_hook as batched_powerSGD_hook
 from ._comm_hooks import bf16_compress_hook as bf16_compress_hook
-from ._comm_hooks import comm_hook as comm_hook
 from ._comm_hooks import fp16_compress_hook as fp16_compress_hook
 from ._comm_hooks import noop_hook as noop_hook
 from ._comm_hooks import post_localSGD_hook as post_localSGD_hook

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BuiltinCommHookType
-from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 
 from ..transforms._axis_env import AxisName
 from ..transforms._check import flag, whole_number
 from ..transforms._transform import Transform
-from ..transforms._weights import Over, check_over
+from ..transforms._weights import Over
 from ..transforms.axes._primitive import names
 from ..transforms.codecs._blocks import uint8
 from ..transforms.combinators._conditional import switch_after
@@ -211,50 +207,3 @@ def post_localSGD_hook(
         start_localSGD_iter = start_localSGD_iter.start_localSGD_iter
     later = mean(subgroup, over) if post_local_gradient_allreduce else noop()
     return switch_after(start_localSGD_iter, mean(axis, over), later)
-
-
-_OF_TYPE: dict[str, Callable[..., Transform]] = {
-    "ALLREDUCE": allreduce_hook,
-    "FP16_COMPRESS": fp16_compress_hook,
-    "BF16_COMPRESS": bf16_compress_hook,
-    "QUANTIZE_PER_TENSOR": quantization_pertensor_hook,
-    "QUANTIZE_PER_CHANNEL": quantization_perchannel_hook,
-    "POWER_SGD": powerSGD_hook,
-    "POWER_SGD_RANK2": partial(powerSGD_hook, 2),
-    "BATCHED_POWER_SGD": batched_powerSGD_hook,
-    "BATCHED_POWER_SGD_RANK2": partial(batched_powerSGD_hook, 2),
-    "NOOP": lambda axis, over: noop_hook(),
-}
-
-
-def comm_hook(comm_hook_type: DDPCommHookType | str, axis: AxisName = "data", over: Over = "world") -> Transform:
-    """The transform equivalent to one of torch's `DDPCommHookType`, with torch's settings.
-
-    Args:
-        comm_hook_type: A member of torch's DDPCommHookType, its name, or torch's BuiltinCommHookType.
-        axis: The axis, or a tuple of axes, to average over.
-        over: The divisor, see `tx.mean`: by default all ranks count alike, as in torch.
-
-    Returns:
-        A `Transform`, for `fjoin.ddp.register`, `tx.fuse`, `tx.chain` and so on.
-
-    Raises:
-        TypeError: no such type.
-        ValueError: `over` is none of the three.
-
-    >>> fjoin.ddp.comm_hook("QUANTIZE_PER_CHANNEL", over="weight")
-    compress(uint8(block=512), mean('data'))
-    """
-    check_over(over)
-    return _OF_TYPE[_name(comm_hook_type)](axis=axis, over=over)
-
-
-def _name(comm_hook_type: Any) -> str:
-    torchs = isinstance(comm_hook_type, (DDPCommHookType, BuiltinCommHookType))
-    name = comm_hook_type.name if torchs else comm_hook_type
-    if isinstance(name, str) and name in _OF_TYPE:
-        return name
-    raise TypeError(
-        f"a type of communication hook is a member of DDPCommHookType or its name, one of {', '.join(_OF_TYPE)}; "
-        f"got {comm_hook_type!r}"
-    )

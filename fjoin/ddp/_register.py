@@ -22,7 +22,7 @@ from ..transforms.pipelines._fuse import fuse
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import axes_of, warn_if_silent
 from ..transforms.step_param._optimizer import Optimizer
-from ._comm_hooks import comm_hook
+from ._comm_hook_types import comm_hook
 from ._hook import DDPRun
 from ._join_hook import keep_stepped
 from ._steps_in_backward import guard

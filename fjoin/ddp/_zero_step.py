@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ..groups._consistency import same_hook
 from ..groups._transport import linked_mesh
 from ..optim._optimizer_class import WholeLeaves
-from ..optim._param_groups import WithValues, own_by_group, resizing, values_of
 from ..optim._zero_load import WholeState, slice_state
 from ..optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..transforms._spec import Spec
 from ..transforms._state_dict import to_state_dict
 from ..transforms._transform import Transform
 from ..transforms.pipelines._zero import zero as sharded
+from ..transforms.step_param._lists import Item
 from ..transforms.step_param._optimizer import Optimizer
 from . import _comm_hooks
 from ._hook import DDPRun
@@ -109,59 +111,47 @@ def _transform(hook: Any) -> Transform:
 
 def _by_group(zero: ZeroRedundancyOptimizer, paths: dict[Tensor, str]) -> Optimizer:
     """The optimizer of each parameter, with the present hyperparameters of its group."""
-    part: Optimizer = zero.part
-    names = tuple(own_by_group(part))
     group_of = {paths[p]: group for group in zero.param_groups for p in group["params"] if p in paths}
-    made = WithValues()
-
-    def at(path: str) -> Optimizer:
-        return made(part, values_of(group_of[path], names))
-
-    return Optimizer(
-        part.init_param, part.step_param, part.step_param_, elementwise=part.elementwise, select=at, check=part.check
-    )
+    part: Optimizer = zero.part
+    # Without the part's spec, which has other hyperparameters.
+    return replace(part, select=lambda path: zero.hyper.at(group_of[path])(path), spec=Spec(""))
 
 
 class _States:
     """The optimizer's states in a module's hook, by parameter."""
 
     def __init__(self, run: DDPRun, paths: dict[Tensor, str], zero: ZeroRedundancyOptimizer) -> None:
-        self._run, self._paths, self._groups = run, paths, zero.param_groups
-        self._resizing = resizing(zero.part, own_by_group(zero.part))
-        self._sizes = self._nonzero()
-
-    def _nonzero(self) -> list[bool]:
-        return [group[name] != 0 for group in self._groups for name in self._resizing]
+        step, pieces = run.pipeline_step, run.pieces
+        assert step is not None and pieces is not None
+        self._paths, self._pieces, self._stepper, self._at = paths, pieces, step.stepper, step.pipeline.optimizer.at
+        self._groups, self._hyper = zero.param_groups, zero.hyper
 
     def fit(self) -> None:
         """Give states the fields that the hyperparameters of this pass need."""
-        if self._sizes != (sizes := self._nonzero()):
-            self._sizes = sizes
-            step = self._run.pipeline_step
-            assert step is not None
-            at = step.pipeline.optimizer.at
-            step.stepper.fit([(path, at(path), own, None) for path, own in self._own().items()])
+        self._stepper.fit(self._items(), self._hyper.sizes(self._groups))
+
+    def _items(self) -> Iterator[Item]:
+        for path, own in self._own().items():
+            yield path, self._at(path), own, None
 
     def _own(self) -> dict[str, Tensor]:
         """Path -> this rank's slice of a parameter."""
-        pieces = self._run.pieces
-        assert pieces is not None
-        own: dict[str, Tensor] = pieces.own({path: p.detach() for p, path in self._paths.items()})
+        own: dict[str, Tensor] = self._pieces.own({path: p.detach() for p, path in self._paths.items()})
         return own
 
     def state_of(self, param: Tensor) -> tuple[dict[str, Any], tuple[int, int]]:
         """This rank's state of a parameter by name, and the slice that it is of."""
-        step, pieces, path = self._run.pipeline_step, self._run.pieces, self._paths.get(param)
-        if path is None or step is None or pieces is None or path not in step.stepper.states:
+        path = self._paths.get(param)
+        if path is None or path not in self._stepper.states:
             return {}, (0, 0)
-        return to_state_dict(step.stepper.states[path]), pieces.slices[path]
+        return to_state_dict(self._stepper.states[path]), self._pieces.slices[path]
 
     def load_states(self, states: Iterable[WholeState]) -> None:
         """Take this rank's slices of these whole states."""
-        step, pieces = self._run.pipeline_step, self._run.pieces
-        assert step is not None and pieces is not None
         own, items = self._own(), []
         for p, part, state in states:
             if state and (path := self._paths.get(p)) is not None:
-                items.append((path, part, own[path], slice_state(part, state, p, own[path], *pieces.slices[path])))
-        step.stepper.adopt(step.stepper.prepared(items))
+                items.append(
+                    (path, part, own[path], slice_state(part, state, p, own[path], *self._pieces.slices[path]))
+                )
+        self._stepper.adopt(self._stepper.prepared(items))

@@ -1,138 +1,19 @@
-"""torch's model averagers, which run our averages of parameters."""
+"""torch's model averagers."""
 
 from __future__ import annotations
 
-import copy
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from ..groups._consistency import same_average
 from ..groups._group_mesh import mesh_from_group
-from ..groups._make_mesh import bind, world_mesh
+from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh
 from ..groups._nested_mesh import nested_mesh, world_size
 from ..transforms._axis_env import AxisName
 from ..transforms._check import whole_number
-from ..transforms._transform import Transform
-from ..transforms.combinators._conditional import every
-from ..transforms.local_sgd._average import average_every, hierarchical_average, nested
-from ..transforms.sync._buffers import average_buffers
-
-Buffers = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
-
-
-class ModelAverager:
-    """Base of the averagers; it averages in place, so that every parameter keeps its memory.
-
-    A copy by copy.deepcopy has the same process group. A pickled one has none, since process groups cannot be pickled:
-    an unpickled averager uses the default process group, until `process_group` is set.
-
-    Attributes:
-        step: The number of calls of `average_parameters`; it decides which calls average.
-        warmup_steps: The number of calls before the first average.
-        process_group: The process group; None in a world of one rank, where nothing is averaged.
-    """
-
-    def __init__(self, warmup_steps: int, process_group: Any, buffers: Buffers | None) -> None:
-        self.warmup_steps = whole_number("warmup_steps", warmup_steps, 0)
-        self.step = 0
-        self._buffers = buffers if buffers is None or callable(buffers) else _tensors("buffers", buffers)
-        self._made: tuple[Any, Transform, Transform] | None = None  # a key, and the transforms made for it
-        self._mesh: Mesh | None = self._mesh_over(process_group)
-        self._compared = False  # with the other ranks
-
-    def _mesh_over(self, group: Any) -> Mesh:
-        raise NotImplementedError
-
-    def _key(self) -> Any:
-        """The attributes that determine the transforms."""
-        raise NotImplementedError
-
-    def _make(self) -> tuple[Transform, Transform]:
-        """The average of parameters, and the average of buffers."""
-        raise NotImplementedError
-
-    def _period(self) -> tuple[int, int]:
-        """A step, and a period: only in steps that are a multiple of the period apart from that step may there be an average."""
-        raise NotImplementedError
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks, as a mesh."""
-        if self._mesh is None:
-            self._mesh = self._mesh_over(None)
-        return self._mesh
-
-    @property
-    def process_group(self) -> Any:
-        group = self.mesh.group
-        return group if isinstance(group, dist.ProcessGroup) else None
-
-    @process_group.setter
-    def process_group(self, group: Any) -> None:
-        self._mesh, self._made, self._compared = self._mesh_over(group), None, False
-
-    @torch.no_grad()
-    def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Average parameters in place, in the calls that the schedule says, and count the call.
-
-        All ranks must call it equally often, with parameters of the same shapes in the same order. It sends one message
-        for each dtype and device; parameters in 16 bits travel as float32. Integer parameters, and integer buffers,
-        become the maximum of all ranks.
-
-        Args:
-            params: Parameters, or param_groups of an optimizer. Parameters without a gradient are averaged as well.
-
-        Raises:
-            TypeError: `params` holds neither parameters nor groups of them.
-            DesyncError: in the first call, on all ranks: they average other tensors or in other steps.
-            PeerLost, CollectiveTimeout: another rank has failed, or has not arrived.
-        """
-        found = _parameters(params)
-        first, period = self._period()
-        due = self.step >= self.warmup_steps and (self.step - first) % period == 0
-        if self.mesh.size > 1 and (due or not self._compared):
-            self._average(found)
-        self.step += 1
-
-    def _average(self, params: list[Tensor]) -> None:
-        given = self._buffers() if callable(self._buffers) else self._buffers
-        buffers = [] if given is None else _tensors("buffers", given)
-        if not self._compared:
-            same_average(self.mesh, f"{self!r} at step {self.step}", _numbered(params), _numbered(buffers))
-            self._compared = True
-        key = self._key()
-        if self._made is None or self._made[0] != key:
-            self._made = (key, *self._make())
-        _, of_params, of_buffers = self._made
-        means = [p for p in params if p.is_floating_point() or p.is_complex()]
-        known = set(map(id, means))
-        with bind(self.mesh):
-            self._run(of_params, means)
-            self._run(of_buffers, [t for t in _distinct([*params, *buffers]) if id(t) not in known])
-
-    def _run(self, transform: Transform, tensors: list[Tensor]) -> None:
-        """Apply a transform in place, to the tensors of each device by themselves."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for t in tensors:
-            by_device.setdefault(t.device, []).append(t.detach())
-        for given in by_device.values():
-            new, _ = transform.update(given, transform.init(given), step=self.step)
-            if new is not given:  # in the other calls a transform returns its input
-                torch._foreach_copy_(given, new)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_mesh": None, "_made": None, "_compared": False}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        new = self.__class__.__new__(self.__class__)
-        vars(new).update(copy.deepcopy(self.__getstate__(), memo), _mesh=self._mesh)
-        return new
+from ._model_averager import ALONE, Buffers, ModelAverager
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -174,19 +55,10 @@ class PeriodicModelAverager(ModelAverager):
         return f"PeriodicModelAverager(period={self.period}, warmup_steps={self.warmup_steps})"
 
     def _mesh_over(self, group: Any) -> Mesh:
-        group = _checked(group)
-        return world_mesh() if group is None else _ALONE if group is _OUTSIDE else mesh_from_group(group)
+        return world_mesh() if group is None else mesh_from_group(group)
 
-    def _key(self) -> Any:
-        return self.period, self.warmup_steps
-
-    def _period(self) -> tuple[int, int]:
-        return self.warmup_steps, self.period
-
-    def _make(self) -> tuple[Transform, Transform]:
-        (axis,) = self.mesh.axes
-        of_buffers = every(self.period, average_buffers(axis), first=self.warmup_steps)
-        return average_every(self.period, axis, self.warmup_steps, over="world"), of_buffers
+    def _axes(self) -> AxisName | None:
+        return None if (self.step - self.warmup_steps) % self.period else tuple(self.mesh.axes)
 
 
 class HierarchicalModelAverager(ModelAverager):
@@ -238,8 +110,6 @@ class HierarchicalModelAverager(ModelAverager):
         return found
 
     def _mesh_over(self, group: Any) -> Mesh:
-        if _checked(group) is _OUTSIDE:
-            return _ALONE
         ranks, last = world_size() if group is None else group.size(), list(self.period_group_size_dict.values())[-1]
         if last != ranks:
             raise ValueError(
@@ -249,32 +119,11 @@ class HierarchicalModelAverager(ModelAverager):
         sizes = [1, *(size for _, size in self._levels())]
         pairs = list(enumerate(zip(sizes, sizes[1:], strict=False)))
         shape = {f"level{i}": large // small for i, (small, large) in reversed(pairs)}
-        return nested_mesh(shape, group) if shape else _ALONE
+        return nested_mesh(shape, group) if shape else ALONE
 
-    def _key(self) -> Any:
-        return self.warmup_steps
-
-    def _period(self) -> tuple[int, int]:
-        return 0, min(self.period_group_size_dict)
-
-    def _make(self) -> tuple[Transform, Transform]:
-        names = tuple(self.mesh.axes)
-        periods: dict[int, AxisName] = {
-            period: names[-1 - i :] for i, (period, _) in enumerate(self._levels())
-        }  # "level0" is the last
-        of_buffers = nested(periods, self.warmup_steps, average_buffers)
-        return hierarchical_average(periods, self.warmup_steps, over="world"), of_buffers
-
-
-# torch's stand-in for a group, on ranks outside of it.
-_OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
-_ALONE = Mesh({"data": 1}, {}, 0)
-
-
-def _checked(group: Any) -> Any:
-    if group is None or group is _OUTSIDE or isinstance(group, dist.ProcessGroup):
-        return group
-    raise TypeError(f"process_group must be a process group of torch.distributed, or None for all ranks, got {group!r}")
+    def _axes(self) -> AxisName | None:
+        due = [i for i, (period, _) in enumerate(self._levels()) if self.step % period == 0]
+        return tuple(self.mesh.axes)[-1 - due[-1] :] if due else None  # "level0" is the last
 
 
 def _check_levels(given: Any) -> dict[int, int]:
@@ -290,8 +139,7 @@ def _check_levels(given: Any) -> dict[int, int]:
     for period, size in levels.items():
         whole_number("period_group_size_dict: a period", period, 1)
         whole_number(f"period_group_size_dict: the size of the groups of period {period}", size, 1)
-    items = list(levels.items())
-    for (inner, small), (outer, large) in zip(items, items[1:], strict=False):
+    for (inner, small), (outer, large) in itertools.pairwise(levels.items()):
         if outer % inner:
             raise ValueError(
                 f"period_group_size_dict: each period must be a multiple of the one before, got {outer} after {inner} in "
@@ -312,32 +160,3 @@ def _warn(name: str) -> None:
         UserWarning,
         stacklevel=3,
     )
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())
-
-
-def _tensors(name: str, given: Any) -> list[Tensor]:
-    found = None if isinstance(given, Tensor) or not isinstance(given, Iterable) else list(given)
-    if found is None or not all(isinstance(t, Tensor) for t in found):
-        kind = given if found is None else next(t for t in found if not isinstance(t, Tensor))
-        raise TypeError(f"{name} must be tensors, for example model.{name}(), got {type(kind).__name__}")
-    return _distinct(found)
-
-
-def _parameters(params: Any) -> list[Tensor]:
-    """The parameters, each once, of an iterable of parameters or of param_groups."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"average_parameters takes model.parameters() or optimizer.param_groups, got {type(params).__name__}"
-        )
-    found: list[Tensor] = []
-    for one in params:
-        of_group = one.get("params") if isinstance(one, dict) else one
-        found += [of_group] if isinstance(of_group, Tensor) else _tensors("parameters", of_group)
-    return _distinct(found)
-
-
-def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
-    return {f"tensor {i}": t for i, t in enumerate(tensors)}

@@ -1,24 +1,23 @@
-"""In-place steps on lists of parameters: one kernel for all parameters of the same kind and age."""
+"""The states of parameters by key, and steps of these parameters in place."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..transforms._check import is_number
-from ..transforms._state_dict import restored
+from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import fields, with_fields
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._checked import check_grad, check_written, refuse_count
-from ..transforms.step_param._lift import sharing, step_in_place
+from ..transforms.step_param._lists import Ages, Item, apart, sharing, step_in_place, step_lists_, stepped_together
 from ..transforms.step_param._optimizer import Optimizer
 from ._param_groups import own_by_group
 
-Item = tuple[Any, Optimizer, Tensor, Any]  # (key, optimizer, parameter, gradient)
 Changed = Callable[[Any, Any], None]
 
 
@@ -34,23 +33,27 @@ class ForeachStepper:
 
     def __init__(self) -> None:
         self.states: dict[Any, Any] = {}
+        self._sizes: list[bool] | None = None  # for which all states have their fields
         self._seen: dict[Any, Any] = {}  # key -> the parameter's shape, strides, dtype and device when it was checked
 
     def begin(self, items: Iterable[Item], changed: Changed = ignore) -> None:
         """Initialise the states of the parameters that have none; all these states are of one age."""
-        fresh: dict[Any, Any] = {}
+        ages = Ages()
         for key, part, param, _ in items:
             if key not in self.states:
-                state = part.init_param(param.detach())
-                like = fresh.setdefault((id(part), param.dtype, param.device), state)
-                self._share(part, key, state, like, changed)
+                self._put(key, ages(part, param, part.init_param(param.detach())), changed)
 
-    def fit(self, items: Iterable[Item], changed: Changed = ignore) -> None:
+    def fit(self, items: Iterable[Item], sizes: list[bool], changed: Changed = ignore) -> None:
         """Initialise the state fields that an optimizer now needs for the first time, such as a momentum that was 0.
+
+        Args:
+            sizes: See `Hyperparameters.sizes`; where these are as in the last call, nothing is done.
 
         Raises:
             ValueError: a momentum with dampening that begins after the first step.
         """
+        if sizes == self._sizes:
+            return
         for key, part, param, _ in items:
             if (state := self.states.get(key)) is None:
                 continue
@@ -62,10 +65,10 @@ class ForeachStepper:
                         f"{part!r}: momentum with dampening cannot begin in step {int(state.step)}, since the first step has no "
                         f"dampening; give the optimizer a small momentum from the start"
                     )
-                self.states[key] = with_fields(new, [fresh if old is None else old for old, fresh in pairs])
-                changed(key, self.states[key])
+                self._put(key, with_fields(new, [fresh if old is None else old for old, fresh in pairs]), changed)
+        self._sizes = sizes
 
-    def check(self, items: Iterable[Item]) -> None:
+    def check(self, items: Sequence[Item]) -> None:
         """Raise where these parameters cannot be stepped; nothing has changed then.
 
         Raises:
@@ -74,16 +77,13 @@ class ForeachStepper:
                 not finite.
             TypeError: a gradient of another dtype or layout.
         """
-        watched: dict[Any, tuple[Optimizer, Any]] = {}
         for key, part, param, grad in items:
-            if part.watched and (state := self.states.get(key)) is not None:
-                watched[id(part), id(state.step)] = part, state
             form = param.shape, param.stride(), param.dtype, param.device
             fine = grad.shape == form[0] and grad.dtype is form[2] and grad.device == form[3]
             if fine and grad.layout is torch.strided and self._seen.get(key) == form:
                 continue
-            check_grad(param, grad, lambda key=key: f"the gradient of {_whose(key)}")  # type: ignore[misc]
-            check_written(param, lambda key=key: _whose(key))  # type: ignore[misc]
+            check_grad(param, grad, lambda key=key: f"the gradient of {whose(key)}")  # type: ignore[misc]
+            check_written(param, lambda key=key: whose(key))  # type: ignore[misc]
             if (state := self.states.get(key)) is None:
                 continue
             expected = part.forms.of(param)
@@ -93,49 +93,42 @@ class ForeachStepper:
                 shape, dtype, on_device = kind
                 if field.shape != shape or field.dtype is not dtype or (on_device and field.device != param.device):
                     raise ValueError(
-                        f"{_whose(key)} has become another since the optimizer was made: the state's {name!r} is "
+                        f"{whose(key)} has become another since the optimizer was made: the state's {name!r} is "
                         f"{field.dtype}{list(field.shape)} on {field.device}; change the parameters first, then make the optimizer"
                     )
-                check_written(field, lambda key=key, name=name: f"the state's {name!r} of {_whose(key)}")  # type: ignore[misc]
+                check_written(field, lambda key=key, name=name: f"the state's {name!r} of {whose(key)}")  # type: ignore[misc]
             self._seen[key] = form
-        for part, state in watched.values():
-            check_rates(part.watched, state.step)
+        self.check_rates(items)
 
     def check_rates(self, items: Iterable[Item]) -> list[tuple[str, float]]:
         """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form; returns them."""
         steps = {
             (id(part), id(self.states[key].step)): (part, self.states[key].step)
             for key, part, *_ in items
-            if part.watched
+            if part.watched and key in self.states
         }
         return [rate for part, step in steps.values() for rate in check_rates(part.watched, step)]
 
     def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
         """Step these parameters, which have been checked; the step counts of the others stay."""
-        sharing = Counter(id(state.step) for state in self.states.values())
+        of_one_age = Counter(id(state.step) for state in self.states.values())
         items = list(items)
         self.begin(items, changed)
-        kinds: dict[Any, list[Item]] = {}
-        for item in items:
-            key, part, param, _ = item
-            kinds.setdefault((id(part), param.dtype, param.device, id(self.states[key].step)), []).append(item)
-        for some in kinds.values():
-            first, part = self.states[some[0][0]], some[0][1]
-            if len(some) < sharing[id(first.step)]:  # the others keep their age, and so the shared tensors
-                first = with_fields(first, [None if f is None else f.clone() if c else f
-                                            for f, c in zip(fields(first), part.common, strict=True)])  # fmt: skip
+        ages = [id(self.states[key].step) for key, *_ in items]
+        for some in stepped_together(items, ages):
+            key, part, *_ = some[0]
+            if (
+                len(some) < of_one_age[id(self.states[key].step)]
+            ):  # the others keep their age, and so the shared tensors
+                own = apart(part, self.states[key])
                 for key, *_ in some:
-                    self._share(part, key, self.states[key], first, changed)
-            states, params = [self.states[key] for key, *_ in some], [param for _, _, param, _ in some]
-            here = {name: None if guard is None else guard.to(params[0].device) for name, guard in guards.items()}
-            step_in_place(part, params, [grad for *_, grad in some], states, **here)
-            # Fused kernels do not increment the version: a graph that needs the old values would silently use new ones.
-            torch.autograd.graph.increment_version(params)
+                    self._put(key, sharing(part, self.states[key], own), changed)
+            keys, _, params, grads = zip(*some, strict=True)
+            step_lists_(part, list(params), list(grads), [self.states[key] for key in keys], **guards)
 
-    def _share(self, part: Optimizer, key: Any, state: Any, like: Any, changed: Changed) -> None:
-        """Store a state under a key, with the 0-d fields of the state `like`."""
-        self.states[key] = sharing(part, state, like)
-        changed(key, self.states[key])
+    def _put(self, key: Any, state: Any, changed: Changed) -> None:
+        self.states[key] = state
+        changed(key, state)
 
     def prepared(self, given: Iterable[tuple[Any, Optimizer, Tensor, dict[str, Any]]]) -> dict[Any, Any]:
         """States from tensors by name, given as (key, optimizer, parameter, state); equal ages share 0-d tensors again.
@@ -144,23 +137,36 @@ class ForeachStepper:
             ValueError: a state of another optimizer, or of a parameter of another shape; a step that is no step count.
         """
         new: dict[Any, Any] = {}
-        alike: dict[Any, Any] = {}
+        ages = Ages()
         for key, part, param, named in given:
-            # A count may be a number.
-            named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
-            state = restored(f"the state of {_whose(key)}", part.init_param(param.detach()), named)
-            refuse_count(state.step.item(), lambda key=key: f"in the state of {_whose(key)}, step")  # type: ignore[misc]
-            ages = tuple(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
-            like = alike.setdefault((id(part), param.dtype, param.device, ages), state)
-            new[key] = sharing(part, state, like)
+            state = loaded(whose(key), part, param, named)
+            new[key] = ages(
+                part, param, state, *(f.item() for f, c in zip(fields(state), part.common, strict=True) if c)
+            )
         return new
 
     def adopt(self, states: dict[Any, Any], changed: Changed = ignore) -> None:
         """Take the states that `prepared` made."""
-        self.states = states
+        self.states, self._sizes = states, None
         self._seen.clear()
         for key, state in states.items():
             changed(key, state)
+
+
+def loaded(whose: str, part: Optimizer, param: Tensor, named: Mapping[str, Any]) -> Any:
+    """The state of a parameter from tensors by name; a count may be a number.
+
+    Args:
+        param: On the meta device, where the state is only to be checked.
+
+    Raises:
+        ValueError, TypeError: as `ForeachStepper.prepared`.
+    """
+    named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in named.items()}
+    state = restored(f"the state of {whose}", part.init_param(param.detach()), named)
+    count = next(named[name] for name, field in to_state_dict(state).items() if field is state.step)
+    refuse_count(float(count.to(state.step.dtype)), lambda: f"in the state of {whose}, step")
+    return state
 
 
 def divides(part: Optimizer, dtype: torch.dtype) -> bool:
@@ -172,5 +178,5 @@ def divides(part: Optimizer, dtype: torch.dtype) -> bool:
     return bool((grad == 1.0).all())
 
 
-def _whose(key: Any) -> str:
+def whose(key: Any) -> str:
     return f"a parameter of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)

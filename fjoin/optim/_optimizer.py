@@ -11,9 +11,10 @@ from torch import Tensor
 from ..transforms._state_dict import to_state_dict
 from ..transforms._tree import check_dense
 from ..transforms.step_param import _optimizer
-from ._foreach import ForeachStepper, Item
+from ..transforms.step_param._lists import Item
+from ._foreach import ForeachStepper
 from ._grad_scaler import guards_of
-from ._param_groups import WithValues, check_group, own_by_group, part_of_state, resizing, values_of
+from ._param_groups import Hyperparameters
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -63,12 +64,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         self._optimizer = optimizer
         self._stepper = ForeachStepper()  # it must not refer to this object: a cycle would delay freeing the states
-        self._with = WithValues()
-        hyperparameters = {} if optimizer.select else own_by_group(optimizer)
-        self._names = tuple(hyperparameters)
-        self._resizing = resizing(optimizer, self._names)
-        self._sizes: list[bool] | None = None  # by group: whether each of `_resizing` was nonzero in the last step
-        super().__init__(params, hyperparameters)
+        self._hyper = Hyperparameters(optimizer)
+        super().__init__(params, dict(self._hyper.defaults))
         self._check()
         self._ready = True
 
@@ -81,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._optimizer.check:
             self._optimizer.check(by_path)
         for group in self.param_groups:
-            check_group(self._optimizer, self._names, group)
+            self._hyper.check(group)
         # Initialise at once, since torch.distributed.checkpoint takes a step where there is no state.
         items = [item for item in self._items() if item[2].requires_grad]
         self._stepper.begin(items, self._show)
@@ -90,15 +87,13 @@ class Optimizer(torch.optim.Optimizer):
         """(key of the state, optimizer with the group's hyperparameters, parameter, gradient) of all parameters."""
         items: list[Item] = []
         for group in self.param_groups:
-            one = None if self._optimizer.select else self._with(self._optimizer, values_of(group, self._names))
-            for name, param in zip(_names(group), group["params"], strict=True):
-                items.append((param, one or self._optimizer.at(name), param, param.grad))
+            at = self._hyper.at(group)
+            items += [(p, at(name), p, p.grad) for name, p in zip(_names(group), group["params"], strict=True)]
         return items
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch's method; a group that the optimizer cannot serve is not added."""
         super().add_param_group(param_group)
-        self._sizes = None
         if hasattr(self, "_ready"):  # not while the constructor adds the first groups
             try:
                 self._check()
@@ -107,8 +102,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_optimizer", "_names", "_resizing", "_sizes", "_stepper", "_ready")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}, "_with": WithValues()}  # type: ignore[no-untyped-call]
+        own = ("_optimizer", "_hyper", "_stepper", "_ready")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}  # type: ignore[no-untyped-call]
 
     def _by_path(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -139,10 +134,7 @@ class Optimizer(torch.optim.Optimizer):
             for param in cleared:  # their states start anew
                 del self._stepper.states[param]
         self._stepper.check(items)
-        sizes = [group[name] != 0 for group in self.param_groups for name in self._resizing]
-        if sizes != self._sizes:
-            self._stepper.fit(everything, self._show)
-            self._sizes = sizes
+        self._stepper.fit(everything, self._hyper.sizes(self.param_groups), self._show)
         self._stepper.step(items, self._show, **guards_of(self))
         return loss
 
@@ -155,25 +147,22 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, or states of another optimizer.
         """
-        old = [group for group in self.param_groups for _ in group["params"]]
-        order = list(zip([name for group in self.param_groups for name in _names(group)],
-                         [param for group in self.param_groups for param in group["params"]], old, strict=True))  # fmt: skip
+        order = [(name, param, group) for group in self.param_groups
+                 for name, param in zip(_names(group), group["params"], strict=True)]  # fmt: skip
         keys = [(key, group) for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
         saved = state_dict["state"]  # in the saved dtypes; torch would convert them to the parameters' dtypes
         for group in state_dict["param_groups"]:
-            check_group(self._optimizer, self._names, group)
+            self._hyper.check(group)
         given = []
         for (key, its), (name, param, mine) in zip(keys, order, strict=False):
             if one := saved.get(key):
-                at, group = self._optimizer.at(name), {**mine, **its}
-                given.append((param, part_of_state(at, self._with, group, self._resizing, param, one), param, one))
+                given.append((param, self._hyper.of_saved({**mine, **its}, name, param, one), param, one))
         states = self._stepper.prepared(given)
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for name in self._names:
+            for name in self._hyper.defaults:
                 group.setdefault(name, self.defaults[name])
         self._stepper.adopt(states, self._show)
-        self._sizes = None
 
 
 def _names(group: dict[str, Any]) -> list[str]:

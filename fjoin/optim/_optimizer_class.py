@@ -7,68 +7,38 @@ from typing import Any
 
 import torch
 
-from ..transforms.optimizers._adadelta import adadelta
-from ..transforms.optimizers._adafactor import adafactor
-from ..transforms.optimizers._adagrad import adagrad
-from ..transforms.optimizers._adam import adam, adamw
-from ..transforms.optimizers._adamax import adamax
-from ..transforms.optimizers._asgd import asgd
-from ..transforms.optimizers._muon import muon
-from ..transforms.optimizers._nadam import nadam
-from ..transforms.optimizers._radam import radam
-from ..transforms.optimizers._rmsprop import rmsprop
-from ..transforms.optimizers._rprop import rprop
-from ..transforms.optimizers._sgd import sgd
+from ..transforms._spec import Spec
+from ..transforms.optimizers._as_functional import OF_TORCH, as_functional_optim
 from ..transforms.step_param._optimizer import Optimizer
 from ._param_groups import own_by_group
 
-_OURS: dict[type, Any] = {
-    torch.optim.Adadelta: adadelta,
-    torch.optim.Adafactor: adafactor,
-    torch.optim.Adagrad: adagrad,
-    torch.optim.Adam: adam,
-    torch.optim.AdamW: adamw,
-    torch.optim.Adamax: adamax,
-    torch.optim.ASGD: asgd,
-    torch.optim.Muon: muon,
-    torch.optim.NAdam: nadam,
-    torch.optim.RAdam: radam,
-    torch.optim.RMSprop: rmsprop,
-    torch.optim.Rprop: rprop,
-    torch.optim.SGD: sgd,
-}
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # arguments that choose torch's kernels
-
-
-# States whose names differ, and those that count no steps.
-_TORCHS_NAMES = dict.fromkeys((torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon), {"momentum": "momentum_buffer"})
+# Classes whose states have a momentum of another name, and those whose states count no steps.
+_WITH_BUFFER = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.Muon)
 _WITHOUT_STEP = (torch.optim.SGD, torch.optim.Muon)
 
 
 def torchs_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A state of ours by torch's names."""
-    names = _TORCHS_NAMES.get(optimizer_class)
-    if names is None:
+    if optimizer_class not in _WITH_BUFFER:
         return state
     left_out = "step" if optimizer_class in _WITHOUT_STEP else None
+    names = {"momentum": "momentum_buffer"}
     return {names.get(name, name): value for name, value in state.items() if name != left_out}
 
 
 def our_state(optimizer_class: Any, state: dict[str, Any]) -> dict[str, Any]:
     """A state of torch by our names."""
-    names = _TORCHS_NAMES.get(optimizer_class)
-    if names is None or not state:
+    if optimizer_class not in _WITH_BUFFER or not state:
         return state
-    ours = {theirs: own for own, theirs in names.items()}
-    return {
-        **({"step": torch.ones(())} if optimizer_class in _WITHOUT_STEP else {}),
-        **{ours.get(name, name): value for name, value in state.items() if value is not None},
-    }
+    step = {"step": torch.ones(())} if optimizer_class in _WITHOUT_STEP else {}
+    names = {"momentum_buffer": "momentum"}
+    return {**step, **{names.get(name, name): value for name, value in state.items() if value is not None}}
 
 
 class WholeLeaves:
     """Stands for an optimizer of which only its class is known: it needs whole parameters."""
 
+    select, spec = None, Spec("")
     elementwise = flattens = False
     cost = staticmethod(torch.Size.numel)
 
@@ -78,7 +48,7 @@ class WholeLeaves:
 
 def takes_closure(optimizer_class: Any) -> bool:
     """Whether the step of a class that is not known, of which an object may call its closure more than once, has one."""
-    if not isinstance(optimizer_class, type) or optimizer_class in _OURS:
+    if not isinstance(optimizer_class, type) or optimizer_class in OF_TORCH:
         return False
     parameters = inspect.signature(optimizer_class.step).parameters.values()  # type: ignore[attr-defined]
     return any(one.name == "closure" or one.kind is one.VAR_KEYWORD for one in parameters)
@@ -101,13 +71,8 @@ def optimizer_of(optimizer_class: Any, arguments: dict[str, Any]) -> tuple[Any, 
             )
         probe = torch.zeros(1, 1, requires_grad=True)
         defaults = optimizer_class([probe], **arguments).defaults  # type: ignore[arg-type]
-        make = _OURS.get(optimizer_class)
-        if make is None:
-            return WholeLeaves(), defaults
-        own = {name: value for name, value in arguments.items() if name not in _IMPLEMENTATION}
-        if optimizer_class is torch.optim.Adam and own.pop("decoupled_weight_decay", False):
-            make = adamw
-        return make(**own), defaults
+        known = optimizer_class in OF_TORCH
+        return as_functional_optim(optimizer_class, **arguments) if known else WholeLeaves(), defaults
     makes = callable(optimizer_class) and not isinstance(optimizer_class, type)
     made = optimizer_class(**arguments) if makes else optimizer_class
     if not isinstance(made, Optimizer):

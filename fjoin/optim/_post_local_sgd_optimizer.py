@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..transforms._check import whole_number
-from ._grad_scaler import guarded, guards_of
+from ._grad_scaler import step_as
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -88,15 +88,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         Raises:
             PeerLost, DesyncError, CollectiveTimeout: as `average_parameters` of the averager.
         """
-        loss = self._step(closure)
+        loss = step_as(self, self.optim, *(() if closure is None else (closure,)))
         self.averager.average_parameters(params=self.param_groups)
         return loss
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        with guarded(self.optim, guards_of(self)) as steps:
-            if not steps:
-                return None
-            return self.optim.step() if closure is None else self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optim.zero_grad(set_to_none=set_to_none)

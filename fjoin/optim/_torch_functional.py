@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -77,22 +78,13 @@ def as_step_param(functional: Any) -> Optimizer:
         }
         return TorchState(torch.zeros((), dtype=torch.float32), slots)
 
-    def step_param_(
-        param: Tensor,
-        grad: Tensor,
-        state: TorchState,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        if grad_scale is not None:
-            grad = grad / grad_scale.to(grad.dtype)
-        own, slots = param.detach().clone(), {name: slot.clone() for name, slot in state.slots.items()}
+    def step_param_(param: Tensor, grad: Tensor, state: TorchState) -> None:
         # torch makes the slots in its first step, from the gradient where a slot starts as the gradient.
-        after = run(own, grad, dict(slots) if state.step > 0 else start(own))
-        pairs = [(param, own), (state.step, state.step + 1), *((state.slots[name], after[name]) for name in slots)]
-        for old, new in pairs:
-            old.copy_(new if found_inf is None else torch.where(found_inf != 0, old, new))
+        param = param.detach()
+        after = run(param, grad, dict(state.slots) if state.step > 0 else start(param))
+        state.step.add_(1)
+        for name, slot in state.slots.items():
+            slot.copy_(after[name])
 
     def step_param(param: Tensor, grad: Tensor, state: TorchState) -> tuple[Tensor, TorchState]:
         if torch._C._are_functorch_transforms_active():
@@ -100,12 +92,10 @@ def as_step_param(functional: Any) -> Optimizer:
                 f"{type(functional).__name__} steps under no_grad, so that its derivative would be 0; use the function of "
                 f"fjoin.transforms, such as adam"
             )
-        param, state = (
-            param.detach().clone(),
-            TorchState(state.step.clone(), {n: s.clone() for n, s in state.slots.items()}),
-        )
-        step_param_(param, grad, state)
-        return param, state
+        own: Any = param.detach(), state
+        own = optree.tree_map(torch.clone, own)
+        step_param_(own[0], grad, own[1])
+        return own  # type: ignore[no-any-return]
 
     kind = f"{type(functional).__module__}.{type(functional).__qualname__}"
     settings = {name: value for name, value in vars(functional).items() if isinstance(value, (bool, int, float, tuple))}

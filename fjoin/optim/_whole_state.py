@@ -119,9 +119,6 @@ def _joined(parts: list[Owned], shape: torch.Size) -> dict[str, Any]:
     first = parts[0].state
     if not parts[0].sliced:
         return first
-    if len(parts) == 1 and parts[0].stop - parts[0].start == shape.numel():
-        flat = {name: isinstance(v, Tensor) and v.shape == (shape.numel(),) for name, v in first.items()}
-        return {name: value.reshape(shape) if flat[name] else value for name, value in first.items()}
     return {
         name: torch.cat([part.state[name] for part in parts]).reshape(shape)
         if isinstance(value, Tensor) and value.dim()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -9,25 +10,24 @@ import optree
 import torch
 from torch import Tensor
 
-from ..transforms._check import is_number
-from ..transforms._state_dict import restored, to_state_dict
-from ..transforms.step_param._checked import refuse_count
-from ..transforms.step_param._optimizer import Optimizer
+from ..transforms._state_dict import to_state_dict
+from ._foreach import loaded, whose
+from ._optimizer import Optimizer
 from ._optimizer_class import WholeLeaves, our_state
-from ._param_groups import WithValues, check_group, own_by_group, part_of_state, resizing, without_params
-from ._zero_join import Shard
+from ._param_groups import Hyperparameters, without_params
+from ._zero_shard import Shard
 
 # A parameter, the optimizer with the hyperparameters of the state, and the state of the whole parameter by our names.
 WholeState = tuple[Tensor, Any, dict[str, Any]]
 
 
 def whole_states(
-    part: Any, optimizer_class: Any, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+    hyper: Hyperparameters, optimizer_class: Any, groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], list[WholeState]]:
     """The groups with the loaded hyperparameters, and the states of all parameters in order; {} for none.
 
     Args:
-        part: The optimizer, or `WholeLeaves`.
+        hyper: Those of the optimizer, or of `WholeLeaves`.
         groups: The present groups.
         state_dict: In torch's form.
 
@@ -38,48 +38,43 @@ def whole_states(
     sizes, own = ([len(group["params"]) for group in some] for some in (given, groups))
     if sizes != own:
         raise ValueError(f"the state has groups of {sizes} parameters, but the optimizer of {own}")
-    known = not isinstance(part, WholeLeaves)
-    names = own_by_group(part) if known else {}
-    for group in given if known else ():
-        check_group(part, names, group)
+    for group in given:
+        hyper.check(group)
     merged, found = [], []
-    made, sized = WithValues(), resizing(part, names) if known else ()
     for mine, theirs in zip(groups, given, strict=True):
         values = {**mine, **theirs, "params": mine["params"]}
         merged.append(values)
         for p, key in zip(mine["params"], theirs["params"], strict=True):
-            state, own_part = our_state(optimizer_class, saved.get(key, {})), part
-            if known and state:
-                own_part = part_of_state(part, made, values, sized, p, state)
-                _check_whole(own_part, p, state)
-            found.append((p, own_part, state))
+            state = our_state(optimizer_class, saved.get(key, {}))
+            part = hyper.of_saved(values, "", p, state) if state else hyper.optimizer
+            if state and not isinstance(part, WholeLeaves):
+                loaded(whose(p), part, torch.empty_like(p, device="meta"), state)  # or raise
+            found.append((p, part, state))
     return merged, found
 
 
-def packed_slices(
-    shards: Iterable[Shard], groups: Iterable[dict[str, Any]], states: Iterable[WholeState]
-) -> dict[str, Any]:
-    """The state dict of the optimizer of this rank's slices, from those of whole parameters in order."""
+def load_slices(
+    local: torch.optim.Optimizer,
+    shards: Iterable[Shard],
+    groups: Iterable[dict[str, Any]],
+    states: Iterable[WholeState],
+) -> None:
+    """Load the states of whole parameters, in order, into the optimizer of this rank's slices."""
     packed: list[dict[str, Any]] = []
     given: dict[int, Any] = {}
-    rest, count = iter(states), 0
+    rest, numbers = iter(states), itertools.count()
     for shard, group in zip(shards, groups, strict=True):
-        first = count
+        packed.append({**without_params(group), "params": []})
         for path, own in shard.slices.items():
             p, part, state = next(rest)
             if own.numel():
+                packed[-1]["params"].append(number := next(numbers))
                 if state:
-                    given[count] = slice_state(part, state, p, own, *shard.pieces.slices[path])
-                count += 1
-        packed.append({**without_params(group), "params": list(range(first, count))})
-    return {"state": given, "param_groups": packed}
-
-
-def _check_whole(part: Optimizer, p: Tensor, state: dict[str, Any]) -> None:
-    what = f"the state of a parameter of shape {tuple(p.shape)}"
-    named = {name: torch.as_tensor(value) if is_number(value) else value for name, value in state.items()}
-    restored(what, part.init_param(torch.empty_like(p, device="meta")), named)
-    refuse_count(named["step"].item(), lambda: f"in {what}, step")
+                    given[number] = slice_state(part, state, p, own, *shard.pieces.slices[path])
+    if isinstance(local, Optimizer):
+        local.load_state_dict({"state": given, "param_groups": packed})
+    else:  # not by a method of its own, since this is no state that it has saved; torch's does so too
+        torch.optim.Optimizer.load_state_dict(local, {"state": given, "param_groups": packed})
 
 
 def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start: int, stop: int) -> dict[str, Any]:
@@ -91,15 +86,12 @@ def slice_state(part: Any, state: dict[str, Any], p: Tensor, own: Tensor, start:
     """
     if isinstance(part, WholeLeaves):
         return on_device(state, p.device)
-    form, here = part.forms.of(p), to_state_dict(part.init_param(own.detach()))
     found: dict[str, Any] = {}
-    for name, kind, common in zip(form.names, form.fields, part.common, strict=True):
-        if kind is None:
-            continue
-        value, like = state[name], here[name]
-        if not common and isinstance(value, Tensor) and part.elementwise and kind[0] == p.shape:
+    for name, like in to_state_dict(part.init_param(own.detach())).items():
+        value = state[name]
+        if like.dim() and part.elementwise:
             value = value.reshape(-1)[start:stop].view(own.shape)
-        elif not common and own.shape != p.shape:  # of the empty slice of a parameter that another rank owns
+        elif like.dim() and own.shape != p.shape:  # of the empty slice of a parameter that another rank owns
             value = like
         found[name] = value
     return on_device(found, p.device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from fjoin import transforms as tx
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -82,6 +83,41 @@ def loaded(first: bool) -> Any:
 def test_a_state_may_be_loaded_before_the_hook_is_there(pool: Any, first: bool) -> None:
     for whole, resumed in pool.run(2, loaded, first):
         close(resumed, whole)
+
+
+def around_another() -> Any:
+    """Go on from the state of an optimizer that keeps master copies."""
+    ddp = DistributedDataParallel(nn.Linear(4, 3).bfloat16())
+    made = fjoin.ZeroRedundancyOptimizer(ddp.parameters(), masters, lr=0.1)
+    again_on(ddp, made)
+    for rank in range(dist.get_world_size()):
+        made.consolidate_state_dict(rank)
+        if rank == dist.get_rank():
+            saved = made.state_dict()
+    resumed = DistributedDataParallel(copy.deepcopy(ddp.module))
+    other = fjoin.ZeroRedundancyOptimizer(resumed.parameters(), masters, lr=0.5)
+    other.load_state_dict(saved)
+    again_on(ddp, made)
+    again_on(resumed, other)
+    saved["state"][0]["inner.step"] = torch.tensor(-1.0)
+    raises_text(ValueError, lambda: other.load_state_dict(saved), "shape (3, 4), step is -1")
+    return values(ddp.module), values(resumed.module)
+
+
+def again_on(ddp: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 4).bfloat16()).square().sum().backward()
+        optimizer.step()
+
+
+def masters(lr: float) -> tx.Optimizer:
+    return tx.mixed_precision(tx.adamw(lr))
+
+
+def test_a_state_with_master_copies_is_loaded(pool: Any) -> None:
+    for whole, resumed in pool.run(2, around_another):
+        assert all(torch.equal(value, resumed[path]) for path, value in whole.items())
 
 
 class Odd(torch.optim.SGD):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._axis_env import AxisName
@@ -155,15 +155,10 @@ def hierarchical_average(periods: Mapping[int, AxisName], warmup_steps: int = 0,
                 f"hierarchical_average: the axes {more!r} of period {outer} must contain {some!r}, those of period {inner}, and "
                 f"others"
             )
-    return nested(periods, warmup_steps, lambda axis: average_parameters(axis, over))
-
-
-def nested(periods: Mapping[int, AxisName], warmup_steps: int, average: Callable[[AxisName], Transform]) -> Transform:
-    """`average` over the axes of the largest period that divides the step, from step `warmup_steps` on."""
     larger = [*list(periods)[1:], None]
     return chain(
         *(
-            every(period, average(axis), first=-(-warmup_steps // period) * period, except_every=outer)
+            every(period, average_parameters(axis, over), first=-(-warmup_steps // period) * period, except_every=outer)
             for (period, axis), outer in zip(periods.items(), larger, strict=True)
         )
     )

@@ -10,7 +10,7 @@ from torch.optim.adadelta import adadelta as torch_adadelta
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, penalized, rate_at
+from ..step_param._formula import penalized, rate_at
 from ..step_param._hyper import not_negative, within
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
@@ -66,7 +66,6 @@ def adadelta(
     def init_param(param: Tensor) -> AdadeltaState:
         return AdadeltaState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: AdadeltaState) -> tuple[Tensor, AdadeltaState]:
         grad = penalized(param, grad, weight_decay, maximize)
         square_avg = rho * state.square_avg + (1 - rho) * grad * grad

@@ -12,7 +12,7 @@ from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
 from ..step_param._formula import in_float32, rate_at, wide_root
 from ..step_param._hyper import a_number, not_negative
-from ..step_param._inplace import from_kernel, new_step
+from ..step_param._inplace import by_formula, in_place, new_step, one_param
 from ..step_param._optimizer import Optimizer
 
 
@@ -105,7 +105,8 @@ def adafactor(
         update = update / (_rms(update) / d).clamp(min=1.0)
         return param - size * update, AdafactorState(step, rows, columns, variance)
 
-    return from_kernel(init_param, step_param, elementwise=False)
+    step_params_ = in_place(by_formula(step_param))
+    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, elementwise=False)
 
 
 def _rms(x: Tensor) -> Tensor:

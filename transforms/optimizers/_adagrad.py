@@ -11,7 +11,7 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 from .._spec import factory
 from .._tree import to_device
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, penalized, rate_at, root
+from ..step_param._formula import penalized, rate_at, root
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
@@ -73,7 +73,6 @@ def adagrad(
         start = to_device(param.device, start, param.dtype) if isinstance(start, Tensor) else start
         return AdagradState(new_step(param), torch.zeros_like(param) + start)
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: AdagradState) -> tuple[Tensor, AdagradState]:
         grad = penalized(param, grad, weight_decay, maximize)
         total = state.sum + grad * grad

@@ -9,19 +9,9 @@ from torch import Tensor
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, lerp, penalized, rate_at, root
+from ..step_param._formula import lerp, penalized, rate_at, root
 from ..step_param._hyper import check_betas, not_negative
-from ..step_param._inplace import (
-    any_tensor,
-    by_formula,
-    in_place,
-    kernel_lr,
-    new_step,
-    one_param,
-    slots,
-    through_memory,
-    unscale,
-)
+from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots, through_memory, unscale
 from ..step_param._optimizer import Optimizer
 
 
@@ -118,7 +108,6 @@ def _adam(
             torch.zeros_like(param) if amsgrad else None,
         )
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype = param.dtype
         rate = rate_at(lr, state.step)
@@ -137,14 +126,10 @@ def _adam(
         param = param - (rate / correction1).to(dtype) * (exp_avg / (root(second) / correction2 + eps))
         return param, AdamState(step, exp_avg, exp_avg_sq, largest)
 
-    formula = in_place(by_formula(step_param))
-
     def step_params_(
         params: list[Tensor], grads: list[Tensor], states: list[AdamState], *,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if any_tensor(beta1, beta2, eps, weight_decay):  # the kernel takes numbers
-            return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)
@@ -162,4 +147,4 @@ def _adam(
         if found_inf is not None:
             step.sub_(found_inf)
 
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_)
+    return from_kernel(init_param, step_param, numbers=(beta1, beta2, eps, weight_decay), fused=step_params_)

@@ -10,7 +10,7 @@ from torch.optim.adamax import adamax as torch_adamax
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, lerp, penalized, rate_at
+from ..step_param._formula import lerp, penalized, rate_at
 from ..step_param._hyper import check_betas, not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
@@ -64,7 +64,6 @@ def adamax(
     def init_param(param: Tensor) -> AdamaxState:
         return AdamaxState(new_step(param), torch.zeros_like(param), torch.zeros_like(param))
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: AdamaxState) -> tuple[Tensor, AdamaxState]:
         rate, step = rate_at(lr, state.step), state.step + 1
         grad = penalized(param, grad, weight_decay, maximize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import optim
@@ -22,7 +22,7 @@ from ._rmsprop import rmsprop
 from ._rprop import rprop
 from ._sgd import sgd
 
-_KNOWN: dict[Any, Callable[..., Optimizer]] = {
+OF_TORCH: Mapping[type, Callable[..., Optimizer]] = {
     optim.SGD: sgd,
     optim.Adam: adam,
     optim.AdamW: adamw,
@@ -37,6 +37,7 @@ _KNOWN: dict[Any, Callable[..., Optimizer]] = {
     optim.ASGD: asgd,
     optim.Muon: muon,
 }
+_KNOWN: dict[Any, Callable[..., Optimizer]] = dict(OF_TORCH)  # and those registered
 # Arguments that select torch's implementation of a step and do not change its result.
 _HOW = {"foreach", "fused", "capturable", "differentiable"}
 

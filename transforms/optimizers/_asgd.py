@@ -10,7 +10,7 @@ from torch.optim.asgd import asgd as torch_asgd
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import first_rate, in_float32, penalized, rate_at
+from ..step_param._formula import first_rate, penalized, rate_at
 from ..step_param._hyper import a_number, not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, set_first_rates, slots
 from ..step_param._optimizer import Optimizer
@@ -70,7 +70,6 @@ def asgd(
             step, rate_at(lr, step).to(step) * torch.ones_like(step), torch.ones_like(step), torch.zeros_like(param)
         )
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: ASGDState) -> tuple[Tensor, ASGDState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         grad = penalized(param, grad, weight_decay, maximize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -14,7 +14,7 @@ from .._spec import factory
 from .._tree import State, fields
 from ..step_param._formula import like, rate_at
 from ..step_param._hyper import no_schedule
-from ..step_param._lift import step_in_place
+from ..step_param._lists import step_in_place
 from ..step_param._optimizer import Optimizer
 from ..step_param._wrap import around, each_part
 
@@ -125,42 +125,40 @@ def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:
     return make(**args)  # type: ignore[no-any-return]
 
 
+def leaf_arguments(part: Optimizer) -> Iterator[tuple[Optimizer, str, Any]]:
+    """(optimizer, name, value) of each argument, where an optimizer inside stands for its own arguments."""
+    for name, value in part.spec.args:
+        if isinstance(value, Optimizer):
+            yield from leaf_arguments(value)
+        else:
+            yield part, name, value
+
+
 def number_arguments(part: Optimizer) -> dict[str, float | Tensor]:
     """The hyperparameters that may change from step to step, also those of an optimizer inside: name -> value."""
     found: dict[str, float | Tensor] = {}
-    known = part.spec.parameters
-    for name, value in part.spec.args:
-        if isinstance(value, Optimizer):
-            found.update(number_arguments(value))
-        elif isinstance(value, (float, Tensor)) or (type(value) is int and isinstance(known[name].default, float)):
-            if isinstance(value, Tensor) or value != 0 or _may_change(part, name):
+    for own, name, value in leaf_arguments(part):
+        whole = type(value) is int and isinstance(own.spec.parameters[name].default, float)
+        if whole or isinstance(value, (float, Tensor)):
+            # A value of 0 is left out if it must be 0, or if another one would change the form of the state.
+            if isinstance(value, Tensor) or value != 0 or empty_fields(own, name, 1.0) == empty_fields(own, name, 0.0):
                 found[name] = value if isinstance(value, Tensor) else float(value)
     return found
 
 
-def _may_change(part: Optimizer, name: str) -> bool:
-    """Whether an argument of 0 could change without changing the form of the state."""
-    probe = torch.empty(0, device="meta")
+def empty_fields(part: Optimizer, name: str, value: float) -> list[bool] | None:
+    """Which fields of a state are None where an argument has this value; None for a value that is refused."""
     try:
-        with_it, without = remade(part, {name: 1.0}).init_param(probe), part.init_param(probe)
-    except ValueError:  # it must be 0
-        return False
-    return [f is None for f in fields(with_it)] == [f is None for f in fields(without)]
-
-
-def _schedules(part: Optimizer) -> dict[str, Callable[[Any], Any]]:
-    found: dict[str, Callable[[Any], Any]] = {}
-    for name, value in part.spec.args:
-        if isinstance(value, Optimizer):
-            found.update(_schedules(value))
-        elif callable(value):
-            found[name] = value
-    return found
+        state = remade(part, {name: value}).init_param(torch.empty(0, device="meta"))
+    except ValueError:
+        return None
+    return [field is None for field in fields(state)]
 
 
 def _injected(part: Optimizer) -> Optimizer:
     remade(part, {})  # or raise
-    schedules, numbers = _schedules(part), number_arguments(part)
+    numbers = number_arguments(part)
+    schedules = {name: value for _, name, value in leaf_arguments(part) if callable(value)}
 
     @functools.lru_cache(maxsize=2)  # of the last steps: making an optimizer takes longer than a small step
     def fixed(*values: tuple[str, float]) -> Optimizer:

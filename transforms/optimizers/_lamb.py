@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, lerp, rate_at, root, wide_root
+from ..step_param._formula import lerp, rate_at, root, wide_root
 from ..step_param._hyper import check_betas, not_negative
 from ..step_param._inplace import from_kernel, new_step
 from ..step_param._optimizer import Optimizer
@@ -56,7 +56,6 @@ def lamb(
     def init_param(param: Tensor) -> AdamState:
         return AdamState(new_step(param), torch.zeros_like(param), torch.zeros_like(param), None)
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: AdamState) -> tuple[Tensor, AdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         if maximize:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, lerp, rate_at
+from ..step_param._formula import lerp, rate_at
 from ..step_param._hyper import check_betas, not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
@@ -59,7 +59,6 @@ def lion(
     def init_param(param: Tensor) -> LionState:
         return LionState(new_step(param), torch.zeros_like(param))
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: LionState) -> tuple[Tensor, LionState]:
         rate = rate_at(lr, state.step)
         if maximize:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._spec import factory
 from .._tree import State, Tree
-from ..step_param._lift import step_in_place
+from ..step_param._lists import step_in_place
 from ..step_param._optimizer import Optimizer
 from ..step_param._wrap import around, each_part
 

@@ -12,7 +12,7 @@ from .._check import whole_number
 from .._spec import factory
 from .._tree import Tree, named_leaves
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, rate_at
+from ..step_param._formula import rate_at
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import from_kernel, new_step
 from ..step_param._optimizer import Optimizer
@@ -89,7 +89,6 @@ def muon(
     def init_param(param: Tensor) -> MuonState:
         return MuonState(new_step(param), torch.zeros_like(param))
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: MuonState) -> tuple[Tensor, MuonState]:
         rate = rate_at(lr, state.step)
         velocity = torch.lerp(state.momentum, grad, 1 - momentum)

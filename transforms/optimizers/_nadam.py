@@ -10,7 +10,7 @@ from torch.optim.nadam import nadam as torch_nadam
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, lerp, penalized, rate_at, root
+from ..step_param._formula import lerp, penalized, rate_at, root
 from ..step_param._hyper import check_betas, not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
@@ -71,7 +71,6 @@ def nadam(
         step = new_step(param)
         return NAdamState(step, torch.ones_like(step), torch.zeros_like(param), torch.zeros_like(param))
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: NAdamState) -> tuple[Tensor, NAdamState]:
         dtype, rate, step = param.dtype, rate_at(lr, state.step), state.step + 1
         grad = penalized(param, grad, 0.0 if decoupled_weight_decay else weight_decay, maximize)

@@ -10,7 +10,7 @@ from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import in_float32, lerp, penalized, rate_at, root, used
+from ..step_param._formula import lerp, penalized, rate_at, root, used
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
@@ -75,7 +75,6 @@ def rmsprop(
             torch.zeros_like(param) if centered else None,
         )
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: RMSpropState) -> tuple[Tensor, RMSpropState]:
         rate = rate_at(lr, state.step).to(param.dtype)
         grad = penalized(param, grad, weight_decay, maximize)

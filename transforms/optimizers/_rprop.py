@@ -11,7 +11,7 @@ from torch.optim.rprop import rprop as torch_rprop
 from .._check import is_number
 from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
-from ..step_param._formula import first_rate, in_float32, rate_at
+from ..step_param._formula import first_rate, rate_at
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import from_kernel, new_step, set_first_rates, slots
 from ..step_param._optimizer import Optimizer
@@ -70,7 +70,6 @@ def rprop(
         size = rate_at(lr, step).to(param) * torch.ones_like(param)
         return RpropState(step, torch.zeros_like(param), size)
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: RpropState) -> tuple[Tensor, RpropState]:
         if maximize:
             grad = -grad

@@ -12,13 +12,12 @@ from ..schedules._schedules import ScalarOrSchedule, value_at
 from ..step_param._formula import in_float32, penalized, used
 from ..step_param._hyper import a_number, not_negative
 from ..step_param._inplace import (
-    any_tensor,
     by_formula,
+    from_kernel,
     in_float32_,
     in_place,
     kernel_lr,
     new_step,
-    one_param,
     slots,
     through_memory,
     unscale,
@@ -80,7 +79,6 @@ def sgd(
     def init_param(param: Tensor) -> SGDState:
         return SGDState(new_step(param), torch.zeros_like(param) if used(momentum) else None)
 
-    @in_float32
     def step_param(param: Tensor, grad: Tensor, state: SGDState) -> tuple[Tensor, SGDState]:
         rate = value_at(lr, state.step)
         rate = rate.to(param.dtype) if isinstance(rate, Tensor) else rate
@@ -93,17 +91,15 @@ def sgd(
             grad = grad + momentum * velocity if nesterov else velocity
         return param - rate * grad, SGDState(state.step + 1, velocity)
 
-    formula = in_place(by_formula(step_param))
+    formula = in_place(by_formula(in_float32(step_param)))
 
     def step_params_(
         params: list[Tensor], grads: list[Tensor], states: list[SGDState], *,
         grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
     ) -> None:  # fmt: skip
         step = states[0].step
-        numbers = not any_tensor(
-            momentum, dampening, weight_decay
-        )  # which the kernel takes, and whether it is the first step
-        if not numbers or (momentum and dampening and step.device.type != "cpu"):
+        # The kernel is told by the host whether this is the first step.
+        if momentum and dampening and step.device.type != "cpu":
             return formula(params, grads, states, grad_scale=grad_scale, found_inf=found_inf)
         # The velocity starts at 0, so only dampening makes the first step different.
         first = bool(momentum) and bool(dampening) and bool(step == 0)
@@ -126,4 +122,4 @@ def sgd(
         step = wide if params and params[0].device.type == "cpu" else step_params_
         step(params, grads, states, **guards)
 
-    return Optimizer(init_param, step_param, one_param(on_halves), on_halves)
+    return from_kernel(init_param, step_param, numbers=(momentum, dampening, weight_decay), fused=on_halves)

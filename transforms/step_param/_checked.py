@@ -1,10 +1,10 @@
-"""Checks of gradients and states: a kernel trusts their shapes and would write past the end of a smaller tensor."""
+"""Kernels that check their arguments: they trust shapes, and would write past the end of a smaller tensor."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -12,93 +12,7 @@ from torch import Tensor
 
 from .._check import is_finite
 from .._tree import State, check_dense, readable_without_sync
-
-
-class _Form(NamedTuple):
-    """The form of a state for parameters of one shape and dtype."""
-
-    structure: Any
-    names: list[str]
-    fields: list[tuple[torch.Size, torch.dtype, bool] | None]  # shape, dtype, whether it is on the parameter's device
-
-    def filled(self) -> list[str]:
-        """The names of the fields that are tensors."""
-        return [name for name, field in zip(self.names, self.fields, strict=True) if field is not None]
-
-
-class Forms:
-    """The forms of an optimizer's states, by the shape and dtype of the parameter."""
-
-    def __init__(self, init_param: Callable[[Tensor], State]) -> None:
-        self.init_param = init_param
-        self._known: dict[Any, _Form] = {}
-
-    def of(self, param: Tensor) -> _Form:
-        key = param.shape, param.dtype
-        compiles = torch.compiler.is_compiling()  # what is made while a compiler traces is not of use outside
-        form = None if compiles else self._known.get(key)
-        if form is None:
-            state = self.init_param(torch.empty(param.shape, dtype=param.dtype, device="meta"))
-            accessors, fields, structure = optree.tree_flatten_with_accessor(state, none_is_leaf=True)
-            names = [
-                ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor) for accessor in accessors
-            ]
-            kinds = [None if f is None else (f.shape, f.dtype, f.is_meta and f.dim() > 0) for f in fields]
-            form = _Form(structure, names, kinds)
-            if not compiles:
-                self._known[key] = form
-        return form
-
-    def check_state(self, param: Tensor, state: State, where: Callable[[], str]) -> list[Any]:
-        """The fields of a state, if it is of the form that `init_param` gives it.
-
-        Args:
-            where: Gives the name of the state for the message.
-
-        Raises:
-            ValueError: other fields, another shape or device.
-            TypeError: another dtype, or no tensor.
-        """
-        form = self.of(param)
-        found, structure = optree.tree_flatten(state, none_is_leaf=True)
-        if structure != form.structure:
-            raise ValueError(f"{where()} is a {_brief(state)}, expected one that init makes, with {form.names}")
-        for field, kind, name in zip(found, form.fields, form.names, strict=True):
-            if kind is None and field is None:
-                continue
-            if kind is None or not isinstance(field, Tensor):
-                want = "None" if kind is None else f"a tensor of shape {tuple(kind[0])}"
-                raise TypeError(f"{where()}.{name} is {_brief(field)}, expected {want}; start from init(params)")
-            shape, dtype, beside = kind
-            if field.layout is not torch.strided or field.is_meta != param.is_meta:
-                raise TypeError(
-                    f"{where()}.{name} has layout {field.layout} and lies on {field.device}, expected a dense tensor beside its "
-                    f"parameter, on {param.device}"
-                )
-            if field.shape != shape:
-                raise ValueError(
-                    f"{where()}.{name} has shape {tuple(field.shape)}, expected {tuple(shape)}: the parameter has shape "
-                    f"{tuple(param.shape)}; pass the state that init(params) or the last step of these parameters returned"
-                )
-            if field.dtype is not dtype:
-                raise TypeError(
-                    f"{where()}.{name} has dtype {field.dtype}, expected {dtype}; convert it with .to(dtype)"
-                )
-            if beside and field.device != param.device:
-                raise ValueError(f"{where()}.{name} lies on {field.device}, but its parameter on {param.device}")
-        return found
-
-    def check_ages(self, states: list[State]) -> None:
-        """Raise ValueError unless states share the tensors that count steps, which a kernel counts once for all."""
-        form = self.of(torch.empty(3, device="meta"))
-        leaves = [optree.tree_leaves(state, none_is_leaf=True) for state in states]
-        for i, other in enumerate(leaves[1:], 1):
-            for name, kind, a, b in zip(form.names, form.fields, leaves[0], other, strict=True):
-                if kind is not None and not kind[0] and a is not b:
-                    raise ValueError(
-                        f"states[{i}].{name} is another tensor than states[0].{name}; states that are stepped in one call share it, as "
-                        f"those of init(params) do; step the others in a call of their own"
-                    )
+from ._forms import Forms
 
 
 def check_grad(param: Tensor, grad: Tensor, where: Callable[[], str]) -> None:
@@ -158,17 +72,15 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
     Args:
         lists: Whether it takes lists of parameters, gradients and states.
     """
-    if getattr(kernel, "checks", None) is forms.init_param:  # by dataclasses.replace
-        return kernel
-    kernel = guarded(kernel, lists)
+    kernel = guarded(unchecked(kernel), lists)
 
     def check(param: Tensor, grad: Tensor, state: State, guards: dict[str, Tensor | None]) -> None:
         check_dense("param", param)
         check_grad(param, grad, lambda: "grad")
         fields = forms.check_state(param, state, lambda: "state")
         for i, changed in enumerate((param, *fields)):
-            if changed is not None and not _surely_changeable(changed):
-                _check_changed(changed, "param" if not i else f"state.{forms.of(param).names[i - 1]}")
+            if changed is not None:
+                _check_changed(changed, lambda i=i: f"state.{forms.of(param).names[i - 1]}" if i else "param")  # type: ignore[misc]
         if guards.get("grad_scale") is not None:
             _check_inference(grad, lambda: "grad")
 
@@ -186,7 +98,7 @@ def checked(forms: Forms, kernel: Callable[..., None], lists: bool) -> Callable[
             kernel(params, [grad.detach() if grad.requires_grad else grad for grad in grads], states, **guards)
 
     made: Any = step_params_ if lists else step_param_
-    made.checks, made.unchecked = forms.init_param, kernel
+    made.unchecked = kernel
     return made  # type: ignore[no-any-return]
 
 
@@ -206,14 +118,16 @@ def guarded(step: Callable[..., None], lists: bool) -> Callable[..., None]:
     def with_guards(
         params: Any, grads: Any, states: Any, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        divisors = [] if grad_scale is None else grads if lists else [grads]
-        for grad in divisors:
-            grad.div_(grad_scale)
+        if grad_scale is not None:
+            # An expanded gradient, such as that of a sum, cannot be divided in place.
+            divided = [grad.contiguous() if 0 in grad.stride() else grad for grad in (grads if lists else [grads])]
+            torch._foreach_div_(divided, grad_scale)
+            grads = divided if lists else divided[0]
         given: Any = (params, states)
-        held = [leaf for leaf in optree.tree_leaves(given) if isinstance(leaf, Tensor)]
-        before = [] if found_inf is None else [leaf.clone() for leaf in held]
+        leaves = [] if found_inf is None else optree.tree_leaves(given)
+        before = [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, Tensor)]
         step(params, grads, states)
-        for leaf, old in zip(held, before, strict=False):
+        for leaf, old in before:
             leaf.copy_(torch.where(found_inf != 0, old, leaf))  # type: ignore[arg-type]
 
     return with_guards
@@ -242,8 +156,7 @@ def _keywords(step: Callable[..., Any], name: str) -> set[str] | None:
 
 def counted(step_param: Callable[..., Any]) -> Callable[..., Any]:
     """A formula that first checks the dtypes and the state's count of steps; `unchecked` returns the original formula."""
-    if hasattr(step_param, "unchecked"):  # by dataclasses.replace
-        return step_param
+    step_param = unchecked(step_param)
     _keywords(step_param, "step_param")
 
     def checked_step_param(param: Tensor, grad: Tensor, state: State) -> tuple[Tensor, State]:
@@ -272,20 +185,11 @@ def _check_inference(tensor: Tensor, where: Callable[[], str]) -> None:
         )
 
 
-def _surely_changeable(tensor: Tensor) -> bool:
-    return not tensor.requires_grad and not tensor.is_inference() and tensor.is_contiguous()
-
-
-def _check_changed(tensor: Tensor, name: str) -> None:
+def _check_changed(tensor: Tensor, where: Callable[[], str]) -> None:
     """Raise ValueError if a tensor cannot be changed in place, or autograd would record the change."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} requires grad, but a step in place is not recorded by autograd; call it under torch.no_grad(), pass "
-            f"{name}.detach(), or take step, which returns new tensors"
+            f"{where()} requires grad, but a step in place is not recorded by autograd; call it under torch.no_grad(), pass "
+            f"{where()}.detach(), or take step, which returns new tensors"
         )
-    check_written(tensor, lambda: name)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 200 else type(value).__name__
+    check_written(tensor, where)

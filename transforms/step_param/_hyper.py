@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,18 +21,12 @@ def not_negative(**values: Any) -> None:
         ValueError: a number below 0, infinite or NaN; a tensor of several elements.
         TypeError: none of these.
     """
-    for name, value in values.items():
-        number = _number(name, value)
-        if number is not None and not (number >= 0 and is_finite(number)):
-            raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+    _require("at least 0 and finite", lambda number: number >= 0 and is_finite(number), values)
 
 
 def a_number(**values: Any) -> None:
     """Raise for a hyperparameter that is not finite, or neither number, tensor nor schedule."""
-    for name, value in values.items():
-        number = _number(name, value)
-        if number is not None and not is_finite(number):
-            raise ValueError(f"{name} must be a finite number, got {value!r}")
+    _require("a finite number", is_finite, values)
 
 
 def no_schedule(**values: Any) -> None:
@@ -44,10 +39,14 @@ def no_schedule(**values: Any) -> None:
 
 def within(least: float, most: float, **values: Any) -> None:
     """Raise ValueError for a hyperparameter outside a range, TypeError for one that is no number."""
+    _require(f"from {least:g} to {most:g}", lambda number: least <= number <= most, values)
+
+
+def _require(what: str, fine: Callable[[Any], bool], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         number = _number(name, value)
-        if number is not None and not least <= number <= most:
-            raise ValueError(f"{name} must be from {least:g} to {most:g}, got {value!r}")
+        if number is not None and not fine(number):
+            raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 def check_betas(betas: Any) -> tuple[Any, Any]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._tree import fields, readable_without_sync
 from ..schedules._schedules import ScalarOrSchedule, value_at
-from ._formula import copy_like, first_rate, widened_state
+from ._checked import guarded
+from ._formula import copy_like, first_rate, in_float32, widened_state
 from ._optimizer import Optimizer
 
 Kernel: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Any]], None]  # (params, grads, states), in place
@@ -78,23 +79,13 @@ def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..
         common: The names of the states' 0-d fields.
     """
 
-    def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[Any], *,
-        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        if grad_scale is not None:
-            torch._foreach_div_(grads, grad_scale)
-        written = [*params, *(field for state in states for field in state if field is not None)]
-        before = written if found_inf is None else [tensor.clone() for tensor in written]
+    def step_params_(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
         apart = [state._replace(**{name: getattr(state, name).clone() for name in common}) for state in states]
         kernel(params, grads, apart)
         for name in common:
             getattr(states[0], name).copy_(getattr(apart[0], name))
-        if found_inf is not None:
-            for tensor, old in zip(written, before, strict=True):
-                tensor.copy_(torch.where(found_inf != 0, old, tensor))
 
-    return step_params_
+    return guarded(step_params_, lists=True)
 
 
 def by_formula(step_param: Callable[..., Any]) -> Kernel:
@@ -160,17 +151,21 @@ def from_kernel(
     kernel: Kernel | None = None,
     common: tuple[str, ...] = ("step",),
     numbers: tuple[Any, ...] = (),
+    fused: Callable[..., None] | None = None,
     **settings: Any,
 ) -> Optimizer:
-    """An optimizer of a pure formula and a kernel; see `in_place`.
+    """An optimizer of a pure formula and a kernel, which both compute with 16-bit parameters in float32.
 
     Args:
-        kernel: Computes 16-bit parameters in float32 copies. None: the formula runs.
+        kernel: See `in_place`. None: the formula runs.
         numbers: The hyperparameters that the kernel takes as numbers only: with a tensor among them the formula runs.
+        fused: `step_params_` in place of a kernel; it gets parameters of all dtypes.
         settings: Of `Optimizer`.
     """
-    if kernel is None or any_tensor(*numbers):
-        step_params_ = in_place(by_formula(step_param), common)
-    else:
-        step_params_ = in_float32_(in_place(kernel, common))
-    return Optimizer(init_param, step_param, one_param(step_params_), step_params_, **settings)
+    formula = in_float32(step_param)
+    if any_tensor(*numbers) or (kernel is None and fused is None):
+        fused = in_place(by_formula(formula), common)
+    elif kernel is not None:
+        fused = in_float32_(in_place(kernel, common))
+    assert fused is not None
+    return Optimizer(init_param, formula, one_param(fused), fused, **settings)

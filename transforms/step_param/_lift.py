@@ -7,41 +7,32 @@ where a gradient is wanted it runs `step_param` leaf by leaf.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 from torch import Tensor
 
-from .._spec import Spec
 from .._tree import State, Tree, check_dense, check_same, fields, map_with_path, path_string, plain, with_fields
 from ..schedules._rates import watched
 from ._checked import check_count, unchecked
 from ._formula import copy_like, like
+from ._lists import Ages, age_of, apart, step_in_place, step_lists_, stepped_together
 
 if TYPE_CHECKING:
     from ._optimizer import Optimizer
 
 
-def sharing(part: Optimizer, state: State, like: State) -> State:
-    """A state with the 0-d fields of another one, so one kernel can step both."""
-    pairs = zip(fields(state), fields(like), part.common, strict=True)
-    return with_fields(state, [other if common else own for own, other, common in pairs])
-
-
 def init(optimizer: Optimizer, params: Tree) -> State:
     if optimizer.check:
         optimizer.check(params)
-    shared: dict[Any, State] = {}
+    ages = Ages()
 
     def one(name: str, param: Tensor) -> State:
         check_dense(f"params[{name!r}]", param)
         part = optimizer.at(name)
         watched(part.spec)  # raises for a schedule that is never read
-        state = part.init_param(param.detach())
-        return sharing(part, state, shared.setdefault((id(part), param.dtype, param.device), state))
+        return ages(part, param, part.init_param(param.detach()))
 
     return map_with_path(one, params)
 
@@ -83,37 +74,31 @@ def step(
     """
     check_same("grads", grads, "params", params)
     names, leaves, states, structure = matched(optimizer, params, state)
-    grad_leaves = optree.tree_leaves(grads)
-    groups: dict[Any, list[int]] = {}
-    for i, (name, param) in enumerate(zip(names, leaves, strict=True)):
-        part = optimizer.at(name)
-        common = tuple(id(field) for field, c in zip(fields(states[i]), part.common, strict=True) if c)
-        groups.setdefault((id(part), param.dtype, param.device, *common), []).append(i)
+    given = zip(names, leaves, optree.tree_leaves(grads), strict=True)
+    items = [(i, optimizer.at(name), param, grad) for i, (name, param, grad) in enumerate(given)]
     new_leaves, new_states = list(leaves), list(states)
-    for members in groups.values():
-        name = names[members[0]]
-        part = optimizer.at(name)
-        check_count(states[members[0]], lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
-        chosen = [leaves[i] for i in members], [grad_leaves[i] for i in members], [states[i] for i in members]
+    for some in stepped_together(items, [age_of(part, states[i]) for i, part, *_ in items]):
+        first, part, *_ = some[0]
+        check_count(states[first], lambda name=names[first]: f"state[{name!r}]")  # type: ignore[misc]
+        chosen = [param for *_, param, _ in some], [grad for *_, grad in some], [states[i] for i, *_ in some]
+        if donate and plain(*chosen):
+            step_lists_(part, *chosen, found_inf=found_inf)
+            continue
         hyper = dict(_tensor_arguments(part))
         # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
-        with_kernels = plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not leaves[members[0]].is_meta
-        run: Any = _on_copies if with_kernels else _leafwise
-        if donate and plain(*chosen):
-            run = functools.partial(_in_place, found_inf=found_inf)
-        for i, (param, new) in zip(members, run(part, *chosen), strict=True):
+        with_kernels = plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not leaves[first].is_meta
+        run = _on_copies if with_kernels else _leafwise
+        for (i, *_), (param, new) in zip(some, run(part, *chosen), strict=True):
             new_leaves[i], new_states[i] = param, new
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
-def _tensor_arguments(part: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, value in part.spec.args:
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, (tuple, list)):
-            yield from ((f"{name}[{i}]", item) for i, item in enumerate(value) if isinstance(item, Tensor))
-        elif isinstance(getattr(value, "spec", None), Spec):
-            yield from _tensor_arguments(value)
+def _tensor_arguments(part: Optimizer) -> list[tuple[str, Tensor]]:
+    """The tensors among the arguments, also those of optimizers and schedules inside, with the names of their arguments."""
+    own = [(name, leaf) for name, value in part.spec.args for leaf in optree.tree_leaves(value)]
+    return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
+        pair for child in part.spec.children for pair in _tensor_arguments(child)
+    ]
 
 
 def _leafwise(
@@ -122,60 +107,22 @@ def _leafwise(
     return [like(p, s, *unchecked(part.step_param)(p, g, s)) for p, g, s in zip(params, grads, states, strict=True)]
 
 
-def step_in_place(
-    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], **guards: Tensor | None
-) -> None:
-    """Step checked lists with the in-place function that the optimizer has.
-
-    States that share 0-d fields have equal step counts, which are incremented once.
-    """
-    if part.step_params_ is not None:
-        unchecked(part.step_params_)(params, grads, states, **guards)
-        return
-    step_param_ = unchecked(part.step_param_)
-    before = [field.clone() if c else None for field, c in zip(fields(states[0]), part.common, strict=True)]
-    for i, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-        if i:
-            pairs = zip(fields(state), before, strict=True)
-            state = with_fields(state, [own if old is None else old.clone() for own, old in pairs])
-        step_param_(param, grad, state, **guards)
-
-
-def _in_place(
-    part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any], found_inf: Tensor | None
-) -> list[tuple[Tensor, Any]]:
-    with torch.no_grad():
-        step_in_place(
-            part, [p.detach() for p in params], [g.detach() for g in grads], states,
-            found_inf=None if found_inf is None else found_inf.to(params[0].device),
-        )  # fmt: skip
-    # Fused kernels do not increment the version: a graph that needs the old values would silently use the new ones.
-    torch.autograd.graph.increment_version(params)
-    return list(zip(params, states, strict=True))
-
-
 def _on_copies(
     part: Optimizer, params: list[Tensor], grads: list[Tensor], states: list[Any]
 ) -> list[tuple[Tensor, Any]]:
+    alone = part.step_params_ is None
+    if alone and len(params) > 1:  # each by itself, since the parameters may come to differ in 0-d fields
+        return [_on_copies(part, [p], [g], [s])[0] for p, g, s in zip(params, grads, states, strict=True)]
     # Leaf by leaf: one large buffer would be returned to the system after every step, and allocating its pages again
     # takes longer than the step itself. A clone closes gaps in memory, and keeps the strides where there are none.
     new_params = [p.detach().clone() for p in params]
     with torch.no_grad():
-        if part.step_params_ is None:
-            new_states = [
-                with_fields(s, [None if f is None else f.detach().clone() if c else copy_like(p, f)
-                                for f, c in zip(fields(s), part.common, strict=True)])
-                for p, s in zip(new_params, states, strict=True)
-            ]  # fmt: skip
-            for p, g, s in zip(new_params, grads, new_states, strict=True):
-                unchecked(part.step_param_)(p, copy_like(p, g), s)
-        else:
-            # The 0-d fields stay shared: one kernel counts them once.
-            shared = [f.clone() if c else None for f, c in zip(fields(states[0]), part.common, strict=True)]
-            new_states = [
-                with_fields(s, [one if c else None if f is None else copy_like(p, f)
-                                for f, one, c in zip(fields(s), shared, part.common, strict=True)])
-                for p, s in zip(new_params, states, strict=True)
-            ]  # fmt: skip
-            unchecked(part.step_params_)(new_params, [g.detach() for g in grads], new_states)
+        shared = fields(apart(part, states[0]))
+        new_states = [
+            with_fields(s, [one if c else None if f is None else copy_like(p, f)
+                            for f, one, c in zip(fields(s), shared, part.common, strict=True)])
+            for p, s in zip(new_params, states, strict=True)
+        ]  # fmt: skip
+        new_grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)] if alone else grads
+        step_in_place(part, new_params, new_grads, new_states)
     return list(zip(new_params, new_states, strict=True))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .._spec import Spec, Specified, spec_of_function
-from .._tree import State, Tree, fields
+from .._tree import State, Tree
 from ..schedules._rates import watched
-from ._checked import Forms, checked, counted, unchecked
+from ._checked import checked, counted, unchecked
 from ._elementwise import acts_elementwise
+from ._forms import Forms
 from ._lift import init, step
 
 
@@ -74,11 +75,10 @@ class Optimizer(Specified):
         """The optimizer of the parameter at `path`."""
         return self.select(path) if self.select else self
 
-    @functools.cached_property
+    @property
     def common(self) -> tuple[bool, ...]:
         """For each field of the state, whether one value serves all elements of a flat buffer."""
-        probe = self.init_param(torch.empty(3, device="meta"))
-        return tuple(f is not None and f.dim() == 0 for f in fields(probe))
+        return self.forms.common
 
     @functools.cached_property
     def watched(self) -> tuple[tuple[str, Any], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .._spec import Spec
@@ -30,14 +31,7 @@ def each_part(optimizer: Optimizer, wrap: Callable[[Optimizer], Optimizer], name
             wrapped[id(part)] = part, wrap(part).with_spec(spec)
         return wrapped[id(part)][1]
 
-    return Optimizer(
-        optimizer.init_param,
-        optimizer.step_param,
-        optimizer.step_param_,
-        elementwise=optimizer.elementwise,
-        select=at,
-        check=optimizer.check,
-    )
+    return replace(optimizer, select=at, spec=Spec(""))  # whose factory gives it a spec
 
 
 def around(

@@ -275,12 +275,12 @@ def test_inference_tensors_are_not_stepped_in_place(name: str, make: Callable[[]
             kernel(frozen.clone(), frozen, part.init_param(frozen))
 
 
-@pytest.mark.parametrize("make", [tx.sgd, tx.adam, tx.adamw])
-def test_a_scaled_gradient_may_be_expanded(make: Any) -> None:
+@pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
+def test_a_scaled_gradient_may_be_expanded(name: str, make: Callable[[], tx.Optimizer]) -> None:
     """As that of a sum is."""
-    opt, p, q = make(0.1), torch.ones(3, 4), torch.ones(3, 4)
+    part, p, q = at(make), torch.ones(3, 4), torch.ones(3, 4)
     for param, grad in ((p, torch.ones(()).expand(3, 4)), (q, torch.ones(3, 4))):
-        opt.step_param_(param, grad, opt.init_param(p), grad_scale=torch.tensor(2.0))
+        part.step_param_(param, grad, part.init_param(p), grad_scale=torch.tensor(2.0))
     assert same_bits(p, q)
 
 
