@@ -17,6 +17,7 @@ from ..training._loss_weight import unscale
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import Pieces
+from ..transforms.optimizers._inject import compared
 from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
@@ -72,7 +73,7 @@ class ModuleStep:
         sharding = pipeline.sharding
         self.gather_state: Any = () if sharding is None or pieces is None else sharding.init(pieces, held, dict(slots))
         self.ends = init_ends(pipeline, held, slots, self._flats)
-        self._watched = [item for item in items if item[1].watched]
+        self._watched = [item for item in items if compared(item[1], slots[item[0]])]
         self._divides = all(divides(part, dtype) for part, dtype in {(at(path), p.dtype) for path, p in held.items()})
         self.check = check
         self.scaling = ScaledLoss(leaves.values()) if skips and skips.scaled else None

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..transforms._check import is_number
 from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import fields, with_fields
+from ..transforms.optimizers._inject import compared
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._checked import check_grad, check_written, refuse_count
 from ..transforms.step_param._lists import Ages, Item, apart, sharing, step_in_place, step_lists_, stepped_together
@@ -103,11 +104,11 @@ class ForeachStepper:
     def check_rates(self, items: Iterable[Item]) -> list[tuple[str, float]]:
         """Only the check of hyperparameters in `check`, for parameters that cannot have changed their form; returns them."""
         steps = {
-            (id(part), id(self.states[key].step)): (part, self.states[key].step)
+            (id(part), id(state.step)): (hypers, state.step)
             for key, part, *_ in items
-            if part.watched and key in self.states
+            if (state := self.states.get(key)) is not None and (hypers := compared(part, state))
         }
-        return [rate for part, step in steps.values() for rate in check_rates(part.watched, step)]
+        return [rate for hypers, step in steps.values() for rate in check_rates(hypers, step)]
 
     def step(self, items: Iterable[Item], changed: Changed = ignore, **guards: Tensor | None) -> None:
         """Step these parameters, which have been checked; the step counts of the others stay."""

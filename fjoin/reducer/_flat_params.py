@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..transforms._tree import fields, with_fields
 from ..transforms.layout._buckets import Bucket, Span, views
 from ..transforms.layout._pieces import Pieces
-from ..transforms.optimizers._inject import injected
+from ..transforms.optimizers._inject import compared
 from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
@@ -127,7 +127,7 @@ class Storage:
             for span, state in zip(bucket.spans, states, strict=True)
         ]
         self.has_masters = any(master_of(state) is not None for _, state in parts)
-        watched = {id(part): ((*part.watched, *injected(state)), state.step) for part, state in parts}
+        watched = {id(part): (compared(part, state), state.step) for part, state in parts}
         self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
         self._ranges = [
             [

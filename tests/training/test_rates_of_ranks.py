@@ -198,3 +198,26 @@ def test_in_a_pure_step(hook: str, name: str) -> None:
     )
     assert ("weight_decay" if "schedule" in name else "lr") in text
     tx.simulate(rank, {"data": 3}, [0.3] * 3)
+
+
+def registered_with_values() -> str:
+    """A rank loads a state with another rate than the others."""
+    rank = fjoin.mesh({"data": -1}).rank
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+    handle = fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.inject_hyperparameters(tx.sgd(0.1))))
+    ddp(torch.ones(3, 2)).sum().backward()
+    saved = handle.state_dict()
+    for state in saved["optimizer"].values():
+        state["hyperparameters.lr"] = state["hyperparameters.lr"] * (1 + rank)
+    handle.load_state_dict(saved)
+    return raises_text(
+        fjoin.DesyncError,
+        lambda: ddp(torch.ones(3, 2)).sum().backward(),
+        "rank 1 steps with lr=0.2",
+        "rank 0 with lr=0.1",
+    )
+
+
+def test_values_in_the_state_of_a_registered_module(pool: Pool) -> None:
+    assert all(pool.run(2, registered_with_values))

@@ -104,6 +104,12 @@ def injected(state: State) -> list[tuple[str, Tensor]]:
     return [pair for node in nodes if isinstance(node, InjectState) for pair in node.hyperparameters.items()]
 
 
+def compared(part: Optimizer, state: State) -> tuple[tuple[str, Any], ...]:
+    """The hyperparameters by name that ranks compare, and that may become non-finite: schedules, and those in the state."""
+    holds = isinstance(state, InjectState) or hasattr(state, "inner")
+    return (*part.watched, *(injected(state) if holds else ()))
+
+
 def _as_like(old: Tensor, value: float | Tensor) -> Tensor:
     """A value in the dtype and on the device of another one."""
     if isinstance(value, Tensor):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from .._errors import DesyncError
 from .._spec import fingerprint
 from .._tree import State, Tree, plain
 from ..axes._collectives import all_gather, axis_size
-from ..optimizers._inject import InjectState, injected
+from ..optimizers._inject import compared
 from ..schedules._rates import check_rates
 from ..step_param._lift import states_of
 from ..step_param._optimizer import Optimizer
@@ -41,11 +40,10 @@ def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str
     if not plain(params, slots):
         return []
     names, _, states, _ = states_of(params, slots)
-    parts: dict[int, tuple[tuple[tuple[str, Any], ...], Any]] = {}
-    for name, state in zip(names, states, strict=True):
-        part = optimizer.at(name)
-        if part.watched or isinstance(state, InjectState) or hasattr(state, "inner"):
-            parts[id(part)] = (*part.watched, *injected(state)), state.step
+    parts = {
+        id(part): (compared(part, state), state.step)
+        for part, state in ((optimizer.at(name), state) for name, state in zip(names, states, strict=True))
+    }
     return [rate for hypers, step in parts.values() if hypers for rate in check_rates(hypers, step)]
 
 
