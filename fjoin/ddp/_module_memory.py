@@ -177,14 +177,16 @@ class ModuleMemory:
 
     def ends(self, op: Ends, effect: Effect) -> None:
         run, step = self._run, self._step
-        if self._ended or step is None:
+        assert step is not None
+        if self._ended:
             return
         call = Call(self._sums["weight"], None, run.step).inside(flush=effect is FLUSH)
         step.ends = run_end(op, step.ends, run.mesh, self._own, step.stepper.states, run.flats, effect, call)
 
     def gather(self, op: Gather, effect: Effect) -> None:
         run, step, pieces = self._run, self._step, self._run.pieces
-        if self._ended or step is None or pieces is None or step.pipeline.sharding is None:
+        assert step is not None and pieces is not None and step.pipeline.sharding is not None
+        if self._ended:
             return
         sharding, own = step.pipeline.sharding, self._own
         with torch.no_grad():

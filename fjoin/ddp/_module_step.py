@@ -18,7 +18,6 @@ from ..transforms._state_dict import restored, to_state_dict
 from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._inject import compared
-from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
 from ..transforms.program._effect import Effect
@@ -58,10 +57,7 @@ class ModuleStep:
         held = {path: p.detach() for path, p in leaves.items()}
         for path, p in held.items():
             check_dense(f"parameter {path!r}", p)
-        if skips and skips.scaled:
-            refuse_float16(held)
-        if pipeline.optimizer.check:
-            pipeline.optimizer.check(held)
+        pipeline.check(held)
         self._flats = list(held.values())  # which the states of pure functions must not share
         held = held if pieces is None else pieces.own(held)
         self.outer: Any = skips.begin(()) if skips else None

@@ -52,7 +52,6 @@ class FlatMemory:
         self._counts: Sums | None = None
         self._divisor: Any = 1.0
         self._decision = Decision(FLUSH)
-        self._flushes = True
 
     def begin(
         self,
@@ -71,7 +70,7 @@ class FlatMemory:
             counts: This rank's values in the record of all ranks that loop together.
         """
         self._queue, self._backward, self._record, self._values = queue, backward, record, values
-        self._own_counts, self._flushes = counts, False
+        self._own_counts = counts
 
     @property
     def of_all(self) -> Callable[[], dict[str, Any]]:
@@ -180,9 +179,9 @@ class FlatMemory:
             self._end_on_buffers(op, effect)
             return
         prefetch = shell.prefetch
-        if prefetch is not None and op.on == "params" and not self._flushes:
+        if prefetch is not None and op.on == "params" and effect is not FLUSH:
             prefetch.advance()
-        call = self._call(0.0 if self.sums is None else self.sums["weight"])
+        call = self._call(0.0 if self.sums is None else self.sums["weight"], effect)
         call = call.inside(prefetch=prefetch if effect.raises is False else None)
         states: Mapping[str, Any] = {}
         if storage.has_masters or op.on == "optimizer":
@@ -192,15 +191,17 @@ class FlatMemory:
 
     def _end_on_buffers(self, op: Ends, effect: Effect) -> None:
         body = self._body
-        held = body.buffers if self._flushes else self._buffers
+        held = body.buffers if effect is FLUSH else self._buffers
         if held is None:
             return
-        held = held if self._flushes else effect.keep(held, body.buffers_before)
+        held = held if effect is FLUSH else effect.keep(held, body.buffers_before)
         with torch.no_grad(), bind_axes(self._shell.mesh.axes):
-            body.buffers, body.buffers_state = effect.after(op.part, held, body.buffers_state, self._call(self._weight))
+            body.buffers, body.buffers_state = effect.after(
+                op.part, held, body.buffers_state, self._call(self._weight, effect)
+            )
 
-    def _call(self, weight: Any) -> Call:
-        return Call(weight, None, self._body.step).inside(flush=self._flushes)
+    def _call(self, weight: Any, effect: Effect) -> Call:
+        return Call(weight, None, self._body.step).inside(flush=effect is FLUSH)
 
     def gather(self, op: Gather, effect: Effect) -> None:
         shell, storage = self._shell, self._body.storage
@@ -219,6 +220,6 @@ class FlatMemory:
 
     def keep(self, effect: Effect) -> None:
         body, hook = self._body, self._shell.hook
-        if not self._flushes and self.sums is not None:
+        if self.sums is not None:
             body.hook = effect.keep(hook.new_state(self.sums, self._queue.outgoing), body.hook)
         body.torn = ""

@@ -11,7 +11,6 @@ from ..reducer._flat_params import Storage
 from ..transforms._axis_env import bind_axes
 from ..transforms.layout._buckets import Bucket, make_layout
 from ..transforms.layout._pieces import labels
-from ..transforms.pipelines._loss_scale import refuse_float16
 from ..transforms.plan._plan import warn_if_silent
 from ._ends import init_ends
 from ._executor import Run
@@ -20,17 +19,14 @@ from ._state import StateData
 
 
 def make_state_data(
-    run: Run, params: Any, buffers: dict[str, Tensor] | None, sync: str | None, bucket_bytes: int, accumulate: int
+    run: Run, params: Any, buffers: dict[str, Tensor] | None, sync: str | None, bucket_bytes: int
 ) -> StateData:
     """Check that all ranks run the same program, and make the data of a state at step 0; see `TrainStep.init`."""
     flat, rebuild = flatten(params)
     pipeline, mesh = run.pipeline, run.mesh
     if sync is not None:
         check_values(flat)
-    if pipeline.optimizer.check:
-        pipeline.optimizer.check(flat)
-    if pipeline.skips and pipeline.skips.scaled:
-        refuse_float16(flat)
+    pipeline.check(flat)
 
     pieces = None
     if pipeline.sharding is not None:
@@ -38,7 +34,7 @@ def make_state_data(
             pieces = pipeline.sharding.pieces(flat, bucket_bytes)
     layout = pieces.buckets if pieces else make_layout(flat, labels(pipeline.optimizer), bucket_bytes)
     run.agreements.ids.number()
-    check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, accumulate, run.weighs, buffers, sync)
+    check_program(mesh, pipeline, run.on_buffers, flat, bucket_bytes, run.accumulate, run.weighs, buffers, sync)
     run.passes.check(buffers is not None)
     if run.ranks > 1 and mesh.rank == 0:
         warn_if_silent(pipeline, (pipeline.hook, *pipeline.ends), tuple(mesh.shape), run.ranks, stacklevel=4)

@@ -34,9 +34,9 @@ class TrainStep:
         rank: This rank in the mesh.
     """
 
-    def __init__(self, run: Run, donate: bool, bucket_bytes: int, accumulate: int) -> None:
+    def __init__(self, run: Run, donate: bool, bucket_bytes: int) -> None:
         self._run, self._donate = run, donate
-        self._bucket_bytes, self._accumulate = bucket_bytes, accumulate
+        self._bucket_bytes = bucket_bytes
         self._mesh, self.pipeline = run.mesh, run.pipeline
         self.ranks, self.rank = run.ranks, run.mesh.rank
         left = LeftOpen(self, (*run.pipeline.ends, run.on_buffers), "state = step.flush(state)")
@@ -82,7 +82,7 @@ class TrainStep:
         if buffers is None and self._run.on_buffers != identity():
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:
-            body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes, self._accumulate)
+            body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes)
             self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
             self._run.forget()
             self._left.steps, self._left.gathers = 0, False
@@ -187,7 +187,7 @@ class TrainStep:
             raise
         except BaseException as error:
             if body is not None and body.window and not body.torn:
-                body.lose_window(body.calls - body.calls % self._accumulate)
+                body.lose_window(body.calls - body.calls % self._run.accumulate)
                 body.lost = (
                     f"a call failed within an accumulation window, whose gradients are lost: {error!r}. The state can be read; "
                     f"go on from the last completed step with state.clone()"

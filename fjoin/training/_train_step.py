@@ -128,4 +128,4 @@ def train_step(
             "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
         )
     run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, overlap_gather, on_buffers)
-    return TrainStep(run, donate, bucket_bytes, accumulate)
+    return TrainStep(run, donate, bucket_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,13 +105,11 @@ def pipeline_of(
     on_state: Transform | None,
     gather: Codec | None = None,
     skips: Skips | None = None,
-    prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads,
 ) -> Pipeline:
     """The pipeline of these parts.
 
     Args:
         skips: For a pipeline that skips steps with non-finite gradients after the hook: the state that counts them.
-        prepare: `(grads, state) -> grads`, applied before the hook; the state is that of `skips`.
     """
     sharding = sharding_of(hook, optimizer, after, on_state, gather)
     owner = Owner(hook, optimizer, after, on_state, gather, sharding, skips is not None)
@@ -137,6 +134,8 @@ def pipeline_of(
         return pieces
 
     def init(params: Tree) -> State:
+        if skips and skips.check:
+            skips.check(params)
         pieces = sharding.pieces(params) if sharding else None
         own = pieces.own(params) if pieces else params
         slots = optimizer.init(own)
@@ -194,7 +193,7 @@ def pipeline_of(
             if lane and taken in lane:
                 raise ValueError(f"{taken!r} in the lane is taken by the step itself; choose another name")
         memory = TreeMemory(owner, params, old, pieces_of(params, old), call)
-        memory.begin(prepare(grads, state), plain(params, grads))
+        memory.begin(skips.prepare(grads, state) if skips else grads, plain(params, grads))
         effect = execute(program_of(0 if alike else old.step), memory)
         inner = memory.state
         if not skips:

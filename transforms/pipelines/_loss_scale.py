@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import replace
 from typing import NamedTuple
 
 import optree
@@ -95,13 +94,7 @@ def dynamic_loss_scale(
         streak = torch.where(fine & ~due, streak, torch.zeros_like(streak))
         return LossScaleState(state.inner, torch.where(fine, kept, shrunk), streak, skipped + ~fine)
 
-    made = guarded(pipeline, Skips(begin, update_counters, scaled=True), _unscaled)
-
-    def init(params: Tree) -> State:
-        refuse_float16(params)
-        return made.init(params)
-
-    return replace(made, init=init)
+    return guarded(pipeline, Skips(begin, update_counters, True, _unscaled, refuse_float16))
 
 
 def _unscaled(grads: Tree, state: LossScaleState) -> Tree:

@@ -16,12 +16,19 @@ from ..step_param._optimizer import Optimizer
 from ._sharding import Sharding
 
 
+def _as_they_are(grads: Tree, state: Any) -> Tree:
+    del state
+    return grads
+
+
 class Skips(NamedTuple):
     """The state of a pipeline that runs another one and skips its non-finite steps."""
 
     begin: Callable[[State], Any]  # inner state -> outer state, which has the inner one in the field `inner`
     update_counters: Callable[[Any, Tensor], Any]  # (state, fine) -> state, after a step; `fine`, 0-d bool: with effect
     scaled: bool = False  # whether the gradients are those of the loss times `state.scale`
+    prepare: Callable[[Tree, Any], Tree] = _as_they_are  # `(grads, state) -> grads`, before the hook
+    check: Callable[[Tree], None] | None = None  # raises for parameters that cannot be trained
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -54,6 +61,13 @@ class Pipeline(Specified):
     def ends(self) -> tuple[Transform, ...]:
         """The transforms that run after the optimizer."""
         return tuple(part for part in (self.after, self.on_state) if part is not None)
+
+    def check(self, params: Tree) -> None:
+        """Raise for parameters that this pipeline cannot train."""
+        if self.optimizer.check:
+            self.optimizer.check(params)
+        if self.skips and self.skips.check:
+            self.skips.check(params)
 
     instead_of_transform = "a pipeline is complete already; put the transform into its hook"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -95,14 +94,8 @@ def _skip_transform(part: Transform) -> Transform:
     return Transform(init, update, reduces=reduces, takes=("donated",))
 
 
-def guarded(
-    part: Pipeline, skips: Skips, prepare: Callable[[Tree, Any], Tree] = lambda grads, state: grads
-) -> Pipeline:
-    """A pipeline that runs another one and skips its steps with non-finite gradients after the hook.
-
-    Args:
-        prepare: `(grads, state) -> grads`, applied before the other pipeline.
-    """
+def guarded(part: Pipeline, skips: Skips) -> Pipeline:
+    """A pipeline that runs another one and skips its steps with non-finite gradients after the hook."""
     if part.skips is not None:
         raise ValueError(
             f"{part!r} leaves out steps that are not finite already; wrap a pipeline in one of skip_if_nonfinite and "
@@ -110,4 +103,4 @@ def guarded(
         )
 
     codec = part.sharding.codec if part.sharding else None
-    return pipeline_of(part.hook, part.optimizer, part.after, part.on_state, codec, skips, prepare)
+    return pipeline_of(part.hook, part.optimizer, part.after, part.on_state, codec, skips)
