@@ -17,10 +17,10 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 6860,
-    "code lines": 20890,
-    "lines": 39900,
-    "files over 250 lines": 33,
-    "fmt: skip": 29,
+    "code lines": 20720,
+    "lines": 39830,
+    "files over 250 lines": 26,
+    "fmt: skip": 24,
 }
 COUNTS = counts(ROOT)
 

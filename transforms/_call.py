@@ -111,13 +111,10 @@ class Call:
         Raises:
             TypeError: a name that is no attribute.
         """
-        new = Call(self.weight, self.lane, self.step, donated=self.donated)
-        new.persistent, new.flush, new.sharded_over, new.group = (
-            self.persistent,
-            self.flush,
-            self.sharded_over,
-            self.group,
-        )
+        new: Call = object.__new__(Call)
+        new.weight, new.lane, new.step, new.donated = self.weight, self.lane, self.step, self.donated
+        new.persistent, new.flush = self.persistent, self.flush
+        new.sharded_over, new.group = self.sharded_over, self.group
         new.unit, new.wire, new.memory, new.prefetch = self.unit, self.wire, self.memory, self.prefetch
         new.sums, new.extra, new.handed = self.sums, self.extra, self.handed
         if "weight" in changes:

@@ -43,13 +43,13 @@ def _base(ranks: int) -> float:
     return float(2 ** (24 - math.ceil(math.log2(ranks)))) if ranks > 1 else float(2**24)
 
 
-def host_words(lane: Mapping[str, float], dtype: torch.dtype, ranks: int) -> list[float]:
+def host_words(names: Iterable[str], values: list[float], dtype: torch.dtype, ranks: int) -> list[float]:
     """`encode_lane` for host numbers."""
     if dtype is torch.float64:
-        return list(lane.values())
+        return values
     base, most = _base(ranks), _most(dtype, ranks)
     words: list[float] = []
-    for name, value in lane.items():
+    for name, value in zip(names, values, strict=True):
         if not -most <= value <= most:
             _check_fits(name, value, dtype, ranks)
         high = float(math.trunc(value / base)) if math.isfinite(value) else 0.0

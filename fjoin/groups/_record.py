@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms._axis_env import Done, Work, bind_axes
+from ..transforms._axis_env import Work, bind_axes
 from ..transforms._lane import (
     decode_words,
     encode_lane,
@@ -76,13 +76,13 @@ class Record:
 
     def write(self, values: Mapping[str, Any], words: Tensor) -> None:
         """Write this rank's values into the words of a message; names that `values` lacks are 0."""
-        own = {name: values.get(name, 0.0) for name in self.names}
+        own = [values.get(name, 0.0) for name in self.names]
         if self._small:
-            words.copy_(torch.tensor(list(own.values()), dtype=words.dtype))
-        elif words.device.type != "cpu" or any(isinstance(value, Tensor) for value in own.values()):
-            words.copy_(encode_lane(own, words.dtype, self.ranks, words.device))
+            words.copy_(torch.tensor(own, dtype=words.dtype))
+        elif words.device.type != "cpu" or Tensor in map(type, own):
+            words.copy_(encode_lane(dict(zip(self.names, own, strict=True)), words.dtype, self.ranks, words.device))
         else:
-            words.copy_(torch.tensor(host_words(own, words.dtype, self.ranks), dtype=words.dtype))
+            words.copy_(torch.tensor(host_words(self.names, own, words.dtype, self.ranks), dtype=words.dtype))
 
     def read(self, words: Tensor, as_tensors: bool = False) -> dict[str, Any]:
         """The sums by name: numbers where the host may read the words without waiting, otherwise tensors.
@@ -98,6 +98,8 @@ class Record:
 
     def send(self, values: Mapping[str, Any]) -> Sums:
         """Start summing this rank's values in a message of their own."""
+        if not self.axes and not any(isinstance(value, Tensor) for value in values.values()):
+            return Sums(self, known={name: float(values.get(name, 0.0)) for name in self.names})
         words = torch.empty(self.n_words, dtype=self.dtype, device=self.device)
         self.write(values, words)
         return Sums(self, words, self._mesh.reduce_(words, self.axes))
@@ -106,20 +108,33 @@ class Record:
 class Sums:
     """The sums of a record, whose message may be under way. The first look waits for it."""
 
-    def __init__(self, record: Record, words: Tensor, work: Work) -> None:
-        self._record, self._words, self._work = record, words, work
-        self._found: dict[str, float] | None = None
+    def __init__(
+        self,
+        record: Record,
+        words: Tensor | None = None,
+        work: Work | None = None,
+        known: dict[str, float] | None = None,
+    ) -> None:
+        self._record, self._words, self._work, self._known = record, words, work, known
 
     def wait(self) -> dict[str, float]:
         """The sums by name, as numbers."""
-        if self._found is None:
-            self._found = {name: float(value) for name, value in self.read().items()}
-        return self._found
+        if self._known is None:
+            self._known = {name: float(value) for name, value in self.read().items()}
+        return self._known
 
     def read(self, as_tensors: bool = False) -> dict[str, Any]:
         """The sums by name, see `Record.read`."""
-        work, self._work = self._work, Done()  # which holds connections
-        work.wait()
+        if self._words is None:
+            known = self.wait()
+            return (
+                {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
+                if as_tensors
+                else known
+            )
+        work, self._work = self._work, None  # which holds connections
+        if work is not None:
+            work.wait()
         return self._record.read(self._words, as_tensors)
 
     def __getitem__(self, name: str) -> float:

@@ -46,6 +46,8 @@ class BucketStages:
         self._call = ALONE  # of the first stage, in this step
         self._calls: list[BucketCall] = []
         self._bound: dict[str, Any] = {}
+        self._layout: tuple[Bucket, ...] = ()
+        self._in_waves = False  # whether messages of its buckets travel while others are filled
         self._interleaver: Interleaver | None = None
         self._side: SideStream | None = None  # on CUDA
 
@@ -71,11 +73,12 @@ class BucketStages:
         """
         self.stop()
         axes, self.sums_dtype = self._mesh.axes, dtype
-        self._call = counting(self._counts, call.inside(sums=BucketSums(dtype)))
+        self._call = counting(self._counts, call.inside(sums=BucketSums(dtype), donated=True))
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
-        self._interleaver = Interleaver(axes) if sends and travel(axes, layout, "cpu") else None
-        if self._side is None and sends and travel(axes, layout, "cuda"):
-            self._side = SideStream(layout[0].device)
+        if self._layout is not layout:
+            self._layout, self._in_waves = layout, travel(axes, layout, "cpu")
+            self._side = SideStream(layout[0].device) if travel(axes, layout, "cuda") else None
+        self._interleaver = Interleaver(axes) if sends and self._in_waves else None
 
     def launch(self, out: GradBuffer, old: Any, params: dict[str, Tensor], pieces: Pieces | None) -> Work | None:
         """Run the stages of one bucket until their first message is under way; the `wait` of the work runs the rest.
@@ -102,7 +105,7 @@ class BucketStages:
         """Call the stages of a bucket; returns their gradients and state."""
         assert self._early is not None
         with bind_pieces(pieces):
-            return self._early.run(grads, state, params, self._call.inside(sums=sums, donated=True))
+            return self._early.run(grads, state, params, self._call.inside(sums=sums))
 
     def finish(
         self, outgoing: Sequence[GradBuffer], old: Sequence[Any], storage: HasParams, reduced: MeanState | None = None
@@ -121,10 +124,13 @@ class BucketStages:
         count, found = int(reduced is not None), reduced
         if states and self._early is not None:
             count, found = self.n_early, None if self._early.sums is None else self._early.sums(states[0])
-        if count:
-            call = behind_all(self.parts[:count], states[0] if states else reduced, call)
-        rest = run_stages(self.parts[count:], old, storage, outgoing, self._mesh, call)
-        for part, state in zip(self.parts[count:], rest, strict=True):
+        parts, rest = self.parts[count:], tuple[Any, ...]()
+        if parts:
+            call = call.inside(donated=False)
+            if count:
+                call = behind_all(self.parts[:count], states[0] if states else reduced, call)
+            rest = run_stages(parts, old, storage, outgoing, self._mesh, call)
+        for part, state in zip(parts, rest, strict=True):
             found = found if part.sums is None else part.sums(state)
         return states, rest, found
 

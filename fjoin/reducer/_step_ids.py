@@ -48,6 +48,7 @@ class StepIds:
         self._axes, self._ranks, self._calls = axes, ranks, calls
         self._number = 0  # of the run, among those of its mesh
         self._rates: dict[int, Rates] = {}
+        self._newest: tuple[int, float] | None = None  # the step that began last, and its number
 
     def number(self) -> None:
         """Take the next number among the runs of the mesh; once."""
@@ -61,10 +62,14 @@ class StepIds:
         if rates or self._rates:
             self._rates[step] = tuple(rates)
             self._rates.pop(step - _KEPT, None)
-        return self.of(step)
+        self._newest = None
+        self._newest = step, self.of(step)
+        return self._newest[1]
 
     def of(self, step: int) -> float:
         """The number of a step that this rank has begun."""
+        if self._newest is not None and step == self._newest[0]:
+            return self._newest[1]
         return number_of(self._number, step, self._rates.get(step, ()))
 
     @property

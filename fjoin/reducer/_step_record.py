@@ -51,8 +51,9 @@ class StepRecord(Record):
         Args:
             step_id: The number of the step, see `StepIds`.
         """
-        known = {**values, "has_next": float(has_next), "step_id": step_id}
-        return self.flagged({name: known.get(name, 0.0) for name in self.names}, NONFINITE, values.get("bad", 0.0))
+        known, bad = {**values, "has_next": float(has_next), "step_id": step_id}, values.get("bad", 0.0)
+        own = {name: known.get(name, 0.0) for name in self.names}
+        return own if type(bad) is float and not bad else self.flagged(own, NONFINITE, bad)
 
     def left_out(self, values: dict[str, Any], left_out: Any) -> dict[str, Any]:
         """A record whose bit means that this rank left out the step before, and not that the present one is bad.

@@ -177,6 +177,7 @@ class Run:
 
     def _program(self, body: StateData, queue: BucketQueue) -> Program:
         """The program of the step from this state."""
-        early, reads = self._early, self.step_check.grads.readable_without_sync(queue.outgoing)
-        each = early is not None and reads and early.knows_scale(body.hook)
+        early = self._early
+        each = early is not None and self.step_check.grads.readable_without_sync(queue.outgoing)
+        each = each and early is not None and early.knows_scale(body.hook)
         return self._programs.of(body.step, each)
