@@ -9,7 +9,7 @@ import torch
 from helpers import max_diff, raises_text, same_bits
 
 from fjoin import transforms as tx
-from fjoin.transforms._lane import decode_lane, encode_lane, host_lane, host_words, rank_bit, ranks_in
+from fjoin.transforms._lane import decode_lane, encode_lane, host_words, rank_bit, ranks_in
 
 # -- means -------------------------------------------------------------------------------------------
 
