@@ -9,7 +9,7 @@ import torch
 from helpers import max_diff, raises_text, same_bits
 
 from fjoin import transforms as tx
-from fjoin.transforms._lane import decode_lane, encode_lane, host_words, rank_bit, ranks_in
+from fjoin.transforms._lane import decode_lane, encode_lane, host_lane, host_words, rank_bit, ranks_in
 
 # -- means -------------------------------------------------------------------------------------------
 
@@ -79,6 +79,7 @@ def test_a_float32_lane_counts_exactly(ranks: int) -> None:
         words = host_words(lane, list(lane.values()), torch.float32, ranks)
         assert words == pytest.approx(encode_lane(lane, torch.float64, ranks).new_tensor(words).tolist())
         assert torch.tensor(words).equal(encode_lane(lane, torch.float32, ranks))
+    assert host_lane(total.tolist(), lanes[0], torch.float32, ranks) == {k: v.item() for k, v in out.items()}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
