@@ -101,7 +101,7 @@ class DDPRun:
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
         self._buckets = first_buckets(ddp, params)
         self._program: Program = ()  # of this pass
-        self._memory = ModuleMemory(self)  # of this pass
+        self._memory: ModuleMemory | None = None  # of this pass
 
     def explain(self) -> Explanation:
         """The messages of a pass, with the buckets of the last pass, or before any pass those of the first."""
@@ -183,12 +183,13 @@ class DDPRun:
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
         self.stages.stop()
-        self.outs, self._futures, self._missing = [], [], set()
+        self.outs, self._futures, self._missing, self._memory = [], [], set(), None
 
     def _launch(self, out: DDPBucket) -> None:
         if self.pipeline_step is not None:
             self.pipeline_step.before_hook(out)
         if self.plan.reduce is not None:
+            assert self._memory is not None
             self._memory.send(out)
             return
         if self.plan.early is None:
@@ -202,6 +203,7 @@ class DDPRun:
     # -- after the last bucket ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
+        assert self._memory is not None
         execute(self._program[self._n_early :], self._memory, Effect(True))
         self.step += 1
         self.left.steps = self.step

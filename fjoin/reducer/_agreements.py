@@ -31,28 +31,24 @@ class Agreements:
         plan: How the pipeline runs.
         check: Decides on the steps.
         ids: The numbers of the steps.
-        ranks: The number of ranks that loop together.
+        of_all: The record over all ranks that loop together.
+        ranks: The number of these ranks.
 
     Args:
-        programs: Their programs.
+        programs: The programs of the steps.
         calls: The calls of the run in words, for errors.
+        norm: Whether the norm of the gradients is needed.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        programs: Programs,
-        calls: Calls,
-        norm: bool = False,
-    ) -> None:
-        self._mesh, self._programs, self.plan, self._parts = mesh, programs, programs.plan, programs.parts
-        plan, parts = programs.plan, programs.parts
-        self._of_all = StepRecord(mesh, plan.agree)
-        self._records = {plan.agree: self._of_all}  # by axes
-        self.ranks = self._of_all.ranks
+    def __init__(self, mesh: Mesh, programs: Programs, calls: Calls, norm: bool = False) -> None:
+        self._mesh, self._programs, self._parts = mesh, programs, programs.parts
+        self.plan = plan = programs.plan
+        self.of_all = StepRecord(mesh, plan.agree)
+        self._records = {plan.agree: self.of_all}  # by axes
+        self.ranks = self.of_all.ranks
         self._layout: tuple[Bucket, ...] | None = None
         self.ids = StepIds(mesh, plan.agree, self.ranks, calls)
-        self.check = StepCheck(self.ranks, norm, parts.skips, mesh=mesh, ids=self.ids)
+        self.check = StepCheck(self.ranks, norm, self._parts.skips, mesh=mesh, ids=self.ids)
         self._late: tuple[int, Sums] | None = None  # the step of a record that has not been read, and its sums
         self._has_sent = False  # whether a step has sent a record of all ranks
 
@@ -69,11 +65,6 @@ class Agreements:
             if self._layout is not None:
                 record.fit(self._layout)
         return self._records[axes]
-
-    @property
-    def of_all(self) -> StepRecord:
-        """The record over all ranks that loop together."""
-        return self._of_all
 
     def of_hook(self, step: int) -> StepRecord:
         """The record over the ranks that the hook reduces over in a step."""
@@ -95,7 +86,7 @@ class Agreements:
     def send(self, values: dict[str, Any]) -> Sums:
         """Start summing the record of all ranks in a step, from this rank's complete values."""
         self._has_sent = True
-        return self._of_all.send(self._of_all.left_out(values, self.check.left_out))
+        return self.of_all.send(self.of_all.left_out(values, self.check.left_out))
 
     def read(self, step: int, now: Sums) -> Sequence[CountsOfAll]:
         """The records of all ranks to look at in this step.
