@@ -83,7 +83,9 @@ class FlatMemory:
         """Run the backward pass, with the messages of full buckets under way."""
         body, hook, storage = self._body, self._shell.hook, self._body.storage
         self._queue.start(storage)
-        self._shell.agreements.check.grads.begin(self._shell.agreements.plan, body.step)
+        agreements = self._shell.agreements
+        if agreements.plan.reduce is None:
+            agreements.check.grads.begin(agreements.plan, body.step)
         hook.start(body.hook, storage, self._record, self._values, body.step)
         self._backward()
         storage.arrivals.wait()

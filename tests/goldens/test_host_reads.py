@@ -24,8 +24,9 @@ KERNELS = (
     "_fused_adamw_.tensor_lr",
     "_fused_adagrad_",
 )
-NO_STEP = {  # a train_step refuses these
+NO_STEP = {  # a train_step refuses these; JAX needs values
     "other: loss scale, float16",
+    *(name for name in ROWS if name.startswith("from_optax ")),
     *(name for name in ROWS if name.startswith("accumulate ")),
 }
 
