@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -82,9 +83,11 @@ class Pool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
+        # CUDA does not work in a process forked from one that has looked for devices.
+        made: Any = multiprocessing.get_context("spawn") if "nccl" in self._backend else context
         for index in range(WORKERS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(theirs, self._backend, index), daemon=True)
+            ours, theirs = made.Pipe()
+            process = made.Process(target=_worker, args=(theirs, self._backend, index), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -110,7 +113,7 @@ class Pool:
                     rank = self._pipes.index(pipe)
                     try:
                         results[rank] = pipe.recv()
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         self.close()
                         raise JobFailed(f"{function.__name__}: worker {rank} died") from None
         failed = [f"rank {r}:\n{text}" for r, (fine, text) in sorted(results.items()) if not fine]

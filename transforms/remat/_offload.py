@@ -150,14 +150,18 @@ class Host:
     def put(self, values: Sequence[Tensor]) -> list[Tensor | Handle]:
         last = getattr(self._last, "group", None)
         group = _Group(None if last is None else last())
+        there = [x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in values]
+        if there and all(there):
+            raise ValueError(
+                "remat: offload='cpu' moves values from an accelerator to the CPU, and these are on the CPU already; give "
+                "a folder for memory-mapped files, offload='/path', or a codec such as tx.int8()"
+            )
         out: list[Tensor | Handle] = []
-        for x in values:
-            if x.device.type == "cpu" and not isinstance(x, FakeTensor):
-                raise ValueError(
-                    "remat: offload='cpu' moves values from an accelerator to the CPU, and this one is on the CPU already; give "
-                    "a folder for memory-mapped files, offload='/path', or a codec such as tx.int8()"
-                )
-            out.append(Abstract(x, "cpu") if is_abstract(x) else _InHost(x, self._stream(x.device), group))
+        for x, stays in zip(values, there, strict=True):  # kernels on a GPU have seeds on the CPU, too
+            if stays:
+                out.append(x)
+            else:
+                out.append(Abstract(x, "cpu") if is_abstract(x) else _InHost(x, self._stream(x.device), group))
         group.handles = [weakref.ref(x) for x in out if isinstance(x, _InHost)]
         if group.handles:
             self._last.group = weakref.ref(group)

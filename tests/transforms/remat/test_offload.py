@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import raises_text
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
@@ -72,6 +73,8 @@ def test_a_file_goes_with_its_value(tmp_path: Path) -> None:
 AFTER_A_FORK = """
 import os, sys, torch
 from fjoin import transforms as tx
+
+torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
 
 x = torch.zeros(64, 64, requires_grad=True)
 out = tx.remat(lambda x: torch.tanh(torch.sin(x) * 2).exp(), tx.everything_saveable, sys.argv[1])(x)
@@ -211,6 +214,15 @@ def test_the_cpu_is_no_place_for_values_of_the_cpu() -> None:
     assert not isinstance(meta, Tensor) and meta.where == "cpu" and meta.held == 0
 
 
+def test_values_on_the_cpu_stay_beside_those_of_an_accelerator() -> None:
+    """A kernel on a GPU may have a seed on the CPU."""
+    seed = torch.zeros((), dtype=torch.int64)
+    with FakeTensorMode():
+        x = torch.empty(3, device="cuda")
+    moved, kept = Host().put([x, seed])
+    assert kept is seed and moved is not x
+
+
 @pytest.mark.parametrize("policy", CheckpointPolicy)
 def test_torchs_own_offload_computes_again(policy: CheckpointPolicy) -> None:
     """Three products of matrices in the backward pass are its own; two more are those of the forward pass again."""
@@ -277,6 +289,8 @@ def test_copies_run_beside_the_computation() -> None:
         event.device_resource_id for event in events if "Memcpy DtoH" in event.name or "Memcpy HtoD" in event.name
     }
     others = {event.device_resource_id for event in events if "gemm" in event.name}
+    if not events:
+        pytest.skip("torch's profiler sees no kernels on this machine")
     assert copies and others and not copies & others
 
 
