@@ -14,14 +14,13 @@ from ..transforms._transform import Transform
 from ..transforms._weights import Over, check_over
 from ._comm_hooks import (
     allreduce_hook,
-    batched_powerSGD_hook,
     bf16_compress_hook,
     fp16_compress_hook,
     noop_hook,
-    powerSGD_hook,
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from ._power_sgd_hooks import batched_powerSGD_hook, powerSGD_hook
 
 _OF_TYPE: dict[str, Callable[..., Transform]] = {
     "ALLREDUCE": allreduce_hook,

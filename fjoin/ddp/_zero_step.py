@@ -22,7 +22,7 @@ from ..transforms._transform import Transform
 from ..transforms.pipelines._zero import zero as sharded
 from ..transforms.step_param._lists import Item
 from ..transforms.step_param._optimizer import Optimizer
-from . import _comm_hooks
+from . import _comm_hooks, _power_sgd_hooks
 from ._hook import DDPRun
 from ._join_hook import keep_stepped
 
@@ -99,8 +99,9 @@ hook_with_zero_step_interleaved = hook_with_zero_step  # torch's two differ in w
 def _transform(hook: Any) -> Transform:
     if isinstance(hook, Transform):
         return hook
-    known = ("torch.distributed.algorithms.ddp_comm_hooks.", _comm_hooks.__name__)  # not a user's of the same name
-    ours = getattr(_comm_hooks, str(getattr(hook, "__name__", "")), None)
+    rooms = _comm_hooks, _power_sgd_hooks
+    known = ("torch.distributed.algorithms.ddp_comm_hooks.", *(room.__name__ for room in rooms))  # not a user's hook
+    ours = next((found for room in rooms if (found := getattr(room, getattr(hook, "__name__", ""), None))), None)
     if not callable(ours) or not str(getattr(hook, "__module__", "")).startswith(known):
         raise TypeError(
             f"hook_with_zero_step: hook must be one of torch's or fjoin's communication hooks, or a Transform, got {hook!r}"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..transforms._tree import fields, with_fields
 from ..transforms.layout._buckets import Bucket, Span, views
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._inject import compared
@@ -19,6 +18,7 @@ from ..transforms.optimizers._mixed_precision import master_of
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._optimizer import Optimizer
 from ._arrivals import Arrivals
+from ._states_of_spans import states_of_span
 
 
 class Storage:
@@ -188,49 +188,26 @@ class Storage:
         return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
 
     def optimizer_states(self) -> dict[str, Any]:
-        """Path -> the parameter's own optimizer state, views of the slots in its shape."""
+        """Path -> the parameter's own optimizer state, views of the slots in its shape, or in that of its slice."""
         out: dict[str, Any] = {}
-        if self.pieces is not None:
-            return self._states_of_slices(self.pieces)
-        for bucket, slots in zip(self.layout, self.slots, strict=True):
-            offset = dict(zip(bucket.paths, bucket.offsets, strict=True))
+        # Of slices only the states that are stepped count the steps.
+        counts = {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges} if self.pieces else {}
+        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
             for span, state in zip(bucket.spans, slots, strict=True):
                 part = self.optimizer.at(span.paths[0])
-                if not part.elementwise:  # a span of one parameter; its state may have shapes of its own
-                    out[span.paths[0]] = state
-                    continue
-                for path in span.paths:
-                    at, shape = offset[path] - span.start, self.shapes[path]
-                    own = [
-                        f if f is None or c else f.reshape(-1)[at : at + shape.numel()].view(shape)
-                        for f, c in zip(fields(state), part.common, strict=True)
-                    ]
-                    out[path] = with_fields(state, own)
+                out.update(states_of_span(part, state, counts.get(id(part), state), self._places(k, span)))
         return {path: out[path] for path in self.shapes}
 
-    def _states_of_slices(self, pieces: Pieces) -> dict[str, Any]:
-        """Path -> the state of this rank's slice of the parameter."""
-        out: dict[str, Any] = {}
-        counted = {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges}
-        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
-            low, offset = pieces.bounds[k][pieces.rank], dict(zip(bucket.paths, bucket.offsets, strict=True))
-            for span, state in zip(bucket.spans, slots, strict=True):
-                part = self.optimizer.at(span.paths[0])
-                # Only the states that are stepped count the steps.
-                common = fields(counted[id(part)])
-                for path in span.paths:
-                    start, stop = pieces.slices[path]
-                    at = max(offset[path] + start - max(span.start, low), 0) if stop else 0
-                    own = [
-                        shared
-                        if c
-                        else f
-                        if f is None or not part.elementwise
-                        else f.reshape(-1)[at : at + stop - start]
-                        for f, shared, c in zip(fields(state), common, part.common, strict=True)
-                    ]
-                    out[path] = with_fields(state, own)
-        return {path: out[path] for path in self.shapes}
+    def _places(self, k: int, span: Span) -> dict[str, tuple[int, torch.Size]]:
+        """Path -> where a parameter, or this rank's slice of it, begins in the slots of a span, and its shape."""
+        offset = dict(zip(self.layout[k].paths, self.layout[k].offsets, strict=True))
+        if self.pieces is None:
+            return {path: (offset[path] - span.start, self.shapes[path]) for path in span.paths}
+        begin, places = max(span.start, self.pieces.bounds[k][self.pieces.rank]), {}
+        for path in span.paths:
+            start, stop = self.pieces.slices[path]
+            places[path] = offset[path] + start - begin if stop else 0, torch.Size((stop - start,))
+        return places
 
     def clone(self) -> Storage:
         """A copy in memory of its own, including gradients that are being accumulated."""

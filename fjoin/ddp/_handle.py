@@ -1,0 +1,115 @@
+"""The handle of a registered hook or pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..transforms._state_dict import restored, to_state_dict
+from ..transforms._weights import host_weight
+from ..transforms.pipelines._explanation import Explanation
+from ._hook import DDPRun
+
+
+class Handle:
+    """A registered hook; made by `fjoin.ddp.register`.
+
+    Attributes:
+        step: The number of synchronised backward passes so far.
+        skipped: The number of steps left out by `skip_if_nonfinite` or `dynamic_loss_scale`.
+        total: The sum of the ranks' weights in the last synchronised pass, or the number of ranks with a weight above 0
+            where the mean counts ranks; NaN where the hook does not reduce.
+    """
+
+    def __init__(self, run: DDPRun) -> None:
+        self._run = run
+
+    def weight(self, weight: float) -> None:
+        """Set this rank's weight in the mean for the next synchronised backward pass; 1 where it is not set.
+
+        Raises:
+            ValueError: a weight that is neither 0 nor from 1e-30 to 1e30.
+            TypeError: no number.
+        """
+        self._run.pending = host_weight("weight", weight)
+
+    @property
+    def step(self) -> int:
+        return self._run.step
+
+    @property
+    def skipped(self) -> int:
+        own = self._run.pipeline_step
+        return 0 if own is None or own.outer is None else int(own.outer.skipped)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times its scale, to call backward on; for a pipeline in `dynamic_loss_scale`.
+
+        Raises:
+            TypeError: the pipeline scales no losses.
+        """
+        own = self._run.pipeline_step
+        if own is None or own.scaling is None:
+            raise TypeError("only a pipeline in dynamic_loss_scale(...) scales losses; call loss.backward()")
+        return own.scaling(loss, own.outer.scale)
+
+    @property
+    def total(self) -> float:
+        return self._run.total
+
+    def flush(self) -> None:
+        """Average what the ranks have trained since the last average; for the end of training, on all ranks.
+
+        Same as: `TrainStep.flush`, for the module's own parameters.
+
+        Raises:
+            TypeError: only a hook is registered, no pipeline.
+            NonFinite: on all ranks: some of them left out one of the last two steps.
+            DesyncError: on all ranks: others have begun a pass, or flush after another step.
+        """
+        if self._run.pipeline_step is None:
+            raise TypeError("only a pipeline has parameters to average; a hook alone is registered")
+        self._run.flush()
+        self._run.left.steps = 0
+
+    def explain(self) -> Explanation:
+        """The messages of a synchronised backward pass, as by `fjoin.transforms.explain`; also before any pass.
+
+        The buckets are those of the last pass; before the first pass, those of the first. From the second pass on the
+        module uses other buckets, cut in the order in which gradients arrive.
+        """
+        return self._run.explain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the hook and of the optimizer: tensors and numbers, by parameter path, never by bucket."""
+        run = self._run
+        own = {"step": run.step, "total": run.total, "hook": to_state_dict(run.hook_state)}
+        return own if run.pipeline_step is None else own | run.pipeline_step.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state made by `state_dict`, for the same pipeline and parameters. All ranks must load the same step.
+
+        Between averages each rank has weights and a state of its own. Its weights are loaded after the module is made,
+        since DistributedDataParallel(...) sends rank 0's to all ranks:
+
+            model = DistributedDataParallel(inner)
+            inner.load_state_dict(own_weights)
+            handle = register(model, pipeline)
+            handle.load_state_dict(own_state)
+
+        Raises:
+            ValueError: the state of another pipeline, or of other parameters.
+            DesyncError: in the next backward pass, on all ranks: they have loaded different steps, or a rank has other
+                weights than those with which its state was saved.
+        """
+        run = self._run
+        if (expected := self.state_dict().keys()) != state_dict.keys():
+            raise ValueError(
+                f"a state_dict() of this hook has {sorted(expected)}, got {sorted(state_dict)}; a pipeline and a hook alone have "
+                f"different states"
+            )
+        hook_state = restored("the state of the hook", run.hook_state, state_dict["hook"])
+        if run.pipeline_step is not None:
+            run.pipeline_step.load_state_dict(state_dict)
+        run.hook_state, run.step, run.total, run.loaded = hook_state, state_dict["step"], state_dict["total"], True
