@@ -89,9 +89,13 @@ class HierarchicalModelAverager(ModelAverager):
     """
 
     def __init__(
-        self, period_group_size_dict: Mapping[int, int] | None = None, warmup_steps: int = 0,
-        process_group: Any = None, *, buffers: Buffers | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        *,
+        buffers: Buffers | None = None,
+    ) -> None:
         self.period_group_size_dict = _check_levels(period_group_size_dict)
         super().__init__(warmup_steps, process_group, buffers)
         if max(self.period_group_size_dict) == 1:
