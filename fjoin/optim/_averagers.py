@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..groups._group_mesh import mesh_from_group
+from ..groups._from_group import mesh_from_group
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh
 from ..groups._nested_mesh import nested_mesh, world_size

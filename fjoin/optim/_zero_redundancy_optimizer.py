@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..groups._group_mesh import mesh_from_group
+from ..groups._from_group import mesh_from_group
 from ..groups._mesh import Mesh
 from ._grad_scaler import step_as
 from ._optimizer import Optimizer
