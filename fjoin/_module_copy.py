@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._module_references import Rebuilding, References, copy_slots
+from ._contents import copy_slots
+from ._module_references import Rebuilding, References
 from .transforms.remat._reach import slots_of
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
