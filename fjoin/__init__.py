@@ -37,7 +37,7 @@ from ._errors import TransportError as TransportError
 from ._functional import Apply as Apply
 from ._functional import functional as functional
 from ._value_and_grad import value_and_grad as value_and_grad
-from .groups._make_mesh import bind as bind
+from .groups._bind import bind as bind
 from .groups._make_mesh import mesh as mesh
 from .groups._mesh import Mesh as Mesh
 from .optim._averagers import HierarchicalModelAverager as HierarchicalModelAverager

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from ._module_references import Rebuilding, References, copy_slots
+from ._contents import copy_slots
+from ._module_references import Rebuilding, References
+from ._part_copies import TENSORS, PartCopies, same
 from .transforms.remat._reach import slots_of
 
-_TENSORS = ("_parameters", "_buffers", "_modules")
 # Dicts of hooks that forward passes do not call.
 _UNCALLED = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}
 _COMPILED = "_compiled_call_impl"  # the attribute of a module after its `compile()`
@@ -33,35 +33,6 @@ class _Part(NamedTuple):
     params: dict[str, str]  # name -> path
     buffers: dict[str, str]
     children: dict[str, int | None]  # name -> index among the parts
-
-
-class _Copies:
-    """Copies of all parts of a module, to be used by one call at a time.
-
-    Attributes:
-        modules: The copies; a module without tensors stands for itself.
-        copied: The indices of those that are copies.
-        slots: For each tensor its dict in a copy, its name there, and its path.
-        originals: For each copy the attributes of its module: the present ones, and those that were copied.
-        own: For each copy its attributes: the present ones, and those before a call.
-        special: Index and name of an attribute that refers to the module's tensors or submodules -> the pair in `own`.
-        counts: The number of references to each copy while no call uses it.
-        objects: Copies of other objects that this call uses.
-    """
-
-    def __init__(self, modules: list[Any], copied: list[int]) -> None:
-        self.modules, self.copied = modules, copied
-        self.slots: list[tuple[dict[str, Any], str, str]] = []
-        self.originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.own: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.special: dict[tuple[int, str], tuple[dict[str, Any], dict[str, Any]]] = {}
-        self.counts: list[int] = []
-        self.objects: list[Any] = []
-        self.places: Any = None  # the attributes that were found when it was made
-
-    def count(self) -> list[int]:
-        """The number of references to each copy."""
-        return [sys.getrefcount(self.modules[i]) for i in self.copied]
 
 
 class ModuleCopies:
@@ -103,9 +74,9 @@ class ModuleCopies:
         # The attributes of each module; the dict of its submodules, with what it held; those of its tensors, with sizes.
         self._attributes = [part.__dict__ for _, part in named]
         self._children = [(of["_modules"], dict(of["_modules"])) for of in self._attributes if of["_modules"]]
-        self._sizes = [(of[kind], len(of[kind])) for of in self._attributes for kind in _TENSORS]
+        self._sizes = [(of[kind], len(of[kind])) for of in self._attributes for kind in TENSORS]
         self._compiled = any(_COMPILED in of for of in self._attributes)
-        self._idle: list[_Copies] = []
+        self._idle: list[PartCopies] = []
 
     def _part(self, part: nn.Module, paths: Mapping[int, str]) -> _Part:
         params, buffers = (
@@ -122,7 +93,7 @@ class ModuleCopies:
             (i, name)
             for i, part in enumerate(parts)
             for name, value in part.module().__dict__.items()
-            if name not in _TENSORS and within(value)
+            if name not in TENSORS and within(value)
         ]
         self._seen = [(held, dict(held)) for held in (part.module().__dict__ for part in parts)]
         # What a list or a hook refers to may change; to look at their number is enough for most changes.
@@ -130,7 +101,7 @@ class ModuleCopies:
             value
             for part in parts
             for name, value in part.module().__dict__.items()
-            if isinstance(value, (list, dict, set, deque)) and name not in _TENSORS and name not in _UNCALLED
+            if isinstance(value, (list, dict, set, deque)) and name not in TENSORS and name not in _UNCALLED
         ]
         self._sizes_held = [len(held) for held in self._containers]
         self._held = sum(self._sizes_held)
@@ -162,7 +133,7 @@ class ModuleCopies:
         """Whether the module still has the structure that it had, and is compiled or not, as before."""
         return (
             all([len(held) == before for held, before in self._sizes])
-            and _same(self._children)
+            and same(self._children)
             and self._compiled == any([_COMPILED in of for of in self._attributes])
         )
 
@@ -172,7 +143,7 @@ class ModuleCopies:
         held: Tensor = self._parts[at].module().__dict__[kind][name]  # type: ignore[union-attr]
         return held
 
-    def take(self, tensors: Mapping[str, Tensor]) -> _Copies:
+    def take(self, tensors: Mapping[str, Tensor]) -> PartCopies:
         """Copies with these tensors, to be given back after the call.
 
         Args:
@@ -180,7 +151,7 @@ class ModuleCopies:
         """
         copies = self._idle.pop() if self._idle else None
         seen = self._seen if copies is None else copies.originals
-        if not _same(seen) or (self._held != sum(map(len, self._containers)) and self._have_gained()):
+        if not same(seen) or (self._held != sum(map(len, self._containers)) and self._have_gained()):
             self._find_special()
         if copies is None or copies.places is not self._special:
             copies = self._make()
@@ -195,9 +166,9 @@ class ModuleCopies:
         copies.objects = rebuilding.copied
         return copies
 
-    def _make(self) -> _Copies:
+    def _make(self) -> PartCopies:
         modules: list[Any] = [part.module() for part in self._parts]
-        copies = _Copies([object.__new__(type(module)) for module in modules], self._copied)
+        copies = PartCopies([object.__new__(type(module)) for module in modules], self._copied)
         for i in set(range(len(modules))) - set(self._copied):
             copies.modules[i] = modules[i]
         for i in self._copied:
@@ -215,41 +186,13 @@ class ModuleCopies:
         copies.counts, copies.places = copies.count(), self._special
         return copies
 
-    def give_back(self, copies: _Copies) -> None:
+    def give_back(self, copies: PartCopies) -> None:
         """Write the plain attributes that the call has assigned, such as kept losses, to the module; keep free copies."""
-        if not _same(copies.own):
-            for i, (now, before), (original, copied) in zip(copies.copied, copies.own, copies.originals, strict=True):
-                for name, value in now.items():
-                    kept = name in _TENSORS or name == "training" or (i, name) in copies.special
-                    if kept or before.get(name, copies) is value:
-                        continue
-                    before[name] = value
-                    if not _is_wrapped(value):
-                        original[name] = copied[name] = value
-        for original, now, before, _ in copies.objects:
-            changed = {name: value for name, value in now.items() if before.get(name, copies) is not value}
-            original.update({name: value for name, value in changed.items() if not _is_wrapped(value)})
+        copies.write_back()
         if copies.count() != copies.counts:  # a graph will call them again, in backward
             return
-        copies.objects = []
-        for held, name, _ in copies.slots:  # they would live until the next call
-            held[name] = None
-        for (_, name), (now, before) in copies.special.items():
-            now[name] = before[name] = None
+        copies.empty()
         self._idle.append(copies)
-
-
-def _is_wrapped(value: Any) -> bool:
-    """Whether a value is of a transform of torch.func, at whose end it has no meaning."""
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
-
-
-def _same(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
-    """Whether the dicts of each pair have the same values; values that cannot be compared, such as tensors, are others."""
-    try:
-        return all([now == before for now, before in pairs])
-    except Exception:
-        return False
 
 
 def _is_whole(part: nn.Module) -> bool:

@@ -19,7 +19,7 @@ LIMITS = {
     "lines of reducer, training, ddp": 6860,
     "code lines": 20720,
     "lines": 39830,
-    "files over 250 lines": 26,
+    "files over 250 lines": 23,
     "fmt: skip": 24,
 }
 COUNTS = counts(ROOT)

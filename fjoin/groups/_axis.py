@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from .._errors import JoinError
 from ..transforms._axis_env import Axis, Done, Work
@@ -18,11 +16,11 @@ from ..transforms._sums import sum_in_order
 from ..transforms.axes._order import from_order, to_order
 from ._malloc import keep_freed
 from ._messages import Copied, Message, Received, plain
-
-_REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
-
+from ._traced import refuse_traced_vmap, traced
 
 T = TypeVar("T")
+CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
+_REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 # Up to this size two gloo ranks swap buffers and add: one hop instead of all_reduce's several, the same
 # bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on there is
 # no gain.
@@ -72,9 +70,7 @@ class GroupAxis(Axis):
 
     def _open(self) -> Any:
         if self.group is None:  # to torch that would mean all ranks
-            raise JoinError(
-                "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
-            )
+            raise JoinError(CLOSED)
         return self.group
 
     def begin_reduce(self, buffer: Tensor) -> Work:
@@ -164,7 +160,9 @@ class GroupAxis(Axis):
 
     def run(self, op: str, x: Tensor, arg: Any) -> Tensor:
         if torch.compiler.is_compiling():
-            return self._traced(op, plain(x), arg)
+            value = plain(x)
+            refuse_traced_vmap(op, value)
+            return traced(op, value, arg, self._open(), self.rank, self.size)
         return self.typed(lambda: self.begin(op, x, arg)())
 
     def _after(self, out: Tensor, *works: Any) -> Callable[[], Tensor]:
@@ -228,54 +226,3 @@ class GroupAxis(Axis):
         given, got = flat if send is not None else flat[:0], out if receive is not None else out[:0]
         work = dist.all_to_all_single(got, given, to_get, to_give, group=group, async_op=True)
         return self._after(out.view(x.shape), work)
-
-    def _traced(self, op: str, x: Tensor, arg: Any) -> Tensor:
-        """`run` in operations that torch.compile traces."""
-        _refuse_traced_vmap(op, x)
-        n, group = self.size, self._open()
-        if op == "psum":
-            return functional.wait_tensor(functional.all_reduce(x, "sum", group))
-        if op in _REDUCE:
-            order = functional.all_reduce(to_order(x, op == "pmax"), op.removeprefix("p"), group)
-            return from_order(functional.wait_tensor(order), x.dtype)
-        if op == "pbroadcast":
-            return functional.wait_tensor(functional.broadcast(x, arg, group))
-        if op == "all_gather":
-            return functional.wait_tensor(functional.all_gather_tensor(x.unsqueeze(0), 0, group))
-        if op == "psum_scatter":
-            return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", 0, group)).squeeze(0)
-        if op == "all_to_all":
-            return functional.wait_tensor(functional.all_to_all_single(x, None, None, group))
-        if op == "all_to_all_single":
-            give, take = arg
-            return functional.wait_tensor(functional.all_to_all_single(x, list(take), list(give), group))
-        send = dict(arg).get(self.rank)
-        receive = {target: source for source, target in arg}.get(self.rank)
-        flat = x.reshape(-1)
-        inputs = [flat.numel() if r == send else 0 for r in range(n)]
-        outputs = [flat.numel() if r == receive else 0 for r in range(n)]
-        out = functional.all_to_all_single(flat if send is not None else flat[:0], outputs, inputs, group)
-        out = functional.wait_tensor(out)
-        return out.view(x.shape) if receive is not None else torch.zeros_like(x) + out.sum()
-
-
-def _refuse_traced_vmap(op: str, x: Tensor) -> None:
-    """Raise where torch.compile traces a vmap around a collective.
-
-    Dynamo drops the vmap rule of an autograd.Function, and torch's functional collectives have none:
-    the result would silently be an unreduced or partly reduced tensor. A tensor that is wrapped twice
-    cannot be inspected while tracing, so a derivative of a derivative is refused as well.
-    """
-    if torch._C._functorch.is_batchedtensor(x) or _transform_level() > 1:
-        raise RuntimeError(
-            f"{op} inside torch.func.vmap, or inside nested torch.func transforms, inside torch.compile: the compiler "
-            f"would drop the batching rule and return wrong sums. Call {op} outside the vmap (it takes batched tensors "
-            f"as they are), or do not compile this part."
-        )
-
-
-def _transform_level() -> int:
-    """How many torch.func transforms are active, in calls that Dynamo traces."""
-    if not torch._C._are_functorch_transforms_active():
-        return 0
-    return retrieve_current_functorch_interpreter().level()

@@ -5,32 +5,28 @@ from __future__ import annotations
 import _thread
 import contextlib
 import functools
-import gc
 import os
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
-from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, PeerLost
 from ..shared_memory._links import HostLinks
-from ._axis import GroupAxis
+from ._axis import CLOSED, GroupAxis
 from ._connections import Connections, shut
+from ._device_wait import comes
 from ._failures import Failures, is_backend_error
 from ._host_axis import HostAxis
 from ._hosts_axis import HostsAxis
 from ._meetings import Meetings
 from ._mesh import Mesh
 from ._store import Store
+from ._teardown import destroy
 
-TIMEOUT_S = 600.0
 # How long closing a mesh waits for the device.
 _LAST_S = 10.0
 # How long a rank that fails waits for messages that it has begun. Others come for them within one step.
@@ -123,7 +119,7 @@ class GroupMesh(Mesh):
             links.report = lambda error: failures.report(error, None)
             weakref.finalize(self, links.close).atexit = False
         if owned:
-            weakref.finalize(self, _destroy, list(self._all), False, self._process).atexit = False
+            weakref.finalize(self, destroy, list(self._all), _every_axis, False, self._process).atexit = False
         MESHES.add(self)
 
     @property
@@ -153,7 +149,7 @@ class GroupMesh(Mesh):
         self, occasion: str, value: Any, combine: Callable[[list[Any]], Any], axes: tuple[str, ...] = ()
     ) -> Any:
         if self._down:
-            raise JoinError(_CLOSED)
+            raise JoinError(CLOSED)
         members = [self._ranks[rank] for rank in self._members(axes)]
         return self._meetings.exchange(occasion, value, combine, members)
 
@@ -165,7 +161,7 @@ class GroupMesh(Mesh):
             CollectiveTimeout: the device has not reached the event within the mesh's time-out.
         """
         seconds = self._timeout_s
-        if not _comes(event, seconds, self._look):
+        if not comes(event, seconds, self._look):
             raise CollectiveTimeout(
                 f"the device of rank {self.rank} has not ended a step within {seconds:g} s: a message in it may wait for a rank "
                 f"that was killed or stopped; for steps that take longer pass fjoin.mesh(..., timeout_s=...)"
@@ -214,7 +210,7 @@ class GroupMesh(Mesh):
         if torch.cuda.is_initialized():
             event = torch.cuda.Event()
             event.record()
-            failed = not _comes(event, _LAST_S)  # a peer may have ended before it reached the same message
+            failed = not comes(event, _LAST_S)  # a peer may have ended before it reached the same message
         if self._links is not None:
             self._links.settle(_SETTLE_S)
         self._take_down(failed)
@@ -223,11 +219,11 @@ class GroupMesh(Mesh):
         self._down = True
         if self._links is not None:
             self._links.close()
-        destroy = functools.partial(_destroy, list(self._all), failed, self._process)
+        end = functools.partial(destroy, list(self._all), _every_axis, failed, self._process)
         if not failed:
-            return destroy()
+            return end()
         # gloo waits for the messages under way, of which it may keep one until its time-out though the peer is gone.
-        thread = threading.Thread(target=destroy, daemon=True)
+        thread = threading.Thread(target=end, daemon=True)
         thread.start()
         thread.join(_SETTLE_S)
 
@@ -246,89 +242,6 @@ class GroupMesh(Mesh):
         return self._failures.reported() or failure
 
 
-_CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
-
-
-def _destroy(axes: list[GroupAxis], failed: bool, process: int) -> None:
-    """Destroy the groups of some axes, for all meshes.
-
-    Args:
-        process: The process that made them. In a forked process the groups have no threads, and are left as they are.
-        failed: Whether messages that will never end may be under way: peers that wait for them get an error at once.
-            Otherwise NCCL's messages are awaited.
-    """
-    if process != os.getpid():
-        return
-    groups = list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
-    for group in groups if failed else ():  # abort all of them first: destroying one waits for its stream
-        with contextlib.suppress(RuntimeError):
-            if group.name() == "nccl":
-                group.abort()
-    while groups:
-        group = groups.pop()
-        for axis in (*axes, *(axis for mesh in list(MESHES) for axis in mesh._all)):
-            if axis.group is group:
-                axis.group = None
-        _forget(group)
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
-            if group is dist.group.WORLD:
-                del group
-                dist.destroy_process_group()
-            else:
-                dist.destroy_process_group(group)
-
-
-def _comes(event: Any, seconds: float, look: Callable[[], None] = lambda: None) -> bool:
-    """Whether a device reaches an event within `seconds`; `look` is called twice a second meanwhile.
-
-    CUDA's own wait has no time limit, so the event is polled, at growing intervals.
-    """
-    start, pause = time.monotonic(), 2e-5
-    looked = start
-    while not event.query():
-        now = time.monotonic()
-        if now - start > seconds:
-            return False
-        if now - looked > 0.5:
-            look()
-            looked = now
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
-    return True
-
-
-def mesh_from_group(group: Any, name: str = "data") -> Mesh:
-    """A mesh of one axis over the user's process group, which it takes down when a rank fails."""
-    return GroupMesh({name: group.size()}, {name: group}, group, timeout_of(group), False, Connections(()), owned=False)
-
-
-def timeout_of(group: Any) -> float:
-    with contextlib.suppress(RuntimeError, AttributeError):  # not every backend has the option
-        for device in group._device_types:
-            return float(group._get_backend(device).options._timeout.total_seconds())
-    return TIMEOUT_S
-
-
-def _forget(group: Any) -> None:
-    """Remove torch's own references to a group, which would keep its connections open.
-
-    - Modules and model averagers hold it as an attribute, and a module's reducer holds it in C++. If the reducer were
-      the last holder, its destructor would wait for threads that wait for Python.
-    - The functions of torch.distributed.nn hold the default group at the time of their import among their default
-      arguments, and making a DistributedDataParallel imports them.
-    """
-    kinds = (DistributedDataParallel, ModelAverager)
-    places = gc.get_referrers(group)  # objects, or their dicts
-    # Each search for referrers takes some 30 ms, so not for torch's own dicts, in which groups are keys.
-    dicts = [place for place in places if isinstance(place, dict) and any(value is group for value in place.values())]
-    owners = [one for place in dicts for one in gc.get_referrers(place)]
-    for holder in [one for one in (*places, *owners) if issubclass(type(one), kinds)]:
-        held = [name for name, value in vars(holder).items() if value is group]
-        vars(holder).update(dict.fromkeys(held))
-        if held and isinstance(holder, DistributedDataParallel):
-            vars(holder).update(reducer=None, logger=None)
-    module = sys.modules.get("torch.distributed.nn.functional")
-    for function in vars(module).values() if module else ():
-        defaults = getattr(function, "__defaults__", None)
-        if defaults and any(value is group for value in defaults):
-            function.__defaults__ = tuple(None if value is group else value for value in defaults)
+def _every_axis() -> list[GroupAxis]:
+    """The axes of all meshes."""
+    return [axis for mesh in list(MESHES) for axis in mesh._all]

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._errors import CollectiveTimeout, DesyncError, JoinError, PeerLost, TransportError
-from ..shared_memory._doorway import Doorway
+from .._errors import JoinError
 from ..shared_memory._hosts import split_by_host
-from ..transforms._axis_env import One, bind_axes, bound, under_vmap
+from ..transforms._axis_env import One, bound, under_vmap
 from ..transforms._check import flag, is_number
 from ..transforms._errors import NotVmappable
-from ._connections import Connections, event_loops
-from ._failures import BACKEND_ERROR
-from ._group_mesh import ENDED, MESHES, TIMEOUT_S, GroupMesh, mesh_from_group
+from ._from_group import TIMEOUT_S, mesh_from_group
+from ._group_mesh import ENDED, MESHES
 from ._launch import Launch, read_launch
-from ._meetings import Meetings
-from ._mesh import Mesh, SimulatedMesh, check_mesh
-from ._store import Store, Unanswered, within
-from ._transport import chosen_transport, links_to_host
+from ._mesh import Mesh, SimulatedMesh
+from ._rendezvous import Connected, limited, meet_and_connect
+from ._transport import chosen_transport
 
-T = TypeVar("T")
-# The groups by axis; and for axes that are split, that of this rank's host and that of its peers on the others.
-Connected: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
-_CONNECTED_S = 30.0  # torch's attempts to connect end by themselves, later than their time-out
 _SHORTEST, _LONGEST = 1e-3, 1e8  # seconds, the range of the backends' clocks
 
 
@@ -131,118 +122,18 @@ def mesh(
                         splits[name] = tuple(next(g for part, g in half if me in part) for half in made)
         return groups, splits
 
-    return _meet_and_connect(sizes, grid, connect, timeout_s, ordered, transport)
-
-
-def _meet_and_connect(
-    sizes: dict[str, int],
-    grid: Tensor,
-    connect: Callable[[Mapping[int, str]], Connected],
-    timeout_s: float,
-    ordered: bool,
-    transport: str,
-    owned: bool = True,
-) -> Mesh:
-    """The mesh over new groups.
-
-    Args:
-        connect: From rank -> host to the groups by axis, that of all ranks under "" or the only one, and to the groups
-            inside a host and across hosts of axes that are split.
-    """
-    meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
-    with Doorway() as doorway:
-        doorways = _meet(meetings, sizes, grid, timeout_s, ordered, transport, doorway)
-        before = event_loops()
-        shares = transport != "gloo"
-        splits = shares and not ordered and dist.get_backend() == "gloo"
-        hosts = {rank: host for rank, (host, _) in doorways.items()} if splits else {}
-        groups, halves = _limited(timeout_s, lambda: connect(hosts))
-        halves[""] = halves.get("") or halves.get(next(iter(groups)))
-        world_mesh = groups.pop("", None) or next(iter(groups.values()))
-        connections = Connections(event_loops() - before)
-        try:
-            links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
-        except dist.DistNetworkError as error:
-            raise PeerLost(
-                f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
-                f"their mesh; look at its output. {error}"
-            ) from error
-        return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
+    return meet_and_connect(sizes, grid, connect, timeout_s, ordered, transport)
 
 
 def _connect(backend: str, timeout_s: float, launch: Launch) -> None:
     """Initialise torch.distributed."""
     timeout = datetime.timedelta(seconds=timeout_s)
-    _limited(
+    limited(
         timeout_s,
         lambda: dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size),
     )
     # Threads of groups that still exist when the interpreter ends can abort the process.
     atexit.register(_close, os.getpid())
-
-
-def _meet(
-    meetings: Meetings,
-    sizes: dict[str, int],
-    grid: Tensor,
-    timeout_s: float,
-    ordered: bool,
-    transport: str,
-    doorway: Doorway,
-) -> dict[int, tuple[str, str]]:
-    """Compare the mesh with the other ranks' meshes, before any group is made.
-
-    Returns:
-        Rank -> its host, and the address of its doorway.
-
-    Raises:
-        DesyncError: they differ.
-        ValueError: `transport` is "shared", and the ranks are on several hosts.
-        CollectiveTimeout: a rank does not arrive.
-    """
-    ranks = grid.flatten().tolist()
-    mine = f"a mesh of shape {sizes}, timeout_s={timeout_s:g}, ordered={ordered}, transport={transport!r}"
-    all_of = meetings.exchange("fjoin.mesh", [mine, doorway.host, doorway.address], lambda values: values, ranks)
-    odd = [rank for rank, (other, *_) in zip(ranks, all_of, strict=True) if other != all_of[0][0]]
-    if odd:
-        raise DesyncError(
-            f"rank {odd[0]} makes {all_of[ranks.index(odd[0])][0]}, but rank {ranks[0]} {all_of[0][0]}; make the same meshes in the "
-            f"same order on all ranks",
-            rank=odd[0],
-        )
-    if transport == "shared" and len({host for _, host, _ in all_of}) > 1:
-        raise ValueError(
-            "transport='shared' needs all ranks on one host, with Linux; with transport='auto' those of one host share memory"
-        )
-    return {rank: (host, address) for rank, (_, host, address) in zip(ranks, all_of, strict=True)}
-
-
-def _limited(timeout_s: float, call: Callable[[], T]) -> T:
-    """The result of a call that connects the ranks, with a time limit even where the store's host does not answer.
-
-    Raises:
-        CollectiveTimeout: not all ranks have connected in time.
-    """
-    cause: RuntimeError
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def on_device() -> T:
-        if device is not None:  # each thread has its own current device
-            torch.cuda.set_device(device)
-        return call()
-
-    try:
-        return within(timeout_s + 0.5, on_device, _CONNECTED_S)
-    except (Unanswered, dist.DistError) as error:
-        cause = error
-    except RuntimeError as error:
-        if not BACKEND_ERROR.search(str(error)) and "imed out" not in str(error) and "imeout" not in str(error):
-            raise
-        cause = error
-    raise CollectiveTimeout(
-        f"the ranks could not be connected within {timeout_s:g} s: one of them has not started, has "
-        f"ended, or cannot be reached; look at the other ranks' output. {cause}"
-    ) from cause
 
 
 def _close(process: int) -> None:
@@ -283,7 +174,7 @@ def _from_device_mesh(device_mesh: DeviceMesh, timeout_s: float, ordered: bool, 
 
     # These groups stay until the program ends. torch names such groups by their ranks and by the current number of
     # groups, so a later group could get the name of a destroyed one, and with it the addresses of that group.
-    return _meet_and_connect(sizes, device_mesh.mesh, connect, timeout_s, ordered, transport, owned=False)
+    return meet_and_connect(sizes, device_mesh.mesh, connect, timeout_s, ordered, transport, owned=False)
 
 
 def _group_of(ranks: list[int], timeout: datetime.timedelta) -> dist.ProcessGroup:
@@ -304,31 +195,3 @@ def world_mesh() -> Mesh:
             f"must call fjoin.mesh(...) or torch.distributed.init_process_group(...) again"
         )
     return mesh({"data": -1})
-
-
-@contextlib.contextmanager
-def bind(mesh: Mesh) -> Iterator[None]:
-    """Bind the axes of a mesh within a with block, in this thread: for training loops of your own.
-
-    Args:
-        mesh: A mesh made by `fjoin.mesh`.
-
-    Raises:
-        TypeError: `mesh` is no Mesh.
-        PeerLost, CollectiveTimeout: a collective in the block fails. At the end of the block the mesh is taken down.
-        DesyncError, TransportError: likewise, so that other ranks do not wait for this one.
-
-    >>> from fjoin import transforms as tx
-    >>> with fjoin.bind(fjoin.mesh({"data": -1})):
-    ...     tx.psum(torch.tensor(2.0), "data")
-    tensor(2.)
-    """
-    check_mesh("bind", mesh)
-    try:
-        with bind_axes(mesh.axes):
-            yield
-    except RuntimeError as error:
-        failures = (PeerLost, CollectiveTimeout, DesyncError, TransportError)
-        if isinstance(error, failures) or mesh.is_backend_error(error):
-            mesh.raise_root_cause(error, None)
-        raise

@@ -12,7 +12,8 @@ from ..shared_memory._connect import connect
 from ..shared_memory._doorway import Doorway
 from ..shared_memory._links import HostLinks
 from ._connections import Connections
-from ._group_mesh import GroupMesh, timeout_of
+from ._from_group import timeout_of
+from ._group_mesh import GroupMesh
 from ._meetings import Meetings
 from ._mesh import Mesh
 from ._store import Store

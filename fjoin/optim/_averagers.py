@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from ..groups._group_mesh import mesh_from_group
+from ..groups._from_group import mesh_from_group
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh
 from ..groups._nested_mesh import nested_mesh, world_size
@@ -89,9 +89,13 @@ class HierarchicalModelAverager(ModelAverager):
     """
 
     def __init__(
-        self, period_group_size_dict: Mapping[int, int] | None = None, warmup_steps: int = 0,
-        process_group: Any = None, *, buffers: Buffers | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        *,
+        buffers: Buffers | None = None,
+    ) -> None:
         self.period_group_size_dict = _check_levels(period_group_size_dict)
         super().__init__(warmup_steps, process_group, buffers)
         if max(self.period_group_size_dict) == 1:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..groups._consistency import same_average
-from ..groups._make_mesh import bind
+from ..groups._bind import bind
 from ..groups._mesh import Mesh
+from ..groups._program_check import same_average
 from ..transforms._axis_env import AxisName
 from ..transforms._check import whole_number
 from ..transforms._transform import Transform

@@ -147,8 +147,11 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, or states of another optimizer.
         """
-        order = [(name, param, group) for group in self.param_groups
-                 for name, param in zip(_names(group), group["params"], strict=True)]  # fmt: skip
+        order = [
+            (name, param, group)
+            for group in self.param_groups
+            for name, param in zip(_names(group), group["params"], strict=True)
+        ]
         keys = [(key, group) for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
         saved = state_dict["state"]  # in the saved dtypes; torch would convert them to the parameters' dtypes
         for group in state_dict["param_groups"]:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..groups._axis import GroupAxis
-from ..groups._group_mesh import mesh_from_group
+from ..groups._from_group import mesh_from_group
 from ..groups._mesh import Mesh
 from ._zero_shard import Gradients, Shard, own_gradients
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..groups._group_mesh import mesh_from_group
+from ..groups._from_group import mesh_from_group
 from ..groups._mesh import Mesh
 from ._grad_scaler import step_as
 from ._optimizer import Optimizer
@@ -70,9 +70,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params: Any, optimizer_class: Any, process_group: Any = None, parameters_as_bucket_view: bool = False,
-        overlap_with_ddp: bool = False, **defaults: Any,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        optimizer_class: Any,
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
         self.process_group = dist.group.WORLD if process_group is None else process_group
         if self.process_group is None:
             raise ValueError("a ZeroRedundancyOptimizer needs torch.distributed.init_process_group first")
@@ -80,11 +85,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, StepsInAJoin):
         self.world_size, self.rank = self._mesh.size, self._mesh.rank
         self.part, hyperparameters = optimizer_of(optimizer_class, defaults)
         self.hyper = Hyperparameters(self.part)
-        self._class, self._as_views, self.overlap_with_ddp = (
-            optimizer_class,
-            parameters_as_bucket_view,
-            overlap_with_ddp,
-        )
+        self._class, self._as_views = optimizer_class, parameters_as_bucket_view
+        self.overlap_with_ddp = overlap_with_ddp
         self._shards: list[Shard] = []
         self._local: torch.optim.Optimizer | None = None  # on this rank's slices
         self._whole: dict[int, Any] | None = None

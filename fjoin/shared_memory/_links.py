@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .._errors import JoinError, TransportError
+from ._announce import announce
 from ._exchange import Exchange
 from ._memory import HostMemory
-from ._packets import DROPPED, INLINE, INLINE_BYTES, MEMORY, PART, ROOM, TAKEN, Head, Late, Peer, PeerGone
+from ._packets import MEMORY, ROOM, TAKEN, Head, Late, Peer, PeerGone
 from ._sleeper import Sleeper
 
 _LOOK_S = 1.0  # the time between two checks for failures while a message is awaited
@@ -91,34 +92,12 @@ class HostLinks:
         with self._lock:
             self._open()
             try:
-                self._announce(exchange)
+                announce(exchange, self.peers, self.memory)
                 self._under_way.append(exchange)
                 self.count += 1
                 self._move()
             except OSError as error:
                 self._fail(error)
-
-    def _announce(self, exchange: Exchange) -> None:
-        drops = [self.memory.dropped.popleft() for _ in range(len(self.memory.dropped))]
-        place: tuple[int, int, int] | None = None
-        for rank, (start, stop) in exchange.given.items():
-            peer, part = self.peers[rank], exchange.source[start:stop]
-            for region in peer.knows.intersection(drops):
-                peer.knows.discard(region)
-                peer.send(Head(DROPPED, region=region))
-            head = exchange.key[0], exchange.fingerprint, exchange.key[1]
-            nbytes = part.numel() * part.element_size()
-            if nbytes <= INLINE_BYTES and exchange.inline:
-                data = part.resolve_conj().resolve_neg().view(torch.uint8).numpy() if nbytes else b""
-                peer.send(Head(INLINE, *head, nbytes=nbytes), data)
-                continue
-            if place is None:
-                place = exchange.place(self.memory)
-            region, size, first = place
-            peer.knows.add(region)
-            first += start * part.element_size()
-            peer.send(Head(PART, *head, region, size, first, nbytes))
-            exchange.untaken.add(rank)
 
     # -- receiving ---------------------------------------------------------------------------------
 

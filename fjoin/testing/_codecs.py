@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import transforms as tx
 from ._compare import assert_untouched, same_bits, snapshot
+from ._data import is_data
 from ._devices import encodes_on_its_device
-from ._transforms import is_data
 
 SIZES = (0, 1, 2, 3, 7, 8, 63, 64, 65, 256, 300, 1000)
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .. import transforms as tx
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
+from ._data import is_data
 from ._devices import steps_on_its_device
-from ._transforms import is_data, saved_and_loaded
+from ._saving import saved_and_loaded
 
 
 def _grads(seed: int) -> list[Tensor]:

@@ -5,21 +5,18 @@ Each law is a function whose argument makes a transform. It raises AssertionErro
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import transforms as tx
-from ..transforms._bucketwise import merge, restrict
-from ..transforms._call import Call
-from ..transforms._rider import BucketSums
-from ..transforms._transform import Needs
-from ..transforms.plan._plan import takes_flat
+from ._buckets import goes_bucket_by_bucket, keeps_to_its_needs
 from ._compare import assert_untouched, max_diff, params_like, same_bits, snapshot
+from ._data import is_data
 from ._devices import stays_on_its_device
 from ._ranks import axes_for, grads_of, on_ranks, rank_in, ranks_of
+from ._saving import saved_and_loaded
 
 
 def is_pure(make: Callable[[], tx.Transform]) -> None:
@@ -46,86 +43,6 @@ def weight_of(step: int, rank: int) -> Any:
     """A weight as a number, a tensor or None; each rank is without input in some steps."""
     weights = (2.0, torch.tensor(3.0, dtype=torch.float64), 0.0, None, torch.tensor(0.0, dtype=torch.float64))
     return weights[(step + 2 * rank) % len(weights)]
-
-
-def keeps_to_its_needs(make: Callable[[], tx.Transform]) -> None:
-    """Without LEAVES, PATHS and TREE a flat buffer may stand for the tree; without LAYOUT and TREE any subset of the leaves."""
-
-    def one_rank() -> None:
-        part, params = make(), params_like()
-        grads = grads_of(rank_in(make))
-        out, _ = part.update(grads, part.init(params), params, weight=2.0)
-        if out is None:
-            return
-        if takes_flat(part):
-            paths = tuple(sorted(grads))  # the order of a tree's leaves
-            one = _ravel(params, paths)
-            flat, _ = part.update(_ravel(grads, paths), part.init(one), one, weight=2.0)
-            assert max_diff(flat, _ravel(out, paths)) == 0, "the flat buffer gave another answer"
-        if not part.needs & (Needs.LAYOUT | Needs.TREE):
-            for path in grads:
-                if not _serves(part, path):
-                    continue
-                one, _ = part.update(
-                    {path: grads[path]}, part.init({path: params[path]}), {path: params[path]}, weight=2.0
-                )
-                assert max_diff(one, {path: out[path]}) == 0, f"{path} alone gave another answer"
-
-    tx.simulate(one_rank, axes_for(make))
-
-
-BUCKETS = (("scale", "layer.bias"), ("layer.weight", "none"))
-
-
-def goes_bucket_by_bucket(make: Callable[[], tx.Transform]) -> None:
-    """Calls bucket by bucket equal one call on the whole tree, and agree on the common part of the state."""
-
-    def one_rank() -> None:
-        part, params = make(), params_like()
-        if Needs.TREE in part.needs:
-            return
-        rank = rank_in(make)
-        whole = part.init(params)
-        layout = Needs.LAYOUT in part.needs
-        flat = takes_flat(part) and not layout
-        states = [part.init(_ravel(params, paths)) if flat else restrict(whole, params, paths) for paths in BUCKETS]
-        for step in range(3):
-            grads, weight = grads_of(10 * step + rank), float(rank)
-            out, whole = part.update(grads, whole, params, weight=weight, lane={"x": 1.0})
-            outs: list[Any] = []
-            first: BucketSums | None = None
-            for i, paths in enumerate(BUCKETS):
-                pick = (
-                    (lambda tree, p=paths: _ravel(tree, p)) if flat else (lambda tree, p=paths: {k: tree[k] for k in p})
-                )
-                sums = BucketSums(torch.float32, first)
-                call = Call(weight, {"x": 1.0}).inside(sums=sums)
-                one, states[i] = part.run(pick(grads), states[i], pick(params), call)
-                first = first or sums
-                assert (one is None) == (out is None)
-                if out is not None and not layout:
-                    assert same_bits(one, pick(out)), "a bucket alone gave another answer"
-                    outs.append(one)
-            if layout:  # codes depend on the layout
-                assert same_bits(merge(states, params), merge(states[::-1], params)), "the buckets do not agree"
-            elif not flat:
-                for order in (states, states[::-1]):
-                    assert same_bits(merge(order, params), whole), "the buckets' states are not the state of the whole"
-
-    tx.simulate(one_rank, axes_for(make))
-
-
-def _ravel(tree: Any, paths: tuple[str, ...]) -> Any:
-    return {"": torch.cat([tree[path].reshape(-1) for path in paths])}
-
-
-def _serves(part: tx.Transform, path: str) -> bool:
-    """Whether a transform by path can be set up for this path alone."""
-    try:
-        part.init({path: params_like()[path]})
-    except ValueError:
-        return False
-    return True
 
 
 def chains(make: Callable[[], tx.Transform]) -> None:
@@ -256,14 +173,6 @@ def resumes(make: Callable[[], tx.Transform]) -> None:
         tx.simulate(one_rank, axes_for(make, alone))
 
 
-def saved_and_loaded(state: Any, like: Any) -> Any:
-    """The state after saving to a file and loading it, which unpickles only tensors and numbers."""
-    file = io.BytesIO()
-    torch.save(tx.to_state_dict(state), file)
-    file.seek(0)
-    return tx.from_state_dict(like, torch.load(file, weights_only=True))
-
-
 def maps(make: Callable[[], tx.Transform]) -> None:
     """The vmap engine gives the same results as lockstep, or raises an error that names lockstep."""
     weights = [torch.tensor(w, dtype=torch.float64) for w in (1.0, 0.0, 3.0, 2.0)[: ranks_of(make)]]
@@ -285,27 +194,6 @@ def maps(make: Callable[[], tx.Transform]) -> None:
 
 def _near(a: Any, b: Any) -> bool:
     return max_diff(a, b) < 1e-6
-
-
-def is_data(make: Callable[[], Any]) -> None:
-    """repr, equality, fingerprint and JSON agree."""
-    part = make()
-    assert part == make() and hash(part) == hash(make())
-    assert tx.fingerprint(part) == tx.fingerprint(make())
-    assert part.spec.name in repr(part)
-    if not part.spec.name:  # handwritten: identified by its functions, which JSON cannot hold
-        return
-    functions = {f"{f.__module__}.{f.__qualname__}": f for f in _functions(part)}
-    assert tx.from_json(tx.to_json(part), functions) == part
-
-
-def _functions(part: Any) -> list[Any]:
-    found = []
-    for _, value in part.spec.args:
-        for item in value if isinstance(value, tuple) else (value,):
-            if callable(item) and not hasattr(item, "spec"):
-                found.append(item)
-    return found + [f for child in part.spec.children for f in _functions(child)]
 
 
 TRANSFORM_LAWS = [

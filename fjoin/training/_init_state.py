@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..groups._consistency import check_program, same_values
+from ..groups._program_check import check_program, same_values
 from ..reducer._flat_params import Storage
 from ..transforms._axis_env import bind_axes
 from ..transforms.layout._buckets import Bucket, make_layout

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .._errors import EarlyTermination, JoinError
 from ..groups._consistency import same_joinables
-from ..groups._group_mesh import mesh_from_group
+from ..groups._from_group import mesh_from_group
 from ..groups._mesh import Mesh
 from ..groups._record import Record, Sums
 from ..transforms._axis_env import Work

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
 
-from ..groups._group_mesh import mesh_from_group
+from ..groups._from_group import mesh_from_group
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes

@@ -15,7 +15,7 @@ from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups._group_mesh import mesh_from_group
+from fjoin.groups._from_group import mesh_from_group
 from fjoin.transforms._lane import step_lane
 
 HOOKS: dict[str, Any] = {

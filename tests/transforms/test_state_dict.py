@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.testing._transforms import saved_and_loaded
+from fjoin.testing._saving import saved_and_loaded
 
 HOOK = tx.chain(
     tx.accumulate(2, tx.mean("data")), tx.switch_after(3, tx.identity(), tx.clip_by_global_norm(1.0, mode="previous"))
