@@ -182,6 +182,8 @@ class GroupMesh(Mesh):
                 self._links.settle(_SETTLE_S)
         finally:
             self.report(error, step)
+            failed_in = getattr(error, "step", None)
+            self.use.unfinished.settle(_SETTLE_S, step if failed_in is None else failed_in)
             opened = self._connections.opened()
             if self.size > 1 and any(axis.group is not None and axis.group is dist.group.WORLD for axis in self._all):
                 ENDED.append(str(error))

@@ -125,9 +125,20 @@ def mesh(
     return meet_and_connect(sizes, grid, connect, timeout_s, ordered, transport)
 
 
+# Without these a thread of torch's ends the process about a minute after a rank has failed, whatever the program does.
+NCCL_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
+
+
 def _connect(backend: str, timeout_s: float, launch: Launch) -> None:
     """Initialise torch.distributed."""
     timeout = datetime.timedelta(seconds=timeout_s)
+    if "nccl" in backend:
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
     limited(
         timeout_s,
         lambda: dist.init_process_group(backend, timeout=timeout, rank=launch.rank, world_size=launch.size),

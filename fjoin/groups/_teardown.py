@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
@@ -28,10 +29,8 @@ def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], fai
     if process != os.getpid():
         return
     groups = list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
-    for group in groups if failed else ():  # abort all of them first: destroying one waits for its stream
-        with contextlib.suppress(RuntimeError):
-            if group.name() == "nccl":
-                group.abort()
+    if failed:  # abort all of them first: destroying one waits for its stream
+        _abort([group for group in groups if group.name() == "nccl"])
     while groups:
         group = groups.pop()
         for axis in (*axes, *every()):
@@ -44,6 +43,19 @@ def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], fai
                 dist.destroy_process_group()
             else:
                 dist.destroy_process_group(group)
+
+
+def _abort(groups: list[Any]) -> None:
+    """Abort the messages of NCCL's groups in one call: aborting one may wait for the device, on which another one waits."""
+    backends = [group._get_backend(torch.device("cuda")) for group in groups]
+    for backend in backends[:1]:
+        backend._group_start()
+    for group in groups:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    for backend in backends[:1]:
+        with contextlib.suppress(RuntimeError):
+            backend._group_end()
 
 
 def _forget(group: Any) -> None:

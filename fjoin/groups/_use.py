@@ -1,4 +1,4 @@
-"""A lock that lets one thread at a time use a mesh: the messages of two threads would be mixed up."""
+"""The steps on a mesh: their number, those under way on a device, and a lock that lets one thread at a time run one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import threading
 from collections.abc import Callable, Iterator
 
 from .._errors import JoinError
+from ._unfinished import Unfinished
 
 
 class Use:
-    """The number of steps on a mesh, and the lock of the thread of this rank that runs one.
+    """The steps of this rank on a mesh. The messages of two threads would be mixed up, so one at a time runs a step.
 
     Attributes:
         steps: The number of steps initialised on the mesh, in the same order on all ranks.
+        unfinished: The steps that the device may not have ended.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.unfinished = Unfinished()
         self._lock = threading.RLock()
         self._refused: JoinError | None = None
 

@@ -142,7 +142,7 @@ class Agreements:
         self.check.raise_left_out(step - 1, sums)
 
     def drain(self, step: int) -> None:
-        """Raise, at the end of a loop, for a last step that some ranks left out and others took.
+        """Raise, at the end of a loop, for a last step that changed nothing, or that some ranks left out and others took.
 
         Args:
             step: The number of steps so far.
@@ -150,6 +150,7 @@ class Agreements:
         Raises:
             NonFinite: on all ranks.
         """
+        self.check.drain()
         if self._has_sent and not self._parts.skips and self._programs.is_apart(step - 1):
             self._raise_late(step)
             self.check.raise_left_out(step - 1, self._sum({}))

@@ -105,7 +105,13 @@ class Run:
         body.storage.arrivals.wait()
         body.torn = tears(body.step)
         execute(self._programs.parts.ends, FlatMemory(self, body, 0.0, None), FLUSH)
+        self.ends_here(body)
         body.torn = ""
+
+    def ends_here(self, body: StateData) -> None:
+        """Note where the state's last step ends in the stream of its device."""
+        if body.storage.layout:
+            body.ended = self.mesh.use.unfinished.end(body.step, body.storage.layout[0].device)
 
     def drop(self) -> None:
         """Drop the messages under way, after a failure."""

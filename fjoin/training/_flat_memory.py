@@ -224,4 +224,5 @@ class FlatMemory:
         body, hook = self._body, self._shell.hook
         if self.sums is not None:
             body.hook = effect.keep(hook.new_state(self.sums, self._queue.outgoing), body.hook)
+        self._shell.ends_here(body)
         body.torn = ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import DonatedState, TornState
+from ..groups._unfinished import StepEnd
 from ..reducer._flat_params import Storage
 from ..reducer._gather_pieces import gather_state
 from ..reducer._hook_state import HookState
@@ -43,6 +44,7 @@ class StateData:
     version: int = 0
     torn: str = ""
     lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
+    ended: StepEnd | None = None  # the end of its last step on a device; copies share it
     outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
 
     def hook_state(self) -> Any:
@@ -104,7 +106,7 @@ class TrainState:
                 "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
                 "on its parameters: step.init(state.params)"
             )
-        torn = body.torn or body.storage.arrivals.failed
+        torn = body.torn or body.storage.arrivals.failed or (body.ended and body.ended.failed)
         if torn or (owner is not None and body.lost):
             raise TornState(torn or body.lost, step=body.step)
         # A lost window has overwritten nothing: the states given to its calls are the state of the last completed step.

@@ -81,3 +81,117 @@ def wait_in_vain() -> Any:
         ):
             mesh.close()
     return out
+
+
+# -- steps that a device has not ended ----------------------------------------------------------------------------------
+
+
+def test_before_an_abort_a_rank_waits_for_steps_that_all_have_begun() -> None:
+    from fjoin.groups._unfinished import StepEnd, Unfinished
+
+    for failed_in, want in ((3, ["", "", "step 3"]), (None, ["", "", "step 3"]), (2, ["", "step 2", "step 3"])):
+        steps = Unfinished()
+        ends = [steps.add(StepEnd(step, Later(times))) for step, times in ((1, 8), (2, 8), (3, float("inf")))]
+        steps.settle(0.1, failed_in)
+        assert [
+            text in end.failed and bool(text) == bool(end.failed) for text, end in zip(want, ends, strict=True)
+        ] == [True] * 3
+        steps.settle(0.1, None)  # they are judged once
+        assert [bool(text) for text in want] == [bool(end.failed) for end in ends]
+
+
+def fail_while_the_device_is_behind(rank: int, report: Report) -> None:
+    """Rank 1 fails in step 3. The device of rank 0 has not ended step 2, to which rank 1 has contributed, nor step 3."""
+    from unittest import mock
+
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+    from fjoin.groups import _group_mesh
+    from fjoin.groups._unfinished import StepEnd, Unfinished
+
+    def end(self: Unfinished, step: int, device: Any) -> StepEnd:
+        return self.add(StepEnd(step, Later(float("inf") if step > 2 else 20)))
+
+    def loss_fn(params: Any, batch: Any) -> torch.Tensor:
+        if batch is None:
+            raise ValueError("bad batch")
+        return (params["w"] * batch).sum()
+
+    mesh = fjoin.mesh({"data": -1}, timeout_s=300)
+    step = fjoin.train_step(loss_fn, tx.fuse(tx.mean("data"), tx.sgd(1.0)), mesh=mesh)
+    states = [step.init({"w": torch.zeros(2)})]
+    copies = []
+    with mock.patch.object(Unfinished, "end", end), mock.patch.object(_group_mesh, "_SETTLE_S", 0.2):
+        try:
+            for i in range(6):
+                if i == 3 and rank == 0:  # what its host has taken and its device never ends
+                    body = states[-1]._body
+                    copies.append(states[-1].clone())
+                    body.ended = mesh.use.unfinished.add(StepEnd(3, Later(float("inf"))))
+                    copies.append(states[-1].clone())
+                state, _ = step(states[-1], None if rank == 1 and i == 3 else torch.full((2,), float(rank)))
+                states.append(state)
+        except (ValueError, fjoin.PeerLost) as error:
+            report(type(error).__name__)
+    for state in (states[-1], *copies):
+        try:
+            report(state.params["w"].tolist())
+        except fjoin.TornState as error:
+            report(str(error))
+
+
+def test_a_state_whose_messages_never_arrived_is_torn() -> None:
+    with Ranks(2, fail_while_the_device_is_behind) as run:
+        said: dict[int, list[Any]] = {0: [], 1: []}
+        for _ in range(6):
+            rank, _, what = run.next(60)
+            said[rank].append(what)
+    assert said[1] == ["ValueError", [-1.5, -1.5]]
+    assert said[0][0] == "PeerLost" and said[0][2] == [-1.5, -1.5]
+    for text in (said[0][1], said[0][3]):
+        assert "had not ended step 3 when a rank failed" in text and "load a checkpoint" in text
+
+
+def test_groups_of_nccl_are_aborted_in_one_call() -> None:
+    from fjoin.groups import _teardown
+
+    calls: list[str] = []
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def _get_backend(self, device: Any) -> Any:
+            return self
+
+        def _group_start(self) -> None:
+            calls.append("start")
+
+        def _group_end(self) -> None:
+            calls.append("end")
+
+        def abort(self) -> None:
+            calls.append(self._name)
+            raise RuntimeError("it has failed already")
+
+    _teardown._abort([Group("a"), Group("b")])
+    _teardown._abort([])
+    assert calls == ["start", "a", "b", "end"]
+
+
+def test_a_step_on_a_device_that_changed_nothing_raises_at_the_end_of_the_loop() -> None:
+    import pytest
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+
+    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)))
+    step._run.step_check.grads.on_device = True
+    for bad in (0, 1, 2):  # the last one and the one before are not read by a later step
+        state = step.init({"w": torch.zeros(2)})
+        with pytest.raises(fjoin.NonFinite, match=f"step {bad}"):
+            for batch in step.join([torch.full((2,), float("nan") if i == bad else 1.0) for i in range(3)]):
+                state, _ = step(state, batch)
