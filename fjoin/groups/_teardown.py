@@ -6,10 +6,10 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
 from torch.nn.parallel import DistributedDataParallel
@@ -46,16 +46,20 @@ def destroy(axes: list[GroupAxis], every: Callable[[], Iterable[GroupAxis]], fai
 
 
 def _abort(groups: list[Any]) -> None:
-    """Abort the messages of NCCL's groups in one call: aborting one may wait for the device, on which another one waits."""
-    backends = [group._get_backend(torch.device("cuda")) for group in groups]
-    for backend in backends[:1]:
-        backend._group_start()
-    for group in groups:
+    """Abort the messages of NCCL's groups, all at the same time: aborting one waits for the device, on which another one waits.
+
+    torch's `_group_start` serves for that only where `abort` does not start a thread of its own.
+    """
+
+    def abort(group: Any) -> None:
         with contextlib.suppress(RuntimeError):
             group.abort()
-    for backend in backends[:1]:
-        with contextlib.suppress(RuntimeError):
-            backend._group_end()
+
+    threads = [threading.Thread(target=abort, args=(group,), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _forget(group: Any) -> None:
