@@ -43,14 +43,13 @@ from ._errors import CollectiveMismatch as CollectiveMismatch
 from ._errors import DonatedState as DonatedState
 from ._errors import NotVmappable as NotVmappable
 from ._errors import UnboundAxis as UnboundAxis
+from ._fingerprint import fingerprint as fingerprint
 from ._from_json import from_json as from_json
 from ._placement import PerRank as PerRank
 from ._placement import Piece as Piece
 from ._placement import Placement as Placement
 from ._spec import Spec as Spec
 from ._spec import factory as factory
-from ._spec import fingerprint as fingerprint
-from ._spec import to_json as to_json
 from ._state_dict import from_state_dict as from_state_dict
 from ._state_dict import to_state_dict as to_state_dict
 from ._timing import Changes as Changes
@@ -58,6 +57,7 @@ from ._timing import Period as Period
 from ._timing import Periodic as Periodic
 from ._timing import Switch as Switch
 from ._timing import Windows as Windows
+from ._to_json import to_json as to_json
 from ._transform import ByNorm as ByNorm
 from ._transform import Compression as Compression
 from ._transform import Inner as Inner

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from ._axis_env import AxisName
 from ._call import NAMES, Call, call_of
-from ._spec import Spec, Specified, spec_of_function
+from ._spec import Spec, spec_of_function
+from ._specified import Specified
 from ._timing import Timing
 from ._tree import State, Tree
 from ._update import Update

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._errors import DesyncError
-from .._spec import fingerprint
+from .._fingerprint import fingerprint
 from .._tree import State, Tree, plain
 from ..axes._collectives import all_gather, axis_size
 from ..optimizers._inject import compared
