@@ -45,6 +45,7 @@ from ._errors import NotVmappable as NotVmappable
 from ._errors import UnboundAxis as UnboundAxis
 from ._fingerprint import fingerprint as fingerprint
 from ._from_json import from_json as from_json
+from ._inner import Inner as Inner
 from ._placement import PerRank as PerRank
 from ._placement import Piece as Piece
 from ._placement import Placement as Placement
@@ -60,12 +61,9 @@ from ._timing import Windows as Windows
 from ._to_json import to_json as to_json
 from ._transform import ByNorm as ByNorm
 from ._transform import Compression as Compression
-from ._transform import Inner as Inner
 from ._transform import Needs as Needs
 from ._transform import Reduction as Reduction
 from ._transform import Transform as Transform
-from .axes._collectives import all_gather as all_gather
-from .axes._collectives import all_to_all as all_to_all
 from .axes._collectives import axis_index as axis_index
 from .axes._collectives import axis_size as axis_size
 from .axes._collectives import pbroadcast as pbroadcast
@@ -74,7 +72,9 @@ from .axes._collectives import pmean as pmean
 from .axes._collectives import pmin as pmin
 from .axes._collectives import ppermute as ppermute
 from .axes._collectives import psum as psum
-from .axes._collectives import psum_scatter as psum_scatter
+from .axes._gather_scatter import all_gather as all_gather
+from .axes._gather_scatter import all_to_all as all_to_all
+from .axes._gather_scatter import psum_scatter as psum_scatter
 from .axes._ragged import all_to_all_single as all_to_all_single
 from .axes._simulate import simulate as simulate
 from .codecs._blocks import fp8 as fp8

@@ -12,9 +12,10 @@ import optree
 import torch
 from torch import Tensor
 
+from .._check_tree import check_dense
 from .._spec import factory
 from .._transform import Needs, Transform, check_transform
-from .._tree import State, Tree, check_dense, has_no_data, named_leaves, plain
+from .._tree import State, Tree, has_no_data, named_leaves, plain
 
 
 class OptaxState(NamedTuple):

@@ -14,10 +14,11 @@ from .._axis_env import bind_axes
 from .._bucketwise import restrict
 from .._call import ALONE, Call
 from .._check import axis_sizes
+from .._check_tree import check_dense
 from .._lane import encode_lane, lane_dtype, step_lane
 from .._rider import BucketSums
 from .._transform import Transform
-from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
+from .._tree import Tree, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import names
 from ..combinators._chain import counting, counts_needed, stages

@@ -10,10 +10,11 @@ import torch
 from .._axis_env import bound, under_vmap
 from .._call import NAMES, Call
 from .._check import flag as check_flag
+from .._check_tree import check_dense, check_same
 from .._lane import Lane, check_lane
 from .._spec import factory
 from .._transform import Transform, check_transform
-from .._tree import State, Tree, check_dense, check_same, named_leaves, plain, readable_without_sync
+from .._tree import State, Tree, named_leaves, plain, readable_without_sync
 from .._uncompiled import constant
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE, WEIGHTS

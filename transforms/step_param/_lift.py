@@ -13,7 +13,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import State, Tree, check_dense, check_same, fields, map_with_path, path_string, plain, with_fields
+from .._check_tree import check_dense, check_same
+from .._tree import State, Tree, fields, map_with_path, path_string, plain, with_fields
 from ..schedules._rates import watched
 from ._checked import check_count, unchecked
 from ._formula import copy_like, like
