@@ -110,12 +110,12 @@ from .combinators._conditional import switch_after as switch_after
 from .combinators._fragments import in_fragments as in_fragments
 from .combinators._optax import OptaxState as OptaxState
 from .combinators._optax import from_optax as from_optax
-from .combinators._optax import to_optax as to_optax
 from .combinators._partition import masked as masked
 from .combinators._partition import partition as partition
 from .combinators._tap import LoggedState as LoggedState
 from .combinators._tap import logged as logged
 from .combinators._tap import tap as tap
+from .combinators._to_optax import to_optax as to_optax
 from .feedback._dgc import DGCState as DGCState
 from .feedback._dgc import dgc as dgc
 from .feedback._ef21 import EF21State as EF21State

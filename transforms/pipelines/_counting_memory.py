@@ -22,8 +22,9 @@ from .._tree import Tree, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import names
 from ..combinators._chain import counting, counts_needed, stages
+from ..layout._bound_pieces import bind_pieces
 from ..layout._buckets import Bucket, lane_bucket
-from ..layout._pieces import Pieces, bind_pieces
+from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._plan import make_plan, takes_flat
 from ..program._effect import Effect

@@ -18,7 +18,8 @@ from .._tree import State, Tree, named_leaves, plain, readable_without_sync
 from .._uncompiled import constant
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE, WEIGHTS
-from ..layout._pieces import Pieces, bind_pieces
+from ..layout._bound_pieces import bind_pieces
+from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._phases import changes_with_steps
 from ..plan._plan import make_plan

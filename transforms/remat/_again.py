@@ -17,7 +17,8 @@ from ._kept import Keeper
 from ._messages import refuse_iterators
 from ._offload import HOST, Store
 from ._plain import HooksRefused, PlainRegion
-from ._policies import AtPlaces, Keep, Policy, everything_saveable, min_cut, nothing_saveable
+from ._policies import AtPlaces, everything_saveable, min_cut, nothing_saveable
+from ._policy import Keep, Policy
 from ._pullback import is_differentiable, with_graph, with_values
 from ._reach import captured
 from ._record import Record

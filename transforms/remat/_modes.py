@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 
-from ._kept import Keeper, Kept, Place, Slot, written_by
+from ._aten import written_by
+from ._kept import Keeper, Kept, Place, Slot
 from ._offload import Handle
 from ._surroundings import OfOneRun
 

@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
 from ._captured import Substitute, note_moves, within
-from ._kept import memory_of, note_moved
+from ._kept import note_moved
+from ._memory import memory_of
 from ._messages import Saved, differs, path_words, written_into
 from ._modes import uncounted
 from ._offload import Handle, Store
