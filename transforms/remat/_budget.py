@@ -20,10 +20,11 @@ from ._form import remembered
 from ._kept import listening
 from ._knapsack import Choice, Cost, least, plan
 from ._memory import memory_of
-from ._offload import Handle, Store
 from ._policies import everything_saveable
 from ._reach import captured
 from ._result import tensors_of
+from ._store import Handle, Store
+
 
 class _Walk(Protocol):
     def block(self, fn: Callable[..., Any], how: How, args: Any, kwargs: Any) -> Any: ...

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 
 from ._aten import draws, tensors_in
 from ._memory import Part, memory_of, part_of, tensor_of
-from ._offload import Handle, Store
 from ._policy import Keep, Policy, keep_of, keep_of_name
+from ._store import Handle, Store
 
 # Which occurrence of an operation: other operations between may differ between two runs.
 Place = tuple[Any, int]

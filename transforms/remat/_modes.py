@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_unflatten
 
 from ._aten import written_by
 from ._kept import Keeper, Kept, Place, Slot
-from ._offload import Handle
+from ._store import Handle
 from ._surroundings import OfOneRun
 
 

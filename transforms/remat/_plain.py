@@ -22,10 +22,10 @@ from ._kept import note_moved
 from ._memory import memory_of
 from ._messages import Saved, differs, path_words, written_into
 from ._modes import uncounted
-from ._offload import Handle, Store
 from ._reach import Found
 from ._record import Record
 from ._result import tensors_of
+from ._store import Handle, Store
 
 
 class _Outside(NamedTuple):

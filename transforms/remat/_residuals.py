@@ -19,8 +19,8 @@ from ._abstract import abstract
 from ._kept import listening
 from ._memory import memory_of
 from ._modes import run_op
-from ._offload import Handle
 from ._result import tensors_of
+from ._store import Handle
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
 
