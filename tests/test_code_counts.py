@@ -17,10 +17,10 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 6860,
-    "code lines": 20720,
-    "lines": 39830,
-    "files over 250 lines": 26,
-    "fmt: skip": 24,
+    "code lines": 20840,
+    "lines": 40182,
+    "files over 250 lines": 12,
+    "fmt: skip": 10,
 }
 COUNTS = counts(ROOT)
 
