@@ -16,11 +16,11 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 6860,
-    "code lines": 20720,
-    "lines": 39830,
-    "files over 250 lines": 23,
-    "fmt: skip": 24,
+    "lines of reducer, training, ddp": 6942,
+    "code lines": 20947,
+    "lines": 40538,
+    "files over 250 lines": 2,
+    "fmt: skip": 0,
 }
 COUNTS = counts(ROOT)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ._call import Call
-from ._transform import other_state
+from ._inner import other_state
 from ._tree import State, Tree
 
 U = TypeVar("U", bound=Callable[..., Any])

@@ -10,13 +10,14 @@ import functools
 import hashlib
 import inspect
 import json
-import types
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+
+from ._code_text import code_text
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class Spec:
         return str(getattr(self.factory, "__module__", "")).startswith(f"{__package__}.")
 
     def canonical(self) -> str:
-        return json.dumps(_encode(self, functions=True), sort_keys=False)
+        return json.dumps(encode(self, functions=True), sort_keys=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self.canonical() == other.canonical()
@@ -180,7 +181,7 @@ def _number(value: Any) -> Any:
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
 
 
-def _encode(value: Any, functions: bool) -> Any:
+def encode(value: Any, functions: bool) -> Any:
     """The JSON form.
 
     Args:
@@ -194,21 +195,21 @@ def _encode(value: Any, functions: bool) -> Any:
             raise TypeError(
                 f"{value!r} is written by hand and has no JSON form; make it by a function that is a @factory"
             )
-        return {"name": value.name, "args": {k: _encode(v, functions) for k, v in value.args}}
+        return {"name": value.name, "args": {k: encode(v, functions) for k, v in value.args}}
     spec = spec_of(value)
     if spec is not None:
-        return _encode(spec, functions)
+        return encode(spec, functions)
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Tensor):
         return {"tensor": value.detach().cpu().tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, (list, tuple)):
-        return [_encode(v, functions) for v in value]
+        return [encode(v, functions) for v in value]
     if isinstance(value, Mapping):
-        return {"dict": [[_encode(k, functions), _encode(v, functions)] for k, v in value.items()]}
+        return {"dict": [[encode(k, functions), encode(v, functions)] for k, v in value.items()]}
     if isinstance(value, functools.partial) and functions:
         return {
-            "partial": [_encode(v, True) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]
+            "partial": [encode(v, True) for v in (value.func, *value.args, *value.keywords, *value.keywords.values())]
         }
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
@@ -222,7 +223,7 @@ def _encode(value: Any, functions: bool) -> Any:
         if isinstance(value, range):
             return {"range": [value.start, value.stop, value.step]}
         if isinstance(value, (set, frozenset)):  # whose order differs between processes
-            return {"set": sorted(json.dumps(_encode(one, True)) for one in value)}
+            return {"set": sorted(json.dumps(encode(one, True)) for one in value)}
         return {"a": type(value).__qualname__}
     raise TypeError(
         f"{value!r} (a {type(value).__name__}) has no JSON form; pass numbers, strings, dtypes or transforms"
@@ -239,99 +240,5 @@ def _code_hash(function: Any) -> str:
     if code is None:
         return ""
     defaults = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
-    text = json.dumps([_encode(default, True) for default in defaults]) + _code_text(code)
+    text = json.dumps([encode(default, True) for default in defaults]) + code_text(code)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _code_text(code: types.CodeType) -> str:
-    """Code and its constants as text; the functions inside it are among its constants."""
-    return repr((code.co_code, code.co_names, list(map(_constant_text, code.co_consts))))
-
-
-def _constant_text(constant: Any) -> str:
-    if isinstance(constant, types.CodeType):
-        return _code_text(constant)
-    if isinstance(constant, tuple):
-        return f"({', '.join(map(_constant_text, constant))})"
-    if isinstance(constant, frozenset):  # whose order differs between processes
-        return f"{{{', '.join(sorted(map(_constant_text, constant)))}}}"
-    return repr(constant)
-
-
-def to_json(transform: Any) -> str:
-    """A transform, optimizer, schedule or pipeline as JSON text; `from_json` reads it back.
-
-    A function among the arguments is written by its qualified name; `from_json` then needs it
-    in `functions`.
-
-    Raises:
-        TypeError: `transform` carries no spec, or an argument has no JSON form.
-
-    >>> from fjoin import transforms as tx
-    >>> tx.from_json(tx.to_json(tx.clip_by_value(0.5))) == tx.clip_by_value(0.5)
-    True
-    """
-    if not isinstance(getattr(transform, "spec", None), Spec):
-        raise TypeError(f"expected a transform, optimizer, schedule or pipeline, got {transform!r}")
-    return json.dumps(_encode(transform, functions=False), indent=1)
-
-
-def fingerprint(*parts: Any) -> str:
-    """A short hash of transforms and plain data, equal on two ranks iff the parts are.
-
-    Functions are compared by qualified name, code and default arguments, not by the variables in their closures;
-    partials by their arguments too.
-
-    Args:
-        parts: Transforms, optimizers, schedules, pipelines, numbers, strings, tuples and dicts of them.
-
-    Returns:
-        32 hexadecimal digits.
-
-    >>> from fjoin import transforms as tx
-    >>> tx.fingerprint(tx.identity()) == tx.fingerprint(tx.clip_by_value(1.0))
-    False
-    """
-    text = json.dumps([_encode(part, functions=True) for part in parts])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def call_factory(make: Callable[..., Any], args: Iterable[tuple[str, Any]]) -> Any:
-    """The result of a factory with the arguments of a spec."""
-    bound = inspect.BoundArguments(inspect.signature(make), dict(args))  # type: ignore[arg-type]
-    return make(*bound.args, **bound.kwargs)
-
-
-class PickledBySpec:
-    """Pickles a factory and its arguments, where a factory made the object: the functions in it have no names."""
-
-    spec: Spec
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        make = self.spec.factory
-        return super().__reduce_ex__(protocol) if make is None else (call_factory, (make, self.spec.args))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        del memo
-        return self  # nothing in it changes
-
-
-@dataclass(frozen=True, eq=False)
-class Specified(PickledBySpec):
-    """Equality, hash and repr by spec."""
-
-    @property
-    def _spec(self) -> Spec:
-        return self.spec  # type: ignore[attr-defined,no-any-return]
-
-    def with_spec(self, spec: Spec) -> Any:
-        return replace(self, spec=spec)  # type: ignore[call-arg]
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self._spec == other._spec  # type: ignore[attr-defined]
-
-    def __hash__(self) -> int:
-        return hash(self._spec)
-
-    def __repr__(self) -> str:
-        return repr(self._spec)

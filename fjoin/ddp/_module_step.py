@@ -14,8 +14,8 @@ from ..optim._foreach import ForeachStepper, divides
 from ..reducer._step_check import CountsOfAll, Decision, StepCheck
 from ..training._ends import EndStates, init_ends
 from ..training._loss_weight import unscale
+from ..transforms._check_tree import check_dense
 from ..transforms._state_dict import restored, to_state_dict
-from ..transforms._tree import check_dense
 from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers._inject import compared
 from ..transforms.pipelines._pipeline import Pipeline

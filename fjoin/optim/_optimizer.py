@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..transforms._check_tree import check_dense
 from ..transforms._state_dict import to_state_dict
-from ..transforms._tree import check_dense
 from ..transforms.step_param import _optimizer
 from ..transforms.step_param._lists import Item
 from ._foreach import ForeachStepper

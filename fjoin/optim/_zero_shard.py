@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..groups._axis import GroupAxis
 from ..reducer._gather_pieces import gather_leaves
-from ..transforms._tree import check_dense
+from ..transforms._check_tree import check_dense
 from ..transforms.layout._pieces import Pieces, cut
 
 Gradients = dict[str, Tensor | None]  # path -> gradient

@@ -10,7 +10,8 @@ from ..transforms._bucketwise import restrict
 from ..transforms._call import Call
 from ..transforms._transform import Transform
 from ..transforms.combinators._chain import stages
-from ..transforms.layout._pieces import Pieces, bind_pieces
+from ..transforms.layout._bound_pieces import bind_pieces
+from ..transforms.layout._pieces import Pieces
 from ..transforms.plan._plan import Plan, takes_flat
 from ._aliases import copy_if_aliased
 from ._bucket_stages import BucketStages

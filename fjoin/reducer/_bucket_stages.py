@@ -13,8 +13,9 @@ from ..transforms._axis_env import Work, bind_axes, bound
 from ..transforms._call import ALONE, Call
 from ..transforms._rider import BucketSums
 from ..transforms.combinators._chain import behind_all, counting, counts_needed, stages
+from ..transforms.layout._bound_pieces import bind_pieces
 from ..transforms.layout._buckets import Bucket
-from ..transforms.layout._pieces import Pieces, bind_pieces
+from ..transforms.layout._pieces import Pieces
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
 from ._aliases import assign_, copy_if_aliased

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..transforms._axis_env import Work
+from ..transforms._check_tree import check_dense
 from ..transforms._sums import widened
-from ..transforms._tree import check_dense
 from ..transforms.layout._buckets import Bucket, views
 from ..transforms.layout._pieces import Pieces
 from ._flat_params import Storage

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..groups._malloc import keep_freed
 from ..transforms._axis_env import Axis, PieceSum, Work
-from ..transforms.layout._pieces import bind_pieces
+from ..transforms.layout._bound_pieces import bind_pieces
 from ._all_reduce import AllReduceHook
 from ._buckets import GradBuffer
 from ._flat_params import Storage

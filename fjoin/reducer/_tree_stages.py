@@ -13,7 +13,8 @@ from ..transforms._axis_env import bind_axes
 from ..transforms._call import Call
 from ..transforms._transform import Transform
 from ..transforms.combinators._chain import behind
-from ..transforms.layout._pieces import Pieces, bind_pieces
+from ..transforms.layout._bound_pieces import bind_pieces
+from ..transforms.layout._pieces import Pieces
 from ._aliases import assign_, copy_if_aliased
 from ._buckets import GradBuffer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, _CachingTorchDispatchMode
 
-from ..transforms.remat._policies import Keep, Policy
+from ..transforms.remat._policy import Keep, Policy
 from ..transforms.remat._remat import Runner, runner_of
 
 _NAMES = ("policy", "offload", "preserve_rng", "budget_bytes", "early_stop")

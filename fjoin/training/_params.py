@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._functional import Apply
-from ..transforms._tree import check_dense, flatten_in_insertion_order
+from ..transforms._check_tree import check_dense
+from ..transforms._tree import flatten_in_insertion_order
 
 
 def flatten(params: Any) -> tuple[dict[str, Tensor], Callable[[dict[str, Any]], Any]]:

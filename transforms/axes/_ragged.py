@@ -11,8 +11,9 @@ import optree
 from .._axis_env import lookup
 from .._errors import NotVmappable
 from .._tree import Tree
-from ._collectives import all_to_all
-from ._primitive import apply_one, as_tensor, packed
+from ._gather_scatter import all_to_all
+from ._packing import as_tensor, packed
+from ._primitive import apply_one
 
 
 def all_to_all_single(

@@ -14,7 +14,7 @@ from .._timing import children
 from .._transform import Needs, Reduction, Transform, check_transform, init_empty
 from .._tree import State, Tree
 from .._weights import Over, share_in
-from ..layout._pieces import pieces_here
+from ..layout._bound_pieces import pieces_here
 
 
 @factory

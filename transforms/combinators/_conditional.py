@@ -14,11 +14,12 @@ from torch import Tensor
 from .._call import Call
 from .._check import whole_number
 from .._counter import check_state, counts_steps
+from .._inner import Inner
 from .._placement import PerRank
 from .._spec import factory
 from .._sums import wide_dtype, widened
 from .._timing import Period, Periodic, Switch, Windows
-from .._transform import Inner, Needs, Reduction, Transform, check_transform
+from .._transform import Needs, Reduction, Transform, check_transform
 from .._tree import State, Tree, choose_state, device_of, to_device
 from .._weights import check_weight
 

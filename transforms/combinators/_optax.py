@@ -1,4 +1,4 @@
-"""optax's transformations here, and these transforms in optax."""
+"""optax's transformations here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import optree
 import torch
 from torch import Tensor
 
+from .._check_tree import check_dense
 from .._spec import factory
-from .._transform import Needs, Transform, check_transform
-from .._tree import State, Tree, check_dense, has_no_data, named_leaves, plain
+from .._transform import Needs, Transform
+from .._tree import Tree, has_no_data, named_leaves, plain
 
 
 class OptaxState(NamedTuple):
@@ -54,7 +55,7 @@ def from_optax(transformation: Any, per_leaf: bool = False) -> Transform:
     """
     if not (isinstance(transformation, tuple) and len(transformation) == 2 and all(map(callable, transformation))):
         raise TypeError(f"from_optax takes an optax.GradientTransformation, got {transformation!r}")
-    _jax()
+    import_jax()
 
     @functools.lru_cache(maxsize=16)
     def compiled(shapes: _Shapes) -> _Compiled:
@@ -110,7 +111,7 @@ class _Compiled:
     """A transformation compiled for trees of one form; arguments and results are flat arrays."""
 
     def __init__(self, begin: Callable[..., Any], step: Callable[..., Any], shapes: _Shapes) -> None:
-        jax = _jax()
+        jax = import_jax()
         self._shapes = shapes
         self._layout = layout = _Layout(zip(shapes.shapes, shapes.dtypes, strict=True))
         concatenate = jax.numpy.concatenate
@@ -154,14 +155,14 @@ class _Compiled:
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which jax computes in 64 bits if a leaf is float64."""
-        return _jax().enable_x64(torch.float64 in self._shapes.dtypes)
+        return import_jax().enable_x64(torch.float64 in self._shapes.dtypes)
 
     def enter(self, tree: Tree) -> list[Any]:
         leaves = [leaf.detach() for leaf in optree.tree_leaves(tree)]
         return [_to_jax(flat) for flat in self._layout.join(leaves, torch.cat)]
 
     def leave(self, flats: Any) -> tuple[Tensor, ...]:
-        _jax().block_until_ready(flats)
+        import_jax().block_until_ready(flats)
         return tuple(_to_torch(flat) for flat in flats)
 
     def tree(self, flats: tuple[Tensor, ...]) -> Tree:
@@ -200,81 +201,12 @@ class _Layout:
         return tuple(some[0] if len(some) == 1 else concatenate(some) for some in parts.values())
 
 
-def to_optax(transform: Transform) -> Any:
-    """A transform without collectives as an optax transformation, eagerly or under jax.jit.
-
-    Args:
-        transform: A `Transform`. jax calls it from a thread of its own, where no axis is bound, so it must not
-            communicate.
-
-    Returns:
-        An `optax.GradientTransformation`, whose state is a list of arrays.
-
-    Raises:
-        ImportError: jax or optax is not installed.
-        TypeError: `transform` is no Transform.
-
-    >>> import jax.numpy as jnp
-    >>> from fjoin import transforms as tx
-    >>> clip = to_optax(tx.clip_by_value(1.0))
-    >>> grads = {"a": jnp.array([3.0, 0.5])}
-    >>> clip.update(grads, clip.init(grads))[0]["a"].tolist()
-    [1.0, 0.5]
-    """
-    check_transform(transform, "to_optax")
-    jax = _jax()
-    import optax  # type: ignore[import-untyped]
-
-    def arrays(state: State) -> list[Any]:
-        """The leaves of a state as numpy arrays, of dtypes that jax supports in its present mode."""
-        arrays = [np.asarray(leaf) for leaf in optree.tree_leaves(state)]
-        return [array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) for array in arrays]
-
-    def begin(params: Any) -> State:
-        return transform.init(jax.tree.map(_from_numpy, params))
-
-    def init(params: Any) -> Any:
-        form = jax.tree.map(_like, arrays(begin(jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params))))
-        return jax.pure_callback(lambda given: arrays(begin(jax.tree.map(np.asarray, given))), form, params)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def call(grads: Any, leaves: Any, given: Any) -> tuple[Any, Any]:
-            grads, given = (jax.tree.map(lambda x: _from_numpy(np.asarray(x)), tree) for tree in (grads, given))
-            first = transform.init(grads)
-            kinds = optree.tree_leaves(first)
-            # Host integers and flags decide which code runs, so they are converted back to their types.
-            held = [
-                _from_numpy(np.asarray(leaf)).to(kind.dtype)
-                if isinstance(kind, Tensor)
-                else type(kind)(np.asarray(leaf))
-                for leaf, kind in zip(leaves, kinds, strict=True)
-            ]
-            old = optree.tree_unflatten(optree.tree_structure(first), held)
-            new, after = transform.update(grads, old, given)
-            return jax.tree.map(lambda t: t.numpy(), new), arrays(after)
-
-        form = jax.tree.map(_like, (updates, state))
-        return jax.pure_callback(call, form, updates, state, params)  # type: ignore[no-any-return]
-
-    return optax.GradientTransformation(init, update)
-
-
-def _from_numpy(array: Any) -> Tensor:
-    if array.dtype.kind == "V":
-        raise TypeError(f"to_optax cannot hand a jax array of {array.dtype.name} to torch; cast it to float32")
-    return torch.from_numpy(np.array(array))  # a copy: jax's arrays are read-only
-
-
-def _like(array: Any) -> Any:
-    return _jax().ShapeDtypeStruct(array.shape, array.dtype)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _to_jax(flat: Tensor) -> Any:
-    jax = _jax()
+    jax = import_jax()
     if not flat.numel():
         return jax.numpy.zeros((0,), _name(flat.dtype))
     return jax.dlpack.from_dlpack(flat.contiguous())
@@ -286,7 +218,12 @@ def _to_torch(array: Any) -> Tensor:
     return torch.from_dlpack(array)  # type: ignore[attr-defined]
 
 
-def _jax() -> Any:
+def import_jax() -> Any:
+    """The module jax.
+
+    Raises:
+        ImportError: it is not installed.
+    """
     try:
         import jax
         import jax.dlpack

@@ -12,8 +12,9 @@ from torch import Tensor
 from .._call import Call
 from .._check import whole_number
 from .._counter import counts_steps
+from .._inner import Inner
 from .._spec import factory
-from .._transform import Inner, Needs, Transform, check_transform, init_empty
+from .._transform import Needs, Transform, check_transform, init_empty
 from .._tree import State, Tree, global_norm, has_no_data, named_leaves
 
 

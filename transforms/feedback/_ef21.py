@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .._call import Call
+from .._inner import Inner
 from .._placement import PerRank
 from .._spec import factory
-from .._transform import Compression, Inner, Needs, Transform
+from .._transform import Compression, Needs, Transform
 from .._tree import State, Tree, all_finite, device_of, named_leaves, to_device
 from .._weights import nonzero_or_one, share_in, unless_idle
 from ..axes._collectives import axis_index, axis_size

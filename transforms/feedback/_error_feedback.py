@@ -10,9 +10,10 @@ from torch import Tensor
 from .._call import Call
 from .._check import whole_number
 from .._counter import counts_steps
+from .._inner import Inner
 from .._placement import PerRank
 from .._spec import factory
-from .._transform import Compression, Inner, Needs, Transform, check_transform
+from .._transform import Compression, Needs, Transform, check_transform
 from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from ..codecs._blocks import int8
 from ..codecs._codec import Codec, check_codec

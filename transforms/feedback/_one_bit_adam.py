@@ -10,9 +10,10 @@ from .._axis_env import AxisName
 from .._call import Call
 from .._check import positive
 from .._counter import counts_steps
+from .._inner import Inner
 from .._spec import factory
 from .._timing import Changes
-from .._transform import Compression, Inner, Needs, Transform
+from .._transform import Compression, Needs, Transform
 from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from .._weights import Over
 from ..codecs._codec import Codec

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .._tree import Tree, flatten_in_insertion_order, map_with_path
-from ..axes._collectives import axis_index, axis_size
+from .._tree import Tree, map_with_path
 from ._buckets import ALIGN_BYTES, BUCKET_BYTES, DIRECT_BYTES, Bucket, make_layout
 
 if TYPE_CHECKING:
@@ -242,34 +239,3 @@ def owners(params: Mapping[str, Tensor], optimizer: Optimizer, ranks: int) -> di
         found[path] = min(range(ranks), key=load.__getitem__)
         load[found[path]] += cost[path]
     return found
-
-
-class _Bound(threading.local):
-    pieces: Pieces | None = None
-
-
-_BOUND = _Bound()
-
-
-def bound_pieces() -> Pieces | None:
-    """The pieces bound in this thread."""
-    return _BOUND.pieces
-
-
-@contextlib.contextmanager
-def bind_pieces(pieces: Pieces | None) -> Iterator[None]:
-    """Bind pieces in this thread inside a with block, for transforms that shard and for those behind them."""
-    before, _BOUND.pieces = _BOUND.pieces, pieces
-    try:
-        yield
-    finally:
-        _BOUND.pieces = before
-
-
-def pieces_here(tree: Tree, axis: str) -> Pieces:
-    """The bound pieces; without them, those of a tree of elementwise parameters, in one bucket per dtype and device."""
-    if (bound := bound_pieces()) is not None:
-        return bound
-    paths, leaves, _ = flatten_in_insertion_order(tree)
-    named: dict[str, Any] = dict(zip(paths, leaves, strict=True))
-    return cut(named, None, axis, axis_size(axis), int(axis_index(axis)), 2**62, 2**62)

@@ -11,7 +11,8 @@ from .._transform import Transform
 from .._weights import Over
 from ..codecs._codec import Codec
 from ..combinators._fragments import in_fragments
-from ..combinators._partition import Patterns, check_which, partition
+from ..combinators._partition import partition
+from ..combinators._patterns import Patterns, check_which
 from ..optimizers._sgd import sgd
 from ..pipelines._fuse import fuse
 from ..pipelines._pipeline import Pipeline

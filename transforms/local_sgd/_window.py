@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._axis_env import AxisName, bound
 from .._call import Call
-from .._transform import Inner, Transform, check_transform
+from .._inner import Inner
+from .._transform import Transform, check_transform
 from .._tree import Tree, readable_without_sync
 from .._weights import Over, check_over, check_weight
 from ..axes._primitive import names

@@ -76,9 +76,18 @@ def adadelta(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdadeltaState]) -> None:
         torch_adadelta(
-            params, grads, slots(states, "square_avg"), slots(states, "acc_delta"), slots(states, "step"), foreach=True,
-            capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), rho=rho, eps=eps,
-            weight_decay=weight_decay, maximize=maximize,
-        )  # fmt: skip
+            params,
+            grads,
+            slots(states, "square_avg"),
+            slots(states, "acc_delta"),
+            slots(states, "step"),
+            foreach=True,
+            capturable=states[0].step.is_cuda,
+            lr=kernel_lr(lr, states[0].step),
+            rho=rho,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+        )
 
     return from_kernel(init_param, step_param, kernel, numbers=(rho, eps, weight_decay))

@@ -85,8 +85,16 @@ def adagrad(
         if states[0].step.device.type != "cpu":  # torch's kernel reads the step, and waits for the device
             return formula(params, grads, states)
         torch_adagrad(
-            params, grads, slots(states, "sum"), slots(states, "step"), foreach=True,
-            lr=kernel_lr(lr, states[0].step), weight_decay=weight_decay, lr_decay=lr_decay, eps=eps, maximize=maximize,
-        )  # fmt: skip
+            params,
+            grads,
+            slots(states, "sum"),
+            slots(states, "step"),
+            foreach=True,
+            lr=kernel_lr(lr, states[0].step),
+            weight_decay=weight_decay,
+            lr_decay=lr_decay,
+            eps=eps,
+            maximize=maximize,
+        )
 
     return from_kernel(init_param, step_param, kernel, numbers=(lr_decay, weight_decay, eps))

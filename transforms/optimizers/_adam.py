@@ -127,19 +127,33 @@ def _adam(
         return param, AdamState(step, exp_avg, exp_avg_sq, largest)
 
     def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[AdamState], *,
-        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[AdamState],
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
         step = states[0].step
         rate = kernel_lr(lr, step)
         step.add_(1)
 
         def run(params: list[Tensor], grads: list[Tensor], *moments: list[Tensor]) -> None:
             kernel(
-                params, grads, *moments, [step] * len(params),
-                lr=rate, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=amsgrad,
-                maximize=maximize, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
-            )  # fmt: skip
+                params,
+                grads,
+                *moments,
+                [step] * len(params),
+                lr=rate,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=eps,
+                amsgrad=amsgrad,
+                maximize=maximize,
+                grad_scale=unscale(grads, grad_scale),
+                found_inf=found_inf,
+            )
 
         through_memory(
             run, params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "max_exp_avg_sq")

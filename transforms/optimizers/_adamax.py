@@ -74,9 +74,19 @@ def adamax(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdamaxState]) -> None:
         torch_adamax(
-            params, grads, slots(states, "exp_avg"), slots(states, "exp_inf"), slots(states, "step"), foreach=True,
-            capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, maximize=maximize,
-        )  # fmt: skip
+            params,
+            grads,
+            slots(states, "exp_avg"),
+            slots(states, "exp_inf"),
+            slots(states, "step"),
+            foreach=True,
+            capturable=states[0].step.is_cuda,
+            lr=kernel_lr(lr, states[0].step),
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+        )
 
     return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))

@@ -85,9 +85,20 @@ def asgd(
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[ASGDState]) -> None:
         set_first_rates(lr, [state.step for state in states], slots(states, "eta"))
         torch_asgd(
-            params, grads, slots(states, "ax"), slots(states, "mu"), slots(states, "eta"), slots(states, "step"),
-            foreach=False, capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), lambd=lambd, t0=t0,
-            alpha=alpha, weight_decay=weight_decay, maximize=maximize,
-        )  # fmt: skip
+            params,
+            grads,
+            slots(states, "ax"),
+            slots(states, "mu"),
+            slots(states, "eta"),
+            slots(states, "step"),
+            foreach=False,
+            capturable=states[0].step.is_cuda,
+            lr=kernel_lr(lr, states[0].step),
+            lambd=lambd,
+            t0=t0,
+            alpha=alpha,
+            weight_decay=weight_decay,
+            maximize=maximize,
+        )
 
     return from_kernel(init_param, step_param, kernel, ("step", "eta", "mu"), numbers=(lambd, alpha, t0, weight_decay))

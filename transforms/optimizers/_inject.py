@@ -126,8 +126,10 @@ def remade(part: Optimizer, values: Mapping[str, Any]) -> Optimizer:
     make = part.spec.factory
     if make is None:
         raise TypeError(f"{part!r} was made by no factory, so its arguments are not known")
-    args = {name: remade(value, values) if isinstance(value, Optimizer) else values.get(name, value)
-            for name, value in part.spec.args}  # fmt: skip
+    args = {
+        name: remade(value, values) if isinstance(value, Optimizer) else values.get(name, value)
+        for name, value in part.spec.args
+    }
     return make(**args)  # type: ignore[no-any-return]
 
 

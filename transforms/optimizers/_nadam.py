@@ -89,11 +89,23 @@ def nadam(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[NAdamState]) -> None:
         torch_nadam(
-            params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "mu_product"),
-            slots(states, "step"), foreach=True, capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step),
-            beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, momentum_decay=momentum_decay,
-            decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-        )  # fmt: skip
+            params,
+            grads,
+            slots(states, "exp_avg"),
+            slots(states, "exp_avg_sq"),
+            slots(states, "mu_product"),
+            slots(states, "step"),
+            foreach=True,
+            capturable=states[0].step.is_cuda,
+            lr=kernel_lr(lr, states[0].step),
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum_decay=momentum_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            maximize=maximize,
+        )
 
     return from_kernel(
         init_param,

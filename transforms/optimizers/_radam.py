@@ -91,9 +91,20 @@ def radam(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[RAdamState]) -> None:
         torch_radam(
-            params, grads, slots(states, "exp_avg"), slots(states, "exp_avg_sq"), slots(states, "step"), foreach=None,
-            capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step), beta1=beta1, beta2=beta2, eps=eps,
-            weight_decay=weight_decay, decoupled_weight_decay=decoupled_weight_decay, maximize=maximize,
-        )  # fmt: skip
+            params,
+            grads,
+            slots(states, "exp_avg"),
+            slots(states, "exp_avg_sq"),
+            slots(states, "step"),
+            foreach=None,
+            capturable=states[0].step.is_cuda,
+            lr=kernel_lr(lr, states[0].step),
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=decoupled_weight_decay,
+            maximize=maximize,
+        )
 
     return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))

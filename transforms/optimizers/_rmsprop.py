@@ -90,9 +90,21 @@ def rmsprop(
 
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[RMSpropState]) -> None:
         torch_rmsprop(
-            params, grads, slots(states, "square_avg"), slots(states, "grad_avg"), slots(states, "momentum") if momentum else [],
-            slots(states, "step"), foreach=True, capturable=states[0].step.is_cuda, lr=kernel_lr(lr, states[0].step),
-            alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered, maximize=maximize,
-        )  # fmt: skip
+            params,
+            grads,
+            slots(states, "square_avg"),
+            slots(states, "grad_avg"),
+            slots(states, "momentum") if momentum else [],
+            slots(states, "step"),
+            foreach=True,
+            capturable=states[0].step.is_cuda,
+            lr=kernel_lr(lr, states[0].step),
+            alpha=alpha,
+            eps=eps,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            centered=centered,
+            maximize=maximize,
+        )
 
     return from_kernel(init_param, step_param, kernel, numbers=(alpha, eps, weight_decay, momentum))

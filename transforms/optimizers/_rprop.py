@@ -82,10 +82,19 @@ def rprop(
     def kernel(params: list[Tensor], grads: list[Tensor], states: list[RpropState]) -> None:
         set_first_rates(lr, [state.step for state in states], slots(states, "step_size"))
         torch_rprop(
-            params, grads, slots(states, "prev"), slots(states, "step_size"), slots(states, "step"), foreach=True,
-            capturable=states[0].step.is_cuda, step_size_min=least, step_size_max=most, etaminus=down, etaplus=up,
+            params,
+            grads,
+            slots(states, "prev"),
+            slots(states, "step_size"),
+            slots(states, "step"),
+            foreach=True,
+            capturable=states[0].step.is_cuda,
+            step_size_min=least,
+            step_size_max=most,
+            etaminus=down,
+            etaplus=up,
             maximize=maximize,
-        )  # fmt: skip
+        )
 
     return from_kernel(init_param, step_param, kernel)
 

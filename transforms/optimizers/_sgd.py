@@ -94,9 +94,13 @@ def sgd(
     formula = in_place(by_formula(in_float32(step_param)))
 
     def step_params_(
-        params: list[Tensor], grads: list[Tensor], states: list[SGDState], *,
-        grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[SGDState],
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
         step = states[0].step
         # The kernel is told by the host whether this is the first step.
         if momentum and dampening and step.device.type != "cpu":
@@ -107,10 +111,19 @@ def sgd(
 
         def run(params: list[Tensor], grads: list[Tensor], velocities: list[Tensor]) -> None:
             torch._fused_sgd_(
-                params, grads, velocities, weight_decay=weight_decay,
-                momentum=momentum, lr=rate, dampening=dampening, nesterov=nesterov, maximize=maximize,
-                is_first_step=first, grad_scale=unscale(grads, grad_scale), found_inf=found_inf,
-            )  # fmt: skip
+                params,
+                grads,
+                velocities,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                lr=rate,
+                dampening=dampening,
+                nesterov=nesterov,
+                maximize=maximize,
+                is_first_step=first,
+                grad_scale=unscale(grads, grad_scale),
+                found_inf=found_inf,
+            )
 
         through_memory(run, params, grads, slots(states, "momentum") if momentum else [])
         step.add_(1 if found_inf is None else 1 - found_inf)

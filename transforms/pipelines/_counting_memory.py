@@ -14,15 +14,17 @@ from .._axis_env import bind_axes
 from .._bucketwise import restrict
 from .._call import ALONE, Call
 from .._check import axis_sizes
+from .._check_tree import check_dense
 from .._lane import encode_lane, lane_dtype, step_lane
 from .._rider import BucketSums
 from .._transform import Transform
-from .._tree import Tree, check_dense, flatten_in_insertion_order, named_leaves
+from .._tree import Tree, flatten_in_insertion_order, named_leaves
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import names
 from ..combinators._chain import counting, counts_needed, stages
+from ..layout._bound_pieces import bind_pieces
 from ..layout._buckets import Bucket, lane_bucket
-from ..layout._pieces import Pieces, bind_pieces
+from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._plan import make_plan, takes_flat
 from ..program._effect import Effect
@@ -31,9 +33,10 @@ from ..program._ops import Agree, Ends, Gather, Judge, Op, Stages, StepEach
 from ..program._program import Place, Programs
 from ..step_param._state_fields import state_fields
 from ._explanation import Message
+from ._meta_buckets import in_bucket, send_slices
 from ._pipeline import Pipeline, parts_of
 from ._recorder import Recorder
-from ._without_data import AtOnce, run_stage, send_slices
+from ._without_data import AtOnce, run_stage
 
 MOST_RANKS = 2**20
 
@@ -201,26 +204,13 @@ class CountingMemory:
         ranks = self._ranks(axes)
         return encode_lane(dict.fromkeys(step_lane(ranks), 0.0), self._dtype, ranks)
 
-    def _in_bucket(self, k: int, flat: bool, values: Tree) -> tuple[Pieces | None, dict[str, Tensor]]:
-        """The pieces of a bucket, and its values: one flat tensor, or leaves.
-
-        A module's buckets are not those from which pieces are cut, so one bucket may hold parts of several.
-        """
-        bucket = self.layout[k]
-        leaves = {path: values[path] for path in bucket.paths}
-        if self.pieces is not None and self._place == "module":
-            return self.pieces.among(bucket.paths), leaves
-        if not flat:
-            return self.pieces and self.pieces.only(k), leaves
-        return self.pieces and self.pieces.flat(k, ""), {"": torch.zeros(bucket.numel, dtype=bucket.dtype)}
-
     def _update_buckets(self, part: Transform, values: Tree, call: Call) -> None:
         """Run a stage bucket by bucket; the first bucket carries the record."""
         assert self.plan.early is not None
         flat = takes_flat(self.plan.early) and not (self._place == "module" and self.pieces)
         full, sums = part.init(values), BucketSums(self._dtype)
-        for k in range(len(self.layout)):
-            pieces, some = self._in_bucket(k, flat, values)
+        for k, bucket in enumerate(self.layout):
+            pieces, some = in_bucket(k, bucket, values, self.pieces, self._place, flat)
             with bind_pieces(pieces):
                 if flat:
                     some = pieces.own(some) if pieces and call.sharded_over else some
@@ -244,7 +234,7 @@ class CountingMemory:
             if in_module and self.pieces is not None:
                 send_slices(self.pieces.among(bucket.paths), bucket)
                 continue
-            pieces, some = self._in_bucket(i, True, self.params)
+            pieces, some = in_bucket(i, bucket, self.params, self.pieces, self._place, True)
             if i == carrier:  # behind the gradients, in the same buffer
                 some = {"": torch.cat([some[""], words])}
             with bind_pieces(pieces):

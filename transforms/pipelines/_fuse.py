@@ -10,14 +10,16 @@ import torch
 from .._axis_env import bound, under_vmap
 from .._call import NAMES, Call
 from .._check import flag as check_flag
+from .._check_tree import check_dense, check_same
 from .._lane import Lane, check_lane
 from .._spec import factory
 from .._transform import Transform, check_transform
-from .._tree import State, Tree, check_dense, check_same, named_leaves, plain, readable_without_sync
+from .._tree import State, Tree, named_leaves, plain, readable_without_sync
 from .._uncompiled import constant
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE, WEIGHTS
-from ..layout._pieces import Pieces, bind_pieces
+from ..layout._bound_pieces import bind_pieces
+from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of
 from ..plan._phases import changes_with_steps
 from ..plan._plan import make_plan

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._spec import Spec, Specified
+from .._spec import Spec
+from .._specified import Specified
 from .._transform import Transform
 from .._tree import State, Tree
 from ..program._program import Parts

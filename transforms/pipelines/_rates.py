@@ -10,9 +10,10 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._errors import DesyncError
-from .._spec import fingerprint
+from .._fingerprint import fingerprint
 from .._tree import State, Tree, plain
-from ..axes._collectives import all_gather, axis_size
+from ..axes._collectives import axis_size
+from ..axes._gather_scatter import all_gather
 from ..optimizers._inject import compared
 from ..schedules._rates import check_rates
 from ..step_param._lift import states_of

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .._call import Call
+from .._inner import Inner
 from .._spec import factory
-from .._transform import Inner, Reduction, Transform, check_transform
+from .._transform import Reduction, Transform, check_transform
 from .._tree import State, Tree, all_finite, choose_state, where, zeros_like
 from ..step_param._optimizer import Optimizer
 from ._fuse import pipeline_of

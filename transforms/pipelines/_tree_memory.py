@@ -15,7 +15,8 @@ from .._tree import State, Tree, all_finite, map_with_path, path_string, to_devi
 from .._weights import check_weight
 from ..axes._collectives import psum
 from ..codecs._codec import Codec
-from ..layout._pieces import Pieces, bind_pieces
+from ..layout._bound_pieces import bind_pieces
+from ..layout._pieces import Pieces
 from ..optimizers._mixed_precision import masters_of, with_masters
 from ..program._effect import Effect, flag
 from ..program._ops import Agree, Ends, Gather, Judge, Stages, StepEach

@@ -1,19 +1,15 @@
-"""A stage on tensors without data, in any step, and the messages of a module's pieces."""
+"""A stage on tensors without data, in any step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._call import Call
 from .._transform import Transform
 from .._tree import Tree
-from ..axes._ragged import all_to_all_single
-from ..layout._buckets import Bucket
-from ..layout._pieces import Pieces
 from ._explanation import Message
 
 
@@ -62,11 +58,3 @@ class AtOnce:
         found = function()
         del self._notes[before:]
         return found
-
-
-def send_slices(pieces: Pieces, bucket: Bucket) -> None:
-    """The message of a module's bucket: all slices of other ranks at once."""
-    sizes = [sum(stop - start for start, stop in of.values()) for of in pieces.slices_of_all]
-    give, take = [0, *sizes[1:]], [0, *(sizes[0] for _ in sizes[1:])]
-    flat = torch.zeros(sum(give), dtype=bucket.dtype)
-    all_to_all_single(flat, pieces.axis, input_split_sizes=give, output_split_sizes=take)

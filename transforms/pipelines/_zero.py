@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._spec import call_factory, factory
+from .._spec import factory
+from .._specified import call_factory
 from .._transform import Transform, check_transform
 from ..axes._primitive import names
 from ..codecs._codec import Codec

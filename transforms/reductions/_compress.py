@@ -12,8 +12,9 @@ from .._axis_env import AxisName
 from .._call import Call
 from .._check import whole_number
 from .._counter import counts_steps
+from .._inner import Inner
 from .._spec import factory
-from .._transform import Compression, Inner, Needs, Transform, check_transform
+from .._transform import Compression, Needs, Transform, check_transform
 from .._tree import State, Tree, named_leaves
 from .._weights import Over
 from ..codecs._blocks import fp8

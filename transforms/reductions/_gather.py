@@ -17,7 +17,8 @@ from .._spec import factory
 from .._transform import Transform
 from .._tree import Tree, device_of
 from .._weights import Over, RankWeight, check_over, nonzero_or_one
-from ..axes._collectives import all_gather, axis_size
+from ..axes._collectives import axis_size
+from ..axes._gather_scatter import all_gather
 from ..codecs._bit_packing import pack, unpack, width
 from ..codecs._codec import Codec, as_bytes, poison, read
 from ._coded_mean import coded_mean, gathered_mean

@@ -13,7 +13,8 @@ from .._spec import factory
 from .._transform import Compression, Needs, Transform
 from .._tree import Tree, device_of, named_leaves, to_device
 from .._weights import Over, RankWeight, check_over, nonzero_or_one
-from ..axes._collectives import all_gather, axis_index, axis_size, psum, psum_scatter
+from ..axes._collectives import axis_index, axis_size, psum
+from ..axes._gather_scatter import all_gather, psum_scatter
 from ..codecs._codec import Codec, check_codec, refuse_derivative
 from ..codecs._random_bits import places_of
 from ._coded_mean import Reduced, Term, coded_mean, cut

@@ -18,21 +18,10 @@ from torch import Tensor
 
 from .._axis_env import AxisName, lookup
 from .._tree import Tree, to_device
-from ..axes._collectives import (
-    all_gather,
-    all_to_all,
-    axis_index,
-    axis_size,
-    pbroadcast,
-    place_gathered,
-    place_received,
-    pmean,
-    ppermute,
-    psum,
-    psum_scatter,
-    split_ranks,
-)
-from ..axes._primitive import as_tensor, names, note, packed
+from ..axes._collectives import axis_index, axis_size, pbroadcast, pmean, ppermute, psum
+from ..axes._gather_scatter import all_gather, all_to_all, place_gathered, place_received, psum_scatter, split_ranks
+from ..axes._packing import as_tensor, packed
+from ..axes._primitive import names, note
 from ..axes._ragged import all_to_all_single, check_splits
 from ..codecs._codec import Codec, refuse_derivative
 from ..codecs._random_bits import places_of

@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ._kept import memory_of, unheard, written_by
+from ._aten import written_by
+from ._kept import unheard
+from ._memory import memory_of
 from ._messages import path_words
 from ._modes import run_op
 from ._plain import HOOKS_REFUSED, HooksRefused

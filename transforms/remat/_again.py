@@ -15,14 +15,16 @@ from ._captured import Captured, within
 from ._form import remembered
 from ._kept import Keeper
 from ._messages import refuse_iterators
-from ._offload import HOST, Store
+from ._pinned import HOST
 from ._plain import HooksRefused, PlainRegion
-from ._policies import AtPlaces, Keep, Policy, everything_saveable, min_cut, nothing_saveable
+from ._policies import AtPlaces, everything_saveable, min_cut, nothing_saveable
+from ._policy import Keep, Policy
 from ._pullback import is_differentiable, with_graph, with_values
 from ._reach import captured
 from ._record import Record
 from ._region import Region
 from ._result import rebuilt
+from ._store import Store
 from ._surroundings import function_modes
 
 _MOST = 8  # runs that look for tensors that a function uses

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ._kept import memory_of, written_by
+from ._aten import written_by
+from ._memory import memory_of
 from ._surroundings import OfOneRun
 
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._old_torch import HAS_CONSTANT_MODULES
 from .._uncompiled import uncompiled
-from ._policies import Keep, Policy, everything_saveable, keep_of, min_cut, nothing_saveable
+from ._policies import everything_saveable, min_cut, nothing_saveable
+from ._policy import Keep, Policy, keep_of
 from ._reach import captured
 
 

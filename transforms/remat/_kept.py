@@ -9,28 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
-from ._offload import Handle, Store
-from ._policies import Keep, Policy, keep_of, keep_of_name
+from ._aten import draws, tensors_in
+from ._memory import Part, memory_of, part_of, tensor_of
+from ._policy import Keep, Policy, keep_of, keep_of_name
+from ._store import Handle, Store
 
 # Which occurrence of an operation: other operations between may differ between two runs.
 Place = tuple[Any, int]
 
 
 _LEAF = tree_flatten(0)[1]
-
-
-class Part(NamedTuple):
-    """A tensor in the result of an operation."""
-
-    memory: StorageWeakRef
-    device: torch.device
-    dtype: torch.dtype
-    offset: Any
-    size: torch.Size
-    stride: tuple[int, ...]
 
 
 class Step(NamedTuple):
@@ -127,7 +117,7 @@ class Keeper:
     def made(self, place: Place, shapes: tuple[torch.Size, ...], op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run: keep its result if the policy says so."""
         self.count += 1
-        if _draws(op, args, kwargs):
+        if draws(op, args, kwargs):
             return
         leaves, form = ([out], _LEAF) if isinstance(out, Tensor) else tree_flatten(out)
         if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in leaves):
@@ -135,7 +125,7 @@ class Keeper:
         makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - {
             memory_of(x) for x in tensors_in(args, kwargs)
         }
-        step = Step(place, shapes, form, [_part(x) for x in leaves], self.count)
+        step = Step(place, shapes, form, [part_of(x) for x in leaves], self.count)
         for memory in makes:
             self._origins[memory] = step
         keep = keep_of(self._policy, self._meaning, op, *args, **kwargs)
@@ -175,7 +165,7 @@ class Keeper:
         for part in step.parts:
             if isinstance(part, Part) and part.memory.expired():
                 return
-            leaves.append(_tensor(part) if isinstance(part, Part) else part)
+            leaves.append(tensor_of(part) if isinstance(part, Part) else part)
         self._keep(step, leaves, keep)
 
     def _keep(self, step: Step, leaves: list[Any], keep: Keep) -> None:
@@ -247,52 +237,3 @@ def note_moved(x: Tensor, handle: Handle) -> None:
     """A value waits elsewhere."""
     for _, moved in _THREADS.listeners:
         moved(x, handle)
-
-
-def memory_of(x: Tensor) -> int:
-    """A number that tensors share which share memory."""
-    try:
-        with torch._C.DisableTorchFunction():  # out of sight of modes for functions
-            return int(x.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper of a transform
-        return -id(x)
-
-
-def _part(x: Any) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return Part(StorageWeakRef(x.untyped_storage()), x.device, x.dtype, x.storage_offset(), x.size(), x.stride())
-
-
-def _tensor(part: Part) -> Tensor:
-    storage = torch.UntypedStorage._new_with_weak_ptr(part.memory.cdata)  # type: ignore[attr-defined]
-    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, part.offset, part.size, part.stride)
-
-
-def tensors_in(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors in the arguments of an operation of ATen, which are flat but for lists."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (x for x in value if isinstance(x, Tensor))
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operation writes into."""
-    found: list[Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += tensors_in((value,), {})
-    return found
-
-
-def _draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws random numbers: it always runs again, so that later ones draw theirs."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":  # attention draws only with dropout
-            return bool(args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return True

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_unflatten
 
-from ._kept import Keeper, Kept, Place, Slot, written_by
-from ._offload import Handle
+from ._aten import written_by
+from ._kept import Keeper, Kept, Place, Slot
+from ._store import Handle
 from ._surroundings import OfOneRun
 
 

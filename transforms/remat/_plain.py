@@ -8,7 +8,7 @@ stops at the last one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, cast
 
 import optree
@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
-from ._captured import Substitute, note_moves, within
-from ._kept import memory_of, note_moved
+from ._captured import Substitute
+from ._memory import memory_of
 from ._messages import Saved, differs, path_words, written_into
 from ._modes import uncounted
-from ._offload import Handle, Store
 from ._reach import Found
 from ._record import Record
 from ._result import tensors_of
+from ._saved_tensors import SavedTensors
+from ._store import Store
 
 
 class _Outside(NamedTuple):
@@ -86,9 +87,7 @@ class PlainRegion:
         self._forms: list[Saved] = []  # of the tensors that the graph has saved, by number
         self._values: dict[int, Any] = {}  # those computed again and not yet read
         self._unpack_outer: Callable[[Any], Tensor] = _same
-        self._saver: Any = None  # the result of a node that saves the arguments, and what a policy keeps
-        self._handles: dict[int, Handle] = {}  # arguments that wait elsewhere
-        self._kept: list[Any] = []
+        self._saved: SavedTensors | None = None
         self._lock = threading.RLock()
         self._moves_inside = False
         self._store = store
@@ -137,54 +136,17 @@ class PlainRegion:
             keeper.finish(last)
             keeper.settle(results)
         if self._forms:
-            self._save(tensors)
+            self._saved = SavedTensors(tensors, self._outside, self._record, self._store)
         return out
-
-    def _save(self, tensors: Sequence[Tensor]) -> None:
-        """Keep what later runs start from."""
-        moving = [i for i, x in enumerate(tensors) if _is_activation(x) and memory_of(x) not in self._outside]
-        if self._store is not None and moving:
-            note_moves()
-            waits = self._store.put([tensors[i].detach() for i in moving])
-            self._handles = {i: one for i, one in zip(moving, waits, strict=True) if isinstance(one, Handle)}
-        for i, handle in self._handles.items():
-            note_moved(tensors[i], handle)
-            handle.settle()
-        left = [x for i, x in enumerate(tensors) if i not in self._handles]
-        keeper = self._record.keeper
-        self._kept = [] if keeper is None else keeper.values
-        kept = [x for x in self._kept if isinstance(x, Tensor)]
-        self._kept = [None if isinstance(x, Tensor) else x for x in self._kept]
-        self._tensors = [i for i in range(len(tensors)) if i not in self._handles]
-        self._values_kept = [i for i, x in enumerate(keeper.values) if isinstance(x, Tensor)] if keeper else []
-        if keeper is not None:
-            keeper.values = []
-        if left or kept:
-            with torch.enable_grad(), within([]):
-                anchor = torch.empty(0, requires_grad=True)
-                # The node alone would not keep what it has saved, before torch 2.13.
-                self._saver = _Save.apply(anchor, *(x.detach() for x in (*left, *kept)))  # type: ignore[no-untyped-call]
-
-    def _saved(self) -> list[Tensor]:
-        """The arguments; what is kept goes to the record."""
-        if self._now is not None:
-            return self._now
-        saved = [] if self._saver is None else list(self._saver.grad_fn.saved_tensors)
-        tensors: list[Any] = [None] * len(self._places)
-        for i, x in zip(self._tensors, saved, strict=False):
-            tensors[i] = x
-        for i, handle in self._handles.items():
-            tensors[i] = handle.get()
-        values = list(self._kept)
-        for i, x in zip(self._values_kept, saved[len(self._tensors) :], strict=True):
-            values[i] = x
-        self._record.values = values
-        return tensors
 
     def _arguments(self) -> list[Tensor]:
         """The arguments of a second run."""
         with torch.no_grad(), self._record.surroundings.subclasses():
-            leaves = [x.detach().requires_grad_(moves) for x, moves in zip(self._saved(), self._moves, strict=True)]
+            tensors = self._now
+            if tensors is None:
+                assert self._saved is not None
+                tensors = self._saved.load()
+            leaves = [x.detach().requires_grad_(moves) for x, moves in zip(tensors, self._moves, strict=True)]
         with torch.enable_grad(), self._record.surroundings.subclasses():
             # A region inside that moves its arguments asks whether they are views of leaves.
             result_of = torch.clone if self._moves_inside else lambda x: x.view_as(x)
@@ -262,27 +224,8 @@ class PlainRegion:
             raise written_into(path_words(optree.treespec_paths(self._form)[self._places[i]]))
 
 
-class _Save(torch.autograd.Function):
-    """Saves tensors as any operation does, so that hooks on saved tensors see them."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise AssertionError("nothing depends on it")
-
-
 def _same(x: Any) -> Any:
     return x
-
-
-def _is_activation(x: Tensor) -> bool:
-    """Whether a tensor is the result of an operation that a derivative goes through, and no view of a parameter."""
-    floats = x.is_floating_point() or x.is_complex()
-    return floats and x.grad_fn is not None and not (x._is_view() and x._base is not None and x._base.is_leaf)
 
 
 def version_of(x: Tensor) -> int:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from .._check import text
-
-
-class Keep(enum.Enum):
-    """What happens to a value between the forward and the backward pass."""
-
-    RECOMPUTE = "recompute"
-    SAVE = "save"
-    OFFLOAD = "offload"
-
-
-# From an operation of ATen and its arguments to whether to keep its result: a `Keep`, or a bool. True is SAVE, or OFFLOAD
-# where `remat` is told where to.
-Policy: TypeAlias = Callable[..., "Keep | bool"]
+from ._policy import Keep, Named, Policy
 
 _aten = torch.ops.aten
 _NO_BATCH = {_aten.mm, _aten.addmm, _aten.mv, _aten.addmv, _aten.dot, _aten.vdot, _aten._int_mm, _aten._scaled_mm}
@@ -35,25 +22,6 @@ _DOTS = _NO_BATCH | {
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _aten._scaled_dot_product_cudnn_attention,
 }
-
-
-class Named:
-    """A policy by the names that `checkpoint_name` gives, and one for operations."""
-
-    def __init__(
-        self,
-        words: str,
-        of_name: Callable[[str], Keep | bool],
-        of_op: Policy = lambda op, *args, **kwargs: False,
-        offloads: bool = False,
-    ) -> None:
-        self._words, self.of_name, self._of_op, self.offloads = words, of_name, of_op, offloads
-
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Keep | bool:
-        return self._of_op(op, *args, **kwargs)
-
-    def __repr__(self) -> str:
-        return self._words
 
 
 def everything_saveable(op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -228,27 +196,6 @@ def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str
         return Keep.OFFLOAD if op.overloadpacket in _NO_BATCH else Keep.RECOMPUTE
 
     return Named(_call(here, (offload_src, offload_dst)), lambda name: False, of_op, offloads=True)
-
-
-def keep_of(policy: Policy, kept: Keep, op: Any, *args: Any, **kwargs: Any) -> Keep:
-    """The policy's choice for an operation; `kept` is what True means.
-
-    Raises:
-        TypeError: it is neither a bool nor a `Keep`.
-    """
-    found = policy(op, *args, **kwargs)
-    if isinstance(found, (Keep, bool)):
-        return _meant(found, kept)
-    raise TypeError(f"a policy must return a bool or a Keep, got {found!r} for {op}")
-
-
-def keep_of_name(policy: Policy, kept: Keep, name: str) -> Keep:
-    """The policy's choice for a name; `kept` is what True means."""
-    return _meant(policy.of_name(name), kept) if isinstance(policy, Named) else Keep.RECOMPUTE
-
-
-def _meant(found: Keep | bool, kept: Keep) -> Keep:
-    return found if isinstance(found, Keep) else kept if found else Keep.RECOMPUTE
 
 
 def _first(found: Iterable[Keep | bool]) -> Keep | bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
 from ._captured import Captured, Substitute
-from ._kept import memory_of
+from ._memory import memory_of
 from ._messages import path_words, written_into
 from ._plain import version_of
 from ._pullback import is_differentiable, run_with_graph, with_values

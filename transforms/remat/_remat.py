@@ -15,7 +15,8 @@ from ._again import How
 from ._budget import run_block, within_budget
 from ._compiled import compiled, reaches_state
 from ._offload import Offload, store_for
-from ._policies import Named, Policy, nothing_saveable
+from ._policies import nothing_saveable
+from ._policy import Named, Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result

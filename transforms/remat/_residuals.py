@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ._abstract import abstract
-from ._kept import listening, memory_of
+from ._kept import listening
+from ._memory import memory_of
 from ._modes import run_op
-from ._offload import Handle
 from ._result import tensors_of
+from ._store import Handle
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
 

@@ -17,7 +17,8 @@ from .._tree import Tree, device_of, map_with_path, named_leaves, plain
 from .._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._ragged import all_to_all_single
-from ..layout._pieces import Pieces, pieces_here
+from ..layout._bound_pieces import pieces_here
+from ..layout._pieces import Pieces
 from ..reductions._encoded_mean import encoded_mean
 from ..reductions._reduction import Sums, reduction
 from ._coded_scatter import coded_scatter

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite
-from .._tree import State, check_dense, readable_without_sync
+from .._check_tree import check_dense
+from .._tree import State, readable_without_sync
 from ._forms import Forms
 
 

@@ -13,7 +13,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import State, Tree, check_dense, check_same, fields, map_with_path, path_string, plain, with_fields
+from .._check_tree import check_dense, check_same
+from .._tree import State, Tree, fields, map_with_path, path_string, plain, with_fields
 from ..schedules._rates import watched
 from ._checked import check_count, unchecked
 from ._formula import copy_like, like
@@ -119,10 +120,15 @@ def _on_copies(
     with torch.no_grad():
         shared = fields(apart(part, states[0]))
         new_states = [
-            with_fields(s, [one if c else None if f is None else copy_like(p, f)
-                            for f, one, c in zip(fields(s), shared, part.common, strict=True)])
+            with_fields(
+                s,
+                [
+                    one if c else None if f is None else copy_like(p, f)
+                    for f, one, c in zip(fields(s), shared, part.common, strict=True)
+                ],
+            )
             for p, s in zip(new_params, states, strict=True)
-        ]  # fmt: skip
+        ]
         new_grads = [copy_like(p, g) for p, g in zip(new_params, grads, strict=True)] if alone else grads
         step_in_place(part, new_params, new_grads, new_states)
     return list(zip(new_params, new_states, strict=True))

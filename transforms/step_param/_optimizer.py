@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec import Spec, Specified, spec_of_function
+from .._spec import Spec, spec_of_function
+from .._specified import Specified
 from .._tree import State, Tree
 from ..schedules._rates import watched
 from ._checked import checked, counted, unchecked

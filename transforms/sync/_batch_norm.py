@@ -10,7 +10,7 @@ from torch import Tensor
 from .._axis_env import AxisName, current_weight
 from .._tree import to_device
 from .._weights import check_weight
-from ..axes._collectives import all_gather
+from ..axes._gather_scatter import all_gather
 
 
 class BatchNormState(NamedTuple):

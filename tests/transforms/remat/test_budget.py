@@ -13,7 +13,8 @@ from helpers import raises_text
 from torch import Tensor
 
 from fjoin import transforms as tx
-from fjoin.transforms.remat._budget import Choice, Cost, least, measured, plan
+from fjoin.transforms.remat._budget import measured
+from fjoin.transforms.remat._knapsack import Choice, Cost, least, plan
 from fjoin.transforms.remat._offload import store_for
 
 from .transformer import Counted, Transformer, tokens

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
-from fjoin.transforms.remat._offload import Coded, File, Host
+from fjoin.transforms.remat._offload import Coded, File
+from fjoin.transforms.remat._pinned import Host
 
 from .transformer import Count, Counted, Transformer, tokens
 
