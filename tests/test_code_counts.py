@@ -17,10 +17,10 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 6860,
-    "code lines": 20720,
-    "lines": 39830,
-    "files over 250 lines": 23,
-    "fmt: skip": 24,
+    "code lines": 20760,
+    "lines": 40110,
+    "files over 250 lines": 16,
+    "fmt: skip": 21,
 }
 COUNTS = counts(ROOT)
 
