@@ -26,7 +26,7 @@ SCALAR_MESSAGES = (
     "fjoin/reducer/_agreements.py:Agreements",
     "fjoin/ddp/_unused_params.py:UsedParameters",
     "fjoin/uneven/_loop.py:Loop",
-    "fjoin/uneven/_join.py:Join",
+    "fjoin/uneven/_roll.py:Roll",
     "fjoin/optim/_zero_join.py:gradients",
     "fjoin/training/_in_loop.py:InLoop",
     "fjoin/groups/_record.py:Record",

@@ -17,9 +17,9 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 6942,
-    "code lines": 20947,
-    "lines": 40538,
-    "files over 250 lines": 2,
+    "code lines": 20975,
+    "lines": 40643,
+    "files over 250 lines": 0,
     "fmt: skip": 0,
 }
 COUNTS = counts(ROOT)

@@ -3,49 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
 from ..groups._consistency import same_joinables
 from ..groups._from_group import mesh_from_group
 from ..groups._mesh import Mesh
-from ..groups._record import Record, Sums
 from ..transforms._axis_env import Work
-from ._torch_joinables import DDPHook, check_notifies, check_steps_alone, is_stepper
-from ._turns import Turns, turns_of
+from ._join_config import JoinConfig
+from ._members import Members
+from ._roll import Roll
 
 WARN_AFTER = 1000
-
-
-# The flags of an iteration's record.
-_LIVE, _SYNCS = "has input", "synchronises"
-
-
-class _Config:
-    """The `_join_config` of a joinable while it is inside a Join.
-
-    torch's own `notify_join_context` reads these fields before it communicates; it reads `is_first_joinable`
-    when one of torch's joinables notifies. This read triggers our notification, and its value False makes
-    torch do nothing else.
-    """
-
-    enable = False
-    throw_on_early_termination = False
-
-    def __init__(self, notify: Callable[[], Work | None]) -> None:
-        self.notify = notify
-
-    @property
-    def is_first_joinable(self) -> bool:
-        self.notify()
-        return False
 
 
 class Join:
@@ -109,71 +83,30 @@ class Join:
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._all = list(joinables)
-        self._joinables = [joinable for joinable in self._all if hasattr(joinable, "join_process_group")]
-        if not self._joinables:
-            raise ValueError("a Join needs at least one joinable that communicates")
-        groups = [joinable.join_process_group for joinable in self._joinables]
-        for i, group in enumerate(groups):
-            if group != groups[0]:
-                raise ValueError(
-                    f"joinables of one Join must have the same process group, but joinable {i}, a "
-                    f"{type(self._joinables[i]).__name__}, has another one than joinable 0"
-                )
-        self._notifier = ([j for j in self._joinables if not is_stepper(j)] or self._joinables)[0]
+        self._members = members = Members(joinables, self, kwargs)
         self._before_step = kwargs.get("before_step")
-        self._ddps: list[DDPHook] = []
-        hooks = {id(one): self._hook_of(one, kwargs) for one in self._all if not is_stepper(one)}
-        self._hooks = list(hooks.values())
-        self._steppers = list(filter(is_stepper, self._all))
-        for stepper in self._steppers:
-            check_steps_alone(stepper)
-        modules = {hook.ddp: hook.params for hook in self._ddps}
-        turns = turns_of(self._all, modules, self._steppers)
-        self._shadow_turns = [hooks.get(id(one), one) for one in turns]
-        self._turns = Turns(turns, list(modules), self._steppers)
         self._enable, self._throw = enable, throw_on_early_termination
-        self._mesh: Mesh = getattr(self._joinables[0], "mesh", None) or mesh_from_group(groups[0])
+        first = members.joinables[0]
+        self._mesh: Mesh = getattr(first, "mesh", None) or mesh_from_group(first.join_process_group)
         self._device = self._mesh.device
         if self._device.type != "cpu":
-            self._device = self._notifier.join_device
-        axes, flags = tuple(self._mesh.shape), (_LIVE, _SYNCS)
-        self._record = Record(self._mesh, axes, (), flags, small=True, device=self._device)
-        self._roll: Sums | None = None  # of the last iteration
+            self._device = members.notifier.join_device
+        self._roll = Roll(self._mesh, self._device)
         self._shadowing = False
-        self._kept: list[Any] = []
         self._watches: list[Any] = []
         self._warned = False
         self._sent_before = 0
         self.last_joiner: int | None = None
         self.iterations = 0
 
-    def _hook_of(self, joinable: Any, kwargs: dict[str, Any]) -> Any:
-        if isinstance(joinable, DistributedDataParallel):
-            check_notifies(joinable)
-            by_world = kwargs.get("divide_by_initial_world_size", True)
-            hook = DDPHook(joinable, self, joinable is self._notifier, by_world)
-            self._ddps.append(hook)
-            return hook
-        if joinable not in self._joinables:
-            raise TypeError(f"a Join takes joinables, optimizers and learning-rate schedulers, got {joinable!r}")
-        return joinable.join_hook(**kwargs)
-
     def __enter__(self) -> Join:
         if not self._enable:
             return self
-        for joinable in self._joinables:
-            if isinstance(joinable._join_config, _Config):
-                raise JoinError(f"this {type(joinable).__name__} is inside another Join already; leave that one first")
-        same_joinables(self._mesh, self._device, self._all, self._throw)
+        self._members.check_free()
+        same_joinables(self._mesh, self._device, self._members.all, self._throw)
         self._sent_before = self._mesh.sent()
-        self._kept = [joinable._join_config for joinable in self._joinables]
-        for joinable in self._joinables:
-            joinable._join_config = _Config(self._notify if joinable is self._notifier else _silent)
-        for hook in self._ddps:
-            hook.ddp._join_config = _Config(hook.before_forward)
-            hook.enter()
-        if self._ddps:
+        self._members.enter(self._notify)
+        if self._members.ddps:
             self._watches = [
                 register_optimizer_step_pre_hook(self._sees_step),
                 register_optimizer_step_post_hook(self._saw_step),
@@ -191,10 +124,7 @@ class Join:
             elif not isinstance(error, EarlyTermination):  # all ranks raise that at the same place
                 self._fail(error)
         finally:
-            for joinable, config in zip(self._joinables, self._kept, strict=True):
-                joinable._join_config = config
-            for hook in self._ddps:
-                hook.leave()
+            self._members.leave()
             for watch in self._watches:
                 watch.remove()
         return False
@@ -210,17 +140,17 @@ class Join:
             EarlyTermination: with throw_on_early_termination: a rank is out of input.
         """
         config = joinable._join_config
-        return config.notify() if isinstance(config, _Config) else torch_join.Join.notify_join_context(joinable)
+        return config.notify() if isinstance(config, JoinConfig) else torch_join.Join.notify_join_context(joinable)
 
     # -- called by the hooks ---------------------------------------------------------------------
 
     def notify(self, syncs: bool) -> None:
         """Begin an iteration of this rank."""
-        self._turns.begin(syncs)
-        self._roll = self._call_roll(live=True, syncs=syncs)
+        self._members.turns.begin(syncs)
+        self._roll.call(syncs)
         self.iterations += 1
         if self._throw:
-            live = self._roll.ranks(_LIVE)
+            live = self._roll.live()
             if len(live) < self._mesh.size:
                 gone = [rank for rank in range(self._mesh.size) if rank not in live]
                 raise EarlyTermination(
@@ -230,28 +160,24 @@ class Join:
                     step=self.iterations - 1,
                 )
 
-    def _call_roll(self, live: bool = False, syncs: bool = False) -> Sums:
-        """Start an iteration's message: the ranks that have input, and those that synchronise gradients in it."""
-        return self._record.send(self._record.flagged(self._record.flagged({}, _LIVE, live), _SYNCS, syncs))
-
     def live(self) -> tuple[int, ...]:
         """The ranks that have input in this iteration."""
-        return self._roll.ranks(_LIVE) if self._roll is not None else ()
+        return self._roll.live()
 
     def syncing(self) -> tuple[int, ...]:
         """The ranks with input that synchronise gradients in this iteration."""
-        return self._roll.ranks(_SYNCS) if self._roll is not None else ()
+        return self._roll.syncing()
 
     def _notify(self) -> Work | None:
         if self._shadowing:
             return None
-        self.notify(syncs=all(hook.ddp.require_backward_grad_sync for hook in self._ddps[:1]))
-        return self._roll
+        self.notify(syncs=all(hook.ddp.require_backward_grad_sync for hook in self._members.ddps[:1]))
+        return self._roll.now
 
     def use(self, one: Any) -> None:
         """A module of this rank begins a pass that synchronises gradients, or an optimizer steps."""
         if not self._shadowing:
-            self._turns.use(one)
+            self._members.turns.use(one)
 
     def _sees_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.use(optimizer)
@@ -260,15 +186,10 @@ class Join:
         """Inspect a step of this rank's own; warn of an optimizer that steps only on ranks with input."""
         if self._shadowing:
             return
-        self._turns.stepped(optimizer)
-        for hook in self._ddps:
+        self._members.turns.stepped(optimizer)
+        for hook in self._members.ddps:
             hook.saw_step(optimizer)
-        inner = ("optim", "optimizer")  # ZeroRedundancyOptimizer and others step an inner optimizer
-        known = [*self._steppers, *(getattr(stepper, name, None) for stepper in self._steppers for name in inner)]
-        if self._warned or any(optimizer is one for one in known):
-            return
-        mine = {id(p) for hook in self._ddps for p in hook.params}
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        if not self._warned and self._members.lacks(optimizer):
             self._warned = True
             warnings.warn(
                 f"this {type(optimizer).__name__} steps the parameters of a DistributedDataParallel in a Join that does not know "
@@ -292,16 +213,13 @@ class Join:
             )
         last, is_last_joiner, shadowed = self.live(), True, 0
         try:
-            self._turns.end()
-            while live := (roll := self._call_roll()).ranks(_LIVE):
+            self._members.turns.end()
+            while live := self._roll.call_without_input():
                 if self._throw:
                     raise EarlyTermination(
                         f"Rank {self._mesh.rank} exhausted all inputs.", rank=self._mesh.rank, step=self.iterations
                     )
-                self._roll = roll
-                self._take_turns(bool(roll.ranks(_SYNCS)))
-                for hook in self._ddps:
-                    hook.after_main()
+                self._members.take_turns(bool(self._roll.syncing()), self._before_step)
                 last, is_last_joiner = live, False
                 self.iterations += 1
                 shadowed += 1
@@ -312,7 +230,7 @@ class Join:
                         stacklevel=3,
                     )
             self.last_joiner = min(last, default=0)
-            for hook in self._hooks:
+            for hook in self._members.hooks:
                 hook.post_hook(is_last_joiner)
         except EarlyTermination:
             raise
@@ -321,30 +239,8 @@ class Join:
         finally:
             self._shadowing = False
 
-    def _take_turns(self, syncs: bool) -> None:
-        """Do the work of an iteration in the order of a rank with input: modules, and where they synchronise also steps."""
-        follows = False  # whether the last turn was a step
-        for turn in self._shadow_turns:
-            steps = is_stepper(turn)
-            if not steps:
-                turn.main_hook()
-            elif syncs:
-                if self._before_step is not None and not follows:
-                    self._before_step()
-                turn.step()
-            follows = steps
-
     def _fail(self, error: BaseException) -> NoReturn:
         """Reports the failure to the other ranks and raises its root cause."""
-        self._roll = None  # a message that was never awaited also holds connections
-        for hook in self._ddps:
-            hook.release()
-        for joinable in self._joinables:  # connections close once their group is no longer referenced
-            for name, value in list(vars(joinable).items()):
-                if isinstance(value, dist.ProcessGroup):
-                    joinable.__dict__[name] = None
+        self._roll.now = None  # a message that was never awaited also holds connections
+        self._members.release()
         self._mesh.raise_root_cause(error, self.iterations)
-
-
-def _silent() -> None:
-    """The notification of a joinable that is not the first."""

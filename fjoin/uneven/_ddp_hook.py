@@ -1,4 +1,4 @@
-"""torch's own joinables inside our Join: DistributedDataParallel, ZeroRedundancyOptimizer, any optimizer.
+"""torch's DistributedDataParallel inside our Join.
 
 torch's hooks discard the gradients that a rank without input receives. These hooks keep them, so that
 the optimizer takes the same step on all ranks.
@@ -6,7 +6,6 @@ the optimizer takes the same step on all ranks.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from typing import Any, Protocol
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
-from torch.optim.lr_scheduler import LRScheduler
 
 from .._errors import JoinError
 from ..ddp._buckets import gradients
@@ -244,19 +242,3 @@ def check_notifies(ddp: DistributedDataParallel) -> None:
             f"a DistributedDataParallel {kind} cannot be in a Join: its forward passes notify none; use fjoin.join(loader), which "
             f"runs the loop's body on all ranks"
         )
-
-
-def check_steps_alone(stepper: Any) -> None:
-    """Raise TypeError for an object that cannot step on a rank without input, since its step needs arguments."""
-    _, *arguments = inspect.signature(type(stepper).step).parameters.values()
-    needs = [p.name for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if needs:
-        raise TypeError(
-            f"a {type(stepper).__name__} cannot be in a Join: its step needs {', '.join(needs)}, which a rank that is out of input "
-            f"does not have"
-        )
-
-
-def is_stepper(value: Any) -> bool:
-    """Whether `value` is an optimizer or a learning-rate scheduler, which step on all ranks alike."""
-    return isinstance(value, (torch.optim.Optimizer, LRScheduler))
