@@ -46,18 +46,18 @@ from .optim._optimizer import Optimizer as Optimizer
 from .optim._post_local_sgd_optimizer import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from .optim._torch_functional import TorchState as TorchState
 from .optim._torch_functional import as_step_param as as_step_param
-from .optim._zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from .optim.zero._zero_redundancy_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from .quantization._auto_quantize import auto_quantize as auto_quantize
 from .remat._apply import apply_activation_checkpointing as apply_activation_checkpointing
 from .remat._checkpoint_wrapper import CheckpointImpl as CheckpointImpl
 from .remat._checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from .remat._checkpoint_wrapper import offload_wrapper as offload_wrapper
-from .shared_memory import _process_group as _process_group  # the backend "fjoin"
+from .shared_memory.backend import _process_group as _process_group  # the backend "fjoin"
 from .training._join_steps import NO_BATCH as NO_BATCH
-from .training._metrics import Metrics as Metrics
-from .training._state import TrainState as TrainState
 from .training._step import TrainStep as TrainStep
 from .training._train_step import train_step as train_step
+from .training.state._metrics import Metrics as Metrics
+from .training.state._state import TrainState as TrainState
 from .uneven._evaluate import Evaluation as Evaluation
 from .uneven._evaluate import evaluate as evaluate
 from .uneven._join import Join as Join

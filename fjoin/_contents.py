@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .transforms.remat._reach import filled, slots_of
+from .transforms.remat.surroundings._reach import filled, slots_of
 
 
 def contents(value: Any, objects: int) -> tuple[Iterable[Any], int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ._contents import copy_slots
 from ._module_references import Rebuilding, References
 from ._part_copies import TENSORS, PartCopies, same
-from .transforms.remat._reach import slots_of
+from .transforms.remat.surroundings._reach import slots_of
 
 # Dicts of hooks that forward passes do not call.
 _UNCALLED = frozenset(vars(nn.Module())) - {"_forward_hooks", "_forward_pre_hooks"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._contents import contents, with_contents
-from .transforms.remat._reach import SIMPLE
+from .transforms.remat.surroundings._reach import SIMPLE
 
 # Objects are entered one deep, which ends at handlers and configurations: a trainer's own parts are not searched.
 _OBJECTS = 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._taken import warn_of_module_params
 from .transforms._check import flag
-from .transforms._tree import path_string
+from .transforms.tree._tree import path_string
 
 
 def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:

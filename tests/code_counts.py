@@ -15,27 +15,27 @@ from typing import NamedTuple
 # methods of memories are run by `execute`.
 EXECUTORS = (
     "transforms/pipelines/_fuse.py:pipeline_of",
-    "transforms/pipelines/_explain.py:explain_memory",
+    "transforms/pipelines/explain/_explain.py:explain_memory",
     "fjoin/training/_executor.py:Run",
     "fjoin/ddp/_hook.py:DDPRun",
     "fjoin/ddp/_module_step.py:ModuleStep",
     "transforms/program/_execute.py:execute",
 )
 SCALAR_MESSAGES = (
-    "fjoin/reducer/_step_record.py:StepRecord",
-    "fjoin/reducer/_agreements.py:Agreements",
+    "fjoin/agreement/_step_record.py:StepRecord",
+    "fjoin/agreement/_agreements.py:Agreements",
     "fjoin/ddp/_unused_params.py:UsedParameters",
     "fjoin/uneven/_loop.py:Loop",
     "fjoin/uneven/_roll.py:Roll",
-    "fjoin/optim/_zero_join.py:gradients",
+    "fjoin/optim/zero/_zero_join.py:gradients",
     "fjoin/training/_in_loop.py:InLoop",
-    "fjoin/groups/_record.py:Record",
+    "fjoin/agreement/_record.py:Record",
 )
 # They run stages, judge, or run an optimizer.
 STEPS = ("optimizer.step(", "memory.step(", "part.init(", "stepper.step(", "step_bucket(")
 # They make words, and sum them.
 SENDS_SCALARS = (("torch.tensor(", "torch.zeros(", "encode_lane("), ("reduce_(", '"psum"'))
-STEP_ROOMS = ("fjoin/reducer", "fjoin/training", "fjoin/ddp")
+STEP_ROOMS = ("fjoin/buckets", "fjoin/agreement", "fjoin/reducer", "fjoin/training", "fjoin/ddp")
 
 
 class Source(NamedTuple):

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from pool import Pool
+
+from tests.pool import Pool
 
 # The same examples in every run, and no time limits on a busy machine.
 settings.register_profile("fjoin", max_examples=60, deadline=None, derandomize=True, database=None)

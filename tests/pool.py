@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from processes import context
+from tests.processes import context
 
 WORKERS = 4
 TIMEOUT_S = 120.0
@@ -43,7 +43,7 @@ def _load(file: str, name: str) -> Callable[..., Any]:
 
 
 def _worker(pipe: Connection, backend: str, index: int) -> None:
-    sys.path.insert(0, os.path.dirname(__file__))
+    sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("FJOIN_TRANSPORT", "gloo")
     import torch

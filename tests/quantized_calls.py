@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from collective_table import ring
 
 from fjoin import transforms as tx
+from tests.collective_table import ring
 
 # Each codec, and its largest error relative to the largest value encoded with it.
 CODECS: dict[str, tuple[Any, float]] = {

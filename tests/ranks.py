@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from processes import context
+from tests.processes import context
 
 
 def _start(function: Callable[..., Any], rank: int, n: int, test: Connection[Any, Any], args: tuple[Any, ...]) -> None:

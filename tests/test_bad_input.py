@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
 
 P = {"w": torch.ones(3)}
 PIPE = tx.fuse(tx.mean("data"), tx.sgd(0.1))

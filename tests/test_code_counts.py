@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from code_counts import axis_kinds, counts, foreign_privates, name_comparisons, sources, torchs_privates
+
+from tests.code_counts import axis_kinds, counts, foreign_privates, name_comparisons, sources, torchs_privates
 
 ROOT = Path(__file__).parents[1]
 LIMITS = {

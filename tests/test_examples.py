@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 import pytest
-from ranks import Ranks
 
 import fjoin
+from tests.ranks import Ranks
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 # The packages that an example needs in addition to fjoin.

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor
 
 import fjoin
+from tests.helpers import raises_text
 
 
 def params() -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..transforms._state_dict import restored, to_state_dict
-from ..transforms._weights import host_weight
-from ..transforms.pipelines._explanation import Explanation
+from ..transforms.pipelines.explain._explanation import Explanation
+from ..transforms.transform._weights import host_weight
+from ..transforms.tree._state_dict import restored, to_state_dict
 from ._hook import DDPRun
 
 

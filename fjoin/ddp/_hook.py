@@ -12,27 +12,27 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import CollectiveTimeout, PeerLost
-from ..groups._consistency import parameters_fit, same_step
+from ..agreement._agreements import Agreements
+from ..agreement._consistency import parameters_fit, same_step
+from ..agreement._step_ids import Calls
+from ..buckets._aliases import copy_if_aliased
 from ..groups._mesh import Mesh
-from ..reducer._agreements import Agreements
-from ..reducer._aliases import copy_if_aliased
 from ..reducer._bucket_stages import BucketStages
-from ..reducer._step_ids import Calls
 from ..training._left_open import LeftOpen
 from ..transforms._axis_env import bind_axes
-from ..transforms._bucketwise import restrict
-from ..transforms._call import Call
-from ..transforms._transform import Transform
 from ..transforms.layout._pieces import Pieces
-from ..transforms.pipelines._counting_memory import CountingMemory
-from ..transforms.pipelines._explain import explain_memory
-from ..transforms.pipelines._explanation import Explanation
 from ..transforms.pipelines._pipeline import Pipeline, parts_of
+from ..transforms.pipelines.explain._counting_memory import CountingMemory
+from ..transforms.pipelines.explain._explain import explain_memory
+from ..transforms.pipelines.explain._explanation import Explanation
 from ..transforms.plan._plan import make_plan
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program, Stages
 from ..transforms.program._program import Programs
+from ..transforms.transform._call import Call
+from ..transforms.transform._transform import Transform
+from ..transforms.tree._bucketwise import restrict
 from ._buckets import DDPBucket, first_buckets
 from ._module_memory import ModuleMemory
 from ._module_step import ModuleStep

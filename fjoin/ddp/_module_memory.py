@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..groups._record import Sums
+from ..agreement._record import Sums
+from ..agreement._step_check import CountsOfAll, numbers
+from ..buckets._gather_pieces import gather_leaves
 from ..reducer._all_reduce import power_near
-from ..reducer._gather_pieces import gather_leaves
-from ..reducer._step_check import CountsOfAll, numbers
-from ..training._ends import run_end
+from ..training.state._ends import run_end
 from ..transforms._axis_env import bind_axes
-from ..transforms._bucketwise import merge
-from ..transforms._call import Call
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
 from ..transforms.reductions._reduction import MeanState
+from ..transforms.transform._call import Call
+from ..transforms.tree._bucketwise import merge
 from ._buckets import DDPBucket, divide
 from ._late_errors import after_backward
 from ._module_scatter import ModuleScatter

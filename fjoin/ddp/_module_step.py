@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agreement._step_check import CountsOfAll, Decision, StepCheck
 from ..optim._foreach import ForeachStepper, divides
-from ..reducer._step_check import CountsOfAll, Decision, StepCheck
-from ..training._ends import EndStates, init_ends
-from ..training._loss_weight import unscale
-from ..transforms._check_tree import check_dense
-from ..transforms._state_dict import restored, to_state_dict
+from ..training.passes._loss_weight import unscale
+from ..training.state._ends import EndStates, init_ends
 from ..transforms.layout._pieces import Pieces
-from ..transforms.optimizers._inject import compared
+from ..transforms.optimizers.wrappers._inject import compared
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import Plan
 from ..transforms.program._effect import Effect
+from ..transforms.tree._check_tree import check_dense
+from ..transforms.tree._state_dict import restored, to_state_dict
 from ._buckets import DDPBucket
 from ._late_errors import raise_after_backward
 from ._loss_scale import ScaledLoss

@@ -11,20 +11,20 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from ..groups._consistency import same_hook, same_rates
+from ..agreement._consistency import same_hook, same_rates
 from ..groups._mesh import Mesh
 from ..groups._transport import linked_mesh
-from ..transforms._transform import Transform
-from ..transforms._weights import Over
 from ..transforms.pipelines._fuse import fuse
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import axes_of, warn_if_silent
 from ..transforms.step_param._optimizer import Optimizer
-from ._comm_hook_types import comm_hook
+from ..transforms.transform._transform import Transform
+from ..transforms.transform._weights import Over
 from ._handle import Handle
 from ._hook import DDPRun
 from ._join_hook import keep_stepped
 from ._steps_in_backward import guard
+from .comm_hooks._comm_hook_types import comm_hook
 
 
 class _Live(list[Any]):

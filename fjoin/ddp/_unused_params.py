@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..agreement._record import Record
 from ..groups._mesh import Mesh
-from ..groups._record import Record
-from ..transforms._bucketwise import merge, restrict
+from ..transforms.tree._bucketwise import merge, restrict
 
 
 class UsedParameters:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from ._connections import Connections
 from ._group_mesh import GroupMesh
 from ._mesh import Mesh
+from .failures._connections import Connections
 
 TIMEOUT_S = 600.0
 

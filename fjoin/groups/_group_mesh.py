@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from .._errors import CollectiveTimeout, DesyncError, FjoinError, JoinError, PeerLost
 from ..shared_memory._links import HostLinks
-from ._axis import CLOSED, GroupAxis
-from ._connections import Connections, shut
-from ._device_wait import comes
-from ._failures import Failures, is_backend_error
-from ._host_axis import HostAxis
-from ._hosts_axis import HostsAxis
-from ._meetings import Meetings
 from ._mesh import Mesh
-from ._store import Store
 from ._teardown import destroy
+from .axes._axis import CLOSED, GroupAxis
+from .axes._host_axis import HostAxis
+from .axes._hosts_axis import HostsAxis
+from .failures._connections import Connections, shut
+from .failures._device_wait import comes
+from .failures._failures import Failures, is_backend_error
+from .failures._meetings import Meetings
+from .failures._store import Store
 
 # How long closing a mesh waits for the device.
 _LAST_S = 10.0

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ..transforms._axis_env import Axis, bound
-from ._connections import Connections
 from ._from_group import timeout_of
 from ._group_mesh import GroupMesh
 from ._make_mesh import mesh, world_mesh
 from ._mesh import Mesh
+from .failures._connections import Connections
 
 
 def _simulated() -> list[Axis]:

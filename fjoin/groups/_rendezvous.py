@@ -11,13 +11,13 @@ from torch import Tensor
 
 from .._errors import CollectiveTimeout, DesyncError, PeerLost
 from ..shared_memory._doorway import Doorway
-from ._connections import Connections, event_loops
-from ._failures import BACKEND_ERROR
 from ._group_mesh import GroupMesh
-from ._meetings import Meetings
 from ._mesh import Mesh
-from ._store import Store, Unanswered, within
 from ._transport import links_to_host
+from .failures._connections import Connections, event_loops
+from .failures._failures import BACKEND_ERROR
+from .failures._meetings import Meetings
+from .failures._store import Store, Unanswered, within
 
 T = TypeVar("T")
 # The groups by axis; and for axes that are split, that of this rank's host and that of its peers on the others.

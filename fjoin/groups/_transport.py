@@ -11,12 +11,12 @@ from .._errors import TransportError
 from ..shared_memory._connect import connect
 from ..shared_memory._doorway import Doorway
 from ..shared_memory._links import HostLinks
-from ._connections import Connections
 from ._from_group import timeout_of
 from ._group_mesh import GroupMesh
-from ._meetings import Meetings
 from ._mesh import Mesh
-from ._store import Store
+from .failures._connections import Connections
+from .failures._meetings import Meetings
+from .failures._store import Store
 
 TRANSPORTS = ("auto", "gloo", "shared")
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from .._errors import JoinError
-from ._unfinished import Unfinished
+from .failures._unfinished import Unfinished
 
 
 class Use:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..transforms._check import is_number
-from ..transforms._state_dict import restored, to_state_dict
-from ..transforms._tree import fields, with_fields
-from ..transforms.optimizers._inject import compared
+from ..transforms.optimizers.wrappers._inject import compared
 from ..transforms.schedules._rates import check_rates
 from ..transforms.step_param._checked import check_grad, check_written, refuse_count
 from ..transforms.step_param._lists import Ages, Item, apart, sharing, step_in_place, step_lists_, stepped_together
 from ..transforms.step_param._optimizer import Optimizer
+from ..transforms.tree._state_dict import restored, to_state_dict
+from ..transforms.tree._tree import fields, with_fields
 from ._param_groups import own_by_group
 
 Changed = Callable[[Any, Any], None]

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..agreement._program_check import same_average
 from ..groups._bind import bind
 from ..groups._mesh import Mesh
-from ..groups._program_check import same_average
 from ..transforms._axis_env import AxisName
 from ..transforms._check import whole_number
-from ..transforms._transform import Transform
 from ..transforms.local_sgd._average import average_parameters
 from ..transforms.sync._buffers import average_buffers
+from ..transforms.transform._transform import Transform
 
 Buffers = Iterable[Tensor] | Callable[[], Iterable[Tensor]]
 # torch's stand-in for a group, on ranks outside of it.

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..transforms._check_tree import check_dense
-from ..transforms._state_dict import to_state_dict
 from ..transforms.step_param import _optimizer
 from ..transforms.step_param._lists import Item
+from ..transforms.tree._check_tree import check_dense
+from ..transforms.tree._state_dict import to_state_dict
 from ._foreach import ForeachStepper
 from ._grad_scaler import guards_of
 from ._param_groups import Hyperparameters

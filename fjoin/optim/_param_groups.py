@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..transforms._check import is_number
-from ..transforms.optimizers._inject import empty_fields, leaf_arguments, remade
+from ..transforms.optimizers.wrappers._inject import empty_fields, leaf_arguments, remade
 from ..transforms.step_param._optimizer import Optimizer
 
 

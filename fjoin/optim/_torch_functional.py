@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..transforms._spec import Spec
+from ..transforms.spec._spec import Spec
 from ..transforms.step_param._optimizer import Optimizer
 
 

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agreement._grad_check import GradCheck
+from ..agreement._record import Sums
+from ..agreement._step_check import Clip
+from ..agreement._step_record import StepRecord
+from ..buckets._aliases import copy_if_aliased
+from ..buckets._buckets import GradBuffer
+from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
-from ..groups._record import Sums
 from ..transforms._axis_env import Work
-from ..transforms._call import Call
 from ..transforms.combinators._clip import ClipState
 from ..transforms.layout._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
-from ._aliases import copy_if_aliased
+from ..transforms.transform._call import Call
 from ._bucket_stages import BucketStages
-from ._buckets import GradBuffer
-from ._flat_params import Storage
-from ._grad_check import GradCheck
-from ._step_check import Clip
-from ._step_record import StepRecord
 
 
 class AllReduceHook:

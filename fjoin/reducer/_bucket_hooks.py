@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..agreement._grad_check import GradCheck
+from ..agreement._step_record import StepRecord
+from ..buckets._aliases import copy_if_aliased
+from ..buckets._buckets import GradBuffer
+from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Work
-from ..transforms._bucketwise import restrict
-from ..transforms._call import Call
-from ..transforms._transform import Transform
 from ..transforms.combinators._chain import stages
 from ..transforms.layout._bound_pieces import bind_pieces
 from ..transforms.layout._pieces import Pieces
 from ..transforms.plan._plan import Plan, takes_flat
-from ._aliases import copy_if_aliased
+from ..transforms.transform._call import Call
+from ..transforms.transform._transform import Transform
+from ..transforms.tree._bucketwise import restrict
 from ._bucket_stages import BucketStages
-from ._buckets import GradBuffer
-from ._flat_params import Storage
-from ._grad_check import GradCheck
 from ._hook_state import FLAT, Form, HookState
-from ._step_record import StepRecord
 
 
 class BucketHook:

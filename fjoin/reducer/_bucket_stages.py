@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buckets._aliases import assign_, copy_if_aliased
+from ..buckets._buckets import GradBuffer
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Work, bind_axes, bound
-from ..transforms._call import ALONE, Call
-from ..transforms._rider import BucketSums
 from ..transforms.combinators._chain import behind_all, counting, counts_needed, stages
 from ..transforms.layout._bound_pieces import bind_pieces
 from ..transforms.layout._buckets import Bucket
 from ..transforms.layout._pieces import Pieces
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
-from ._aliases import assign_, copy_if_aliased
-from ._buckets import GradBuffer
+from ..transforms.transform._call import ALONE, Call
+from ..transforms.transform._rider import BucketSums
 from ._hook_state import FLAT
 from ._interleave import Interleaver, travel
 from ._side_stream import SideStream

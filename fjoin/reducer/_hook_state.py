@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..transforms._bucketwise import merge
 from ..transforms.layout._buckets import Bucket, views
 from ..transforms.layout._pieces import Pieces
+from ..transforms.tree._bucketwise import merge
 
 # The path of a flat bucket in a tree of one tensor; no parameter has this path.
 FLAT = "(flat)"

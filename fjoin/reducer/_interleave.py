@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..groups._malloc import keep_freed
+from ..groups.axes._malloc import keep_freed
 from ..transforms._axis_env import Axis, bind_axes, bound
 from ..transforms.layout._buckets import Bucket
 

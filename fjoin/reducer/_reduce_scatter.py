@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..groups._malloc import keep_freed
+from ..agreement._step_record import StepRecord
+from ..buckets._buckets import GradBuffer
+from ..buckets._flat_params import Storage
+from ..groups.axes._malloc import keep_freed
 from ..transforms._axis_env import Axis, PieceSum, Work
 from ..transforms.layout._bound_pieces import bind_pieces
 from ._all_reduce import AllReduceHook
-from ._buckets import GradBuffer
-from ._flat_params import Storage
-from ._step_record import StepRecord
 
 
 class ReduceScatterHook(AllReduceHook):

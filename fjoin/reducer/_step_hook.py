@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..agreement._step_check import Clip
+from ..agreement._step_record import StepRecord
+from ..buckets._buckets import GradBuffer
+from ..buckets._flat_params import Storage
 from ..transforms._axis_env import Work
-from ._buckets import GradBuffer
-from ._flat_params import Storage
-from ._step_check import Clip
-from ._step_record import StepRecord
 
 
 class StepHook(Protocol):

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..buckets._aliases import assign_, copy_if_aliased
+from ..buckets._buckets import GradBuffer
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import bind_axes
-from ..transforms._call import Call
-from ..transforms._transform import Transform
 from ..transforms.combinators._chain import behind
 from ..transforms.layout._bound_pieces import bind_pieces
 from ..transforms.layout._pieces import Pieces
-from ._aliases import assign_, copy_if_aliased
-from ._buckets import GradBuffer
+from ..transforms.transform._call import Call
+from ..transforms.transform._transform import Transform
 
 
 class HasParams(Protocol):

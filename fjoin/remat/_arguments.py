@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, _CachingTorchDispatchMode
 
-from ..transforms.remat._policy import Keep, Policy
 from ..transforms.remat._remat import Runner, runner_of
+from ..transforms.remat.values._policy import Keep, Policy
 
 _NAMES = ("policy", "offload", "preserve_rng", "budget_bytes", "early_stop")
 _KEPT = {

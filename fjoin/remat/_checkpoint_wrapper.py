@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..transforms.remat._offload import Offload
-from ..transforms.remat._policies import everything_saveable
 from ..transforms.remat._remat import Runner, runner_of
+from ..transforms.remat.values._offload import Offload
+from ..transforms.remat.values._policies import everything_saveable
 from ._arguments import run_with
 
 

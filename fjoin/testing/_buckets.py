@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .. import transforms as tx
-from ..transforms._bucketwise import merge, restrict
-from ..transforms._call import Call
-from ..transforms._rider import BucketSums
-from ..transforms._transform import Needs
 from ..transforms.plan._plan import takes_flat
+from ..transforms.transform._call import Call
+from ..transforms.transform._rider import BucketSums
+from ..transforms.transform._transform import Needs
+from ..transforms.tree._bucketwise import merge, restrict
 from ._compare import max_diff, params_like, same_bits
 from ._ranks import axes_for, grads_of, rank_in
 

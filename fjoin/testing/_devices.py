@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import transforms as tx
 from ..transforms._axis_env import bind_axes
-from ..transforms._bucketwise import restrict
-from ..transforms._transform import Needs
-from ..transforms.pipelines._recorder import Recorder
+from ..transforms.pipelines.explain._recorder import Recorder
+from ..transforms.transform._transform import Needs
+from ..transforms.tree._bucketwise import restrict
 from ._compare import params_like
 from ._ranks import axes_for
 

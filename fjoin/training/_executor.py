@@ -6,33 +6,33 @@ import weakref
 from functools import partial
 from typing import Any
 
+from ..agreement._agreements import Agreements
+from ..agreement._step_check import numbers
+from ..agreement._step_ids import Calls
+from ..agreement._step_record import own_values
+from ..buckets._buckets import BucketQueue
+from ..buckets._flat_params import Storage
 from ..groups._mesh import Mesh
-from ..reducer._agreements import Agreements
 from ..reducer._all_reduce import AllReduceHook
 from ..reducer._bucket_hooks import BucketHook
-from ..reducer._buckets import BucketQueue
-from ..reducer._flat_params import Storage
 from ..reducer._reduce_scatter import ReduceScatterHook
-from ..reducer._step_check import numbers
 from ..reducer._step_hook import StepHook
-from ..reducer._step_ids import Calls
-from ..reducer._step_record import own_values
-from ..transforms._transform import Transform
 from ..transforms.pipelines._pipeline import Pipeline, parts_of
 from ..transforms.plan._plan import make_plan
 from ..transforms.program._effect import FLUSH
 from ..transforms.program._execute import execute
 from ..transforms.program._ops import Program
 from ..transforms.program._program import Programs
-from ._deferred import DeferredMessages
+from ..transforms.transform._transform import Transform
 from ._flat_memory import FlatMemory, tears
-from ._float16 import Units
-from ._iteration import Iteration
-from ._loss import Loss, user_sums
-from ._loss_weight import Unscaler, grad_output_of
-from ._metrics import Metrics
-from ._passes import Passes
-from ._state import StateData
+from .passes._float16 import Units
+from .passes._iteration import Iteration
+from .passes._loss import Loss, user_sums
+from .passes._loss_weight import Unscaler, grad_output_of
+from .passes._passes import Passes
+from .state._deferred import DeferredMessages
+from .state._metrics import Metrics
+from .state._state import StateData
 
 CALLS = Calls(
     step="a step",

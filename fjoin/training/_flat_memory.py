@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..groups._record import Sums
+from ..agreement._record import Sums
+from ..agreement._step_check import Decision
+from ..agreement._step_record import StepRecord
+from ..buckets._buckets import BucketQueue, GradBuffer
+from ..buckets._gather_pieces import gather_changes_, start_gather
 from ..reducer._all_reduce import AllReduceHook
-from ..reducer._buckets import BucketQueue, GradBuffer
-from ..reducer._gather_pieces import gather_changes_, start_gather
-from ..reducer._step_check import Decision
-from ..reducer._step_record import StepRecord
 from ..transforms._axis_env import bind_axes
-from ..transforms._call import Call
 from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
 from ..transforms.step_param._checked import unchecked
-from ._ends import run_end
-from ._state import StateData
+from ..transforms.transform._call import Call
+from .state._ends import run_end
+from .state._state import StateData
 
 if TYPE_CHECKING:
     from ._executor import Run

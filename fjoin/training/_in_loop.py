@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 import torch
 
 from .._errors import DesyncError, JoinError
-from ..groups._consistency import same_loops
-from ..groups._record import Record
+from ..agreement._consistency import same_loops
+from ..agreement._record import Record
 from ._executor import Run
 from ._failures import Failures
-from ._iteration import Iteration
+from .passes._iteration import Iteration
 
 
 class InLoop:

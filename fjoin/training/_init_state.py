@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..groups._program_check import check_program, same_values
-from ..reducer._flat_params import Storage
+from ..agreement._program_check import check_program, same_values
+from ..buckets._flat_params import Storage
 from ..transforms._axis_env import bind_axes
 from ..transforms.layout._buckets import Bucket, make_layout
 from ..transforms.layout._pieces import labels
 from ..transforms.plan._plan import warn_if_silent
-from ._ends import init_ends
 from ._executor import Run
-from ._params import check_values, flatten
-from ._state import StateData
+from .state._ends import init_ends
+from .state._params import check_values, flatten
+from .state._state import StateData
 
 
 def make_state_data(

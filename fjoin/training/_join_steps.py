@@ -10,9 +10,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 from .._errors import EarlyTermination, JoinError, NoBatch, NonFinite
 from ..transforms._check import iterable
 from ._in_loop import InLoop
-from ._iteration import Iteration
 from ._leaving import left_by_code
 from ._look_ahead import LookAhead
+from .passes._iteration import Iteration
 
 B = TypeVar("B")
 _END: Any = object()

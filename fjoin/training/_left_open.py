@@ -8,8 +8,8 @@ import warnings
 import weakref
 from collections.abc import Sequence
 
-from ..transforms._timing import unfinished
-from ..transforms._transform import Transform
+from ..transforms.transform._timing import unfinished
+from ..transforms.transform._transform import Transform
 
 _OPEN: set[LeftOpen] = set()  # of the runs that have not ended
 _TEXTS: list[str] = []  # of those that have; shown at the end of the program

@@ -15,10 +15,10 @@ from ._failures import Failures
 from ._in_loop import InLoop
 from ._init_state import make_state_data
 from ._left_open import LeftOpen
-from ._loss import refuse_inference
-from ._metrics import Metrics
-from ._params import check_buffers
-from ._state import TrainState, check_state
+from .passes._loss import refuse_inference
+from .state._metrics import Metrics
+from .state._params import check_buffers
+from .state._state import TrainState, check_state
 
 B = TypeVar("B")
 

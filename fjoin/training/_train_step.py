@@ -8,14 +8,14 @@ from typing import Any
 from ..groups._make_mesh import mesh as make_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..transforms._check import flag, whole_number
-from ..transforms._transform import Transform, check_transform
 from ..transforms.combinators._chain import identity
 from ..transforms.layout._buckets import BUCKET_BYTES
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.plan._plan import make_plan
+from ..transforms.transform._transform import Transform, check_transform
 from ._executor import Run
-from ._loss import Loss
 from ._step import TrainStep
+from .passes._loss import Loss
 
 
 def train_step(

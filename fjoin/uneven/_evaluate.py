@@ -12,7 +12,7 @@ from torch import Tensor
 from .._errors import DesyncError
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
-from ..training._loss import weigh
+from ..training.passes._loss import weigh
 from ..transforms._check import iterable
 
 

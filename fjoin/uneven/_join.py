@@ -11,7 +11,7 @@ import torch.distributed.algorithms.join as torch_join
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._errors import EarlyTermination, JoinError
-from ..groups._consistency import same_joinables
+from ..agreement._consistency import same_joinables
 from ..groups._from_group import mesh_from_group
 from ..groups._mesh import Mesh
 from ..transforms._axis_env import Work

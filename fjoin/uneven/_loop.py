@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from .._errors import EarlyTermination, JoinError
+from ..agreement._record import Record, Sums
 from ..groups._make_mesh import world_mesh
 from ..groups._mesh import Mesh, check_mesh
-from ..groups._record import Record, Sums
 from ..training._join_steps import _END, NO_BATCH, JoinedLoader
 from ..training._leaving import left_by_code
 from ..training._look_ahead import LookAhead
-from ..training._loss import weigh
 from ..training._step import TrainStep
+from ..training.passes._loss import weigh
 from ..transforms._check import iterable
 
 B = TypeVar("B")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..agreement._record import Record, Sums
 from ..groups._mesh import Mesh
-from ..groups._record import Record, Sums
 
 # The flags of an iteration's record.
 _LIVE, _SYNCS = "has input", "synchronises"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import comm_hooks as oracle
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
@@ -18,6 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.oracle import comm_hooks as oracle
 
 SHAPES = [[(700,), (3, 200), ()], [(30, 20), (424,)]]  # of two buckets, the second of 2 x 512 elements
 SIZES = [1301, 1024]

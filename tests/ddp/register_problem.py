@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import torch
-from helpers import max_diff, same_bits
-from oracle import whole_batch
-from oracle.whole_batch import make_model
 from torch import Tensor, nn
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
+from tests.oracle import whole_batch
+from tests.oracle.whole_batch import make_model
 
 SIZES = [[3, 2, 4, 1], [5, 1], []]
 EVEN = [[3, 2, 4], [5, 1, 2]]

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_hook_problem import HOOKS, ONE_OF_EACH, QUANTIZED, TORCHS, TYPES, torchs_state
-from helpers import max_diff, raises_text, same_bits
-from oracle.whole_batch import make_batches, make_model, mean_loss
-from register_problem import EVEN, SMALL
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
-from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.comm_hook_problem import HOOKS, ONE_OF_EACH, QUANTIZED, TORCHS, TYPES, torchs_state
+from tests.ddp.register_problem import EVEN, SMALL
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss
+from tests.traffic import announced, watched
 
 
 def trained(name: str, whose: str) -> Any:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_hook_problem import (
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+from tests.ddp.comm_hook_problem import (
     HALF,
     ONE_OF_EACH,
     QUANTIZED,
@@ -20,15 +27,8 @@ from comm_hook_problem import (
     own,
     torchs_state,
 )
-from helpers import raises_text, same_bits
-from oracle import comm_hooks as oracle
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.nn.parallel import DistributedDataParallel
-
-import fjoin
-from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
+from tests.oracle import comm_hooks as oracle
 
 PLAIN = ["ALLREDUCE", *(param for param in ONE_OF_EACH if "POWER" in param.values[0])]  # in their first 1000 passes
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, same_bits
-from oracle.whole_batch import make_batches, make_model, mean_loss
-from register_problem import EVEN, samples
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.register_problem import EVEN, samples
+from tests.helpers import max_diff, same_bits
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 
 
 class TwoDtypes(nn.Module):

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.algorithms.join as torch_join
-from helpers import max_diff, raises_text
-from plan_problem import (
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
+from tests.training.plan_problem import (
     NAN,
     PIPELINES,
     UNEVEN,
@@ -18,10 +22,6 @@ from plan_problem import (
     start,
     weight_of,
 )
-from torch import Tensor
-
-import fjoin
-from fjoin import transforms as tx
 
 REGISTERED = (
     "mean, then an average",

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import whole_batch
-from oracle.whole_batch import make_batches, make_model, mean_loss
-from register_problem import EVEN, HOOKS, SIZES, SMALL, check, samples
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.register_problem import EVEN, HOOKS, SIZES, SMALL, check, samples
+from tests.oracle import whole_batch
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 
 
 def clipping(hook: str) -> Any:

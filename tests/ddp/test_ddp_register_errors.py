@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import raises_text, same_bits
-from oracle.whole_batch import make_batches, make_model, mean_loss
-from register_problem import EVEN, SMALL, Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.register_problem import EVEN, SMALL, Branches
+from tests.helpers import raises_text, same_bits
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 
 
 def nonfinite(skips: bool) -> Any:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, same_bits
-from oracle import whole_batch
-from oracle.whole_batch import make_batches, make_model, mean_loss
-from register_problem import EVEN, HOOKS, SMALL, Branches, check, samples
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.register_problem import EVEN, HOOKS, SMALL, Branches, check, samples
+from tests.helpers import max_diff, same_bits
+from tests.oracle import whole_batch
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss
+from tests.traffic import watched
 
 
 def accumulate() -> Any:

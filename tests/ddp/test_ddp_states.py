@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, same_bits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
 
 INPUTS = [1.0, float("nan"), 1.0, 1.0, 1.0]
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from traffic import sent_to_others
 
 import fjoin
 from fjoin import transforms as tx
+from tests.traffic import sent_to_others
 
 ADAM = tx.adamw(0.01)
 MUON = tx.partition({("layers.0.weight", "layers.2.weight"): tx.muon(0.1), "*": ADAM})

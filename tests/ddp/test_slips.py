@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff
-from pool import Pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff
+from tests.pool import Pool
 
 X = torch.ones(4, 3)
 

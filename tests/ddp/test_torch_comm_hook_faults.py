@@ -8,11 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from comm_hook_problem import SIZES, TORCHS, called, holder
-from helpers import raises_text
-from oracle import comm_hooks as oracle
-from oracle.comm_hooks import Bucket
-from oracle.whole_batch import make_model
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -21,6 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.comm_hook_problem import SIZES, TORCHS, called, holder
+from tests.helpers import raises_text
+from tests.oracle import comm_hooks as oracle
+from tests.oracle.comm_hooks import Bucket
+from tests.oracle.whole_batch import make_model
 
 
 def on_both(name: str, value: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-from traffic import watched
 
 from fjoin import transforms as tx
+from tests.traffic import watched
 
 
 class Bucket:

@@ -6,10 +6,8 @@ import collections
 import statistics
 import sys
 
-sys.path[:0] = ["tests", "tests/training", "tests/groups"]
-
-from .outcomes import inflict, problems, times_of_notice  # noqa: E402
-from .plan import plan  # noqa: E402
+from .outcomes import inflict, problems, times_of_notice
+from .plan import plan
 
 
 def main(faults: int = 60, seed: int = 0) -> None:

@@ -143,9 +143,9 @@ def loader(fault: Fault, rank: int, batch: Callable[[int, int], Any], inject: In
 
 def train_step(rank: int, fault: Fault, inject: Injector) -> Iterator[None]:
     import torch
-    from in_backward import in_backward
 
     import fjoin
+    from tests.reducer.in_backward import in_backward
 
     params, batch = problem()
     mesh = fjoin.mesh({"data": -1}, timeout_s=fault.timeout_s)

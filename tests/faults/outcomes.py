@@ -6,9 +6,8 @@ import dataclasses
 import time
 from typing import Any
 
-from ranks import Ranks
-
 import fjoin
+from tests.ranks import Ranks
 
 from .faulty_run import run
 from .plan import SHORT_S, SURVIVED, Fault

@@ -7,11 +7,12 @@ import math
 from typing import Any
 
 import torch
-from allowed import MAY_CHANGE
-from golden_problem import SHAPES, STEPS
-from golden_records import load, machine, of_ranks
-from golden_records import recorded as recorded_now
-from golden_rows import ROWS
+
+from tests.goldens.allowed import MAY_CHANGE
+from tests.goldens.golden_problem import SHAPES, STEPS
+from tests.goldens.golden_records import load, machine, of_ranks
+from tests.goldens.golden_records import recorded as recorded_now
+from tests.goldens.golden_rows import ROWS
 
 TOLERANCE = 1e-5  # relative to the largest value of the parameter
 IN_16_BITS = 2e-2

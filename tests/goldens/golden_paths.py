@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from golden_problem import (
+
+import fjoin
+from fjoin import transforms as tx
+from tests.goldens.golden_problem import (
     STEPS,
     WEIGHTS,
     Module,
@@ -22,12 +25,9 @@ from golden_problem import (
     start,
     weight,
 )
-from golden_records import Records, kept
-from golden_rows import ROWS, Row
-from traffic import Sent, watched
-
-import fjoin
-from fjoin import transforms as tx
+from tests.goldens.golden_records import Records, kept
+from tests.goldens.golden_rows import ROWS, Row
+from tests.traffic import Sent, watched
 
 BUCKET_BYTES = 24  # two buckets of float32
 BUCKET_MB = 2e-5  # of a module: 20 bytes

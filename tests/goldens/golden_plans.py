@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from golden_problem import start
-from golden_rows import ROWS, WORLDS
-
 from fjoin import transforms as tx
+from tests.goldens.golden_problem import start
+from tests.goldens.golden_rows import ROWS, WORLDS
 
 
 def worlds_of(name: str) -> list[dict[str, int]]:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from golden_rows import Row
 from torch import Tensor, nn
+
+from tests.goldens.golden_rows import Row
 
 # Leaves that lie across a cut, are smaller than a piece, are 0-d, or have no elements.
 SHAPES = {"layer.weight": (3, 4), "layer.bias": (3,), "w": (2,), "scale": (), "none": (0, 2)}

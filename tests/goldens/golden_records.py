@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from golden_problem import SHAPES
 from torch import Tensor
+
+from tests.goldens.golden_problem import SHAPES
 
 HERE = Path(__file__).parent
 # Of which other path a path's records name only the differences.

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from plan_problem import PIPELINES
-from sharded_table import PAIRS
-from transform_table import TRANSFORMS
 
 from fjoin import transforms as tx
+from tests.sharded_table import PAIRS
+from tests.training.plan_problem import PIPELINES
+from tests.transform_table import TRANSFORMS
 
 PATHS = ("pure", "bound", "gloo", "shared", "registered")
 STEPS = ("pure", "gloo", "shared", "registered")  # the paths whose values are recorded

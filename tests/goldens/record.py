@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "tests/training", "tests/goldens")]
+sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main() -> None:
     import torch
-    from golden_plans import explained, plan
-    from golden_records import HERE, machine
-    from golden_rows import PATHS, ROWS
-    from pool import Pool
+
+    from tests.goldens.golden_plans import explained, plan
+    from tests.goldens.golden_records import HERE, machine
+    from tests.goldens.golden_rows import PATHS, ROWS
+    from tests.pool import Pool
 
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -44,16 +45,16 @@ def main() -> None:
 
 
 def _update(file: str, rows: dict[str, Any], folder: Path) -> None:
-    from golden_records import load, save
-    from golden_rows import ROWS
+    from tests.goldens.golden_records import load, save
+    from tests.goldens.golden_rows import ROWS
 
     save(file, {name: row for name, row in (load(file, folder) | rows).items() if name in ROWS}, folder)
 
 
 def _record(workers: Any, path: str, names: list[str], folder: Path) -> None:
-    from golden_paths import on_ranks
-    from golden_records import REFERENCE, load, machine, of_ranks, packed, recorded, save
-    from golden_rows import ROWS, STEPS, UNSTABLE
+    from tests.goldens.golden_paths import on_ranks
+    from tests.goldens.golden_records import REFERENCE, load, machine, of_ranks, packed, recorded, save
+    from tests.goldens.golden_rows import ROWS, STEPS, UNSTABLE
 
     together: dict[str, list[str]] = {}
     for name in names:

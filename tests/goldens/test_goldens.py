@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from allowed import MAY_CHANGE
-from golden_compare import compared, differences, recorded, stored
-from golden_paths import loss_is_linear, on_ranks
-from golden_plans import explained, plan, worlds_of
-from golden_records import machine
-from golden_rows import PATHS, ROWS, UNSTABLE
+
+from tests.goldens.allowed import MAY_CHANGE
+from tests.goldens.golden_compare import compared, differences, recorded, stored
+from tests.goldens.golden_paths import loss_is_linear, on_ranks
+from tests.goldens.golden_plans import explained, plan, worlds_of
+from tests.goldens.golden_records import machine
+from tests.goldens.golden_rows import PATHS, ROWS, UNSTABLE
 
 
 def _same(name: str, path: str, found: list[str]) -> None:

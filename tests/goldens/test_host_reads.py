@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from golden_problem import start
-from golden_rows import ROWS
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._device_reads import DeviceReads
+from fjoin.agreement._device_reads import DeviceReads
 from fjoin.testing._devices import NoWaiting
+from tests.goldens.golden_problem import start
+from tests.goldens.golden_rows import ROWS
 
 # Kernels without an implementation for tensors without data.
 KERNELS = (

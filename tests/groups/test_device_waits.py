@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ranks import Ranks
+from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
 
@@ -25,7 +25,7 @@ def wait_for_a_device(rank: int, report: Report) -> None:
     import torch
 
     import fjoin
-    from fjoin.reducer._step_check import StepCheck
+    from fjoin.agreement._step_check import StepCheck
 
     mesh = fjoin.mesh({"data": -1}, timeout_s=300)
     if rank == 1:
@@ -87,7 +87,7 @@ def wait_in_vain() -> Any:
 
 
 def test_before_an_abort_a_rank_waits_for_steps_that_all_have_begun() -> None:
-    from fjoin.groups._unfinished import StepEnd, Unfinished
+    from fjoin.groups.failures._unfinished import StepEnd, Unfinished
 
     for failed_in, want in ((3, ["", "", "step 3"]), (None, ["", "", "step 3"]), (2, ["", "step 2", "step 3"])):
         steps = Unfinished()
@@ -109,7 +109,7 @@ def fail_while_the_device_is_behind(rank: int, report: Report) -> None:
     import fjoin
     from fjoin import transforms as tx
     from fjoin.groups import _group_mesh
-    from fjoin.groups._unfinished import StepEnd, Unfinished
+    from fjoin.groups.failures._unfinished import StepEnd, Unfinished
 
     def end(self: Unfinished, step: int, device: Any) -> StepEnd:
         return self.add(StepEnd(step, Later(float("inf") if step > 2 else 20)))

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import Ranks
+
+from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
 
@@ -24,10 +25,10 @@ def _train(
 ) -> None:
     """Train; `act(rank, step)` runs inside the loss, or amid backward, and may misbehave. Reports how it ended."""
     import torch
-    from in_backward import in_backward
 
     import fjoin
     from fjoin import transforms as tx
+    from tests.reducer.in_backward import in_backward
 
     seen = 0
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import Ranks
+
+from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
 

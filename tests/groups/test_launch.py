@@ -9,9 +9,9 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import raises_text
 
 from fjoin.groups._launch import Launch, read_launch
+from tests.helpers import raises_text
 
 MEET = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import Ranks
-from test_lost_ranks import LONG_S, a_step, ended
+
+from tests.groups.test_lost_ranks import LONG_S, a_step, ended
+from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
 LATE_S = 3.2  # two looks at failures in a message, and more

@@ -7,8 +7,9 @@ import tempfile
 import threading
 
 import pytest
-from ranks import Ranks
-from test_lost_ranks import LONG_S, Report, a_step, ended
+
+from tests.groups.test_lost_ranks import LONG_S, Report, a_step, ended
+from tests.ranks import Ranks
 
 
 def run_other_code(rank: int, report: Report, what: str) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
-from small import MEAN_SGD, product, step_of
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.training.small import MEAN_SGD, product, step_of
 
 X = torch.ones(2)
 

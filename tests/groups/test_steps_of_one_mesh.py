@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text, same_bits
-from ranks import Ranks
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
+from tests.ranks import Ranks
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups._connections import Connections
-from fjoin.groups._failures import Failures
+from fjoin.groups.failures._connections import Connections
+from fjoin.groups.failures._failures import Failures
 from fjoin.shared_memory._packets import PeerGone
+from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {

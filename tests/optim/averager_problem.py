@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle.whole_batch import make_model
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager, utils
 
 import fjoin
+from tests.oracle.whole_batch import make_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which this import calls

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from averager_problem import displacements, gradients, made, quiet, torchs_averages_raise
-from helpers import max_diff, raises_text, same_bits
-from oracle.whole_batch import make_model
-from pool import Pool
 from torch import Tensor, nn
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.optim.averager_problem import displacements, gradients, made, quiet, torchs_averages_raise
+from tests.oracle.whole_batch import make_model
+from tests.pool import Pool
+from tests.traffic import watched
 
 
 def same_runs(pool: Any, ranks: int, kind: str, *args: Any, steps: int = 20) -> list[Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
-from optimizer_table import OPTIMIZERS
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.optimizer_table import OPTIMIZERS
 
 REAL = [(name, make) for name, row in OPTIMIZERS.items() for make in row[:1] if name not in ("frozen", "partition")]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
-from optimizer_table import OPTIMIZERS
-from parity_table import KINDS
 from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
+from tests.optimizer_table import OPTIMIZERS
+from tests.parity_table import KINDS
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
-from test_optimizer_front import make_model, train
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
+from tests.optim.test_optimizer_front import make_model, train
 
 LR = torch.optim.lr_scheduler
 

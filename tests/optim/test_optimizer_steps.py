@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff
-from one_rank import train_one_rank, unfused_one_rank
-from optimizer_table import OPTIMIZERS
-from oracle.whole_batch import make_batches, make_model, parameters
-from small import net_batch, net_loss, net_params
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff
+from tests.optimizer_table import OPTIMIZERS
+from tests.oracle.whole_batch import make_batches, make_model, parameters
+from tests.reducer.one_rank import train_one_rank, unfused_one_rank
+from tests.training.small import net_batch, net_loss, net_params
 
 SIZES = [[3, 2, 4], [5], []]
 ROWS = [

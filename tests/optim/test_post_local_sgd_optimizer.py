@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from averager_problem import OURS, Torchs, gradients, made, torchs_averages_raise
-from helpers import max_diff, raises_text, same_bits
-from oracle.whole_batch import make_batches, make_model, mean_loss
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.optim.averager_problem import OURS, Torchs, gradients, made, torchs_averages_raise
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss
 
 LR = torch.optim.lr_scheduler
 BATCHES = make_batches(1, [[3] * 20] * 4)

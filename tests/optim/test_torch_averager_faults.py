@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from averager_problem import Torchs, made
-from helpers import raises_text
 from torch import nn
 from torch.distributed.algorithms.model_averaging import averagers
 
 import fjoin
+from tests.helpers import raises_text
+from tests.optim.averager_problem import Torchs, made
 
 LR = torch.optim.lr_scheduler
 

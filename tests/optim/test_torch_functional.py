@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, params_like, raises_text, same_bits
-from one_rank import train_one_rank
-from oracle import optim
-from oracle.whole_batch import make_batches
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, params_like, raises_text, same_bits
+from tests.oracle import optim
+from tests.oracle.whole_batch import make_batches
+from tests.reducer.one_rank import train_one_rank
 
 # torch's functional class, the module it is in, the class of torch.optim that it copies, and options.
 KINDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from traffic import watched
+
+from tests.traffic import watched
 
 
 def torchs(model: nn.Module, **settings: Any) -> Any:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raises_text
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from tests.helpers import raises_text
 
 with warnings.catch_warnings():  # of torch's own code
     warnings.simplefilter("ignore")

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raises_text
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
-from traffic import sent_to_others, watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.traffic import sent_to_others, watched
 
 CLASSES = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

@@ -9,11 +9,11 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raises_text
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from tests.helpers import raises_text
 
 
 class Own(torch.optim.Optimizer):

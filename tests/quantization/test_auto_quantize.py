@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value
-from helpers import raises_text, same_bits, torch_has
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits, torch_has
+from tests.quantization.encoded_calls import CODECS, DTYPES, SHAPES, SUM, calls, near, place, value
+from tests.traffic import watched
 
 
 def meaning(codec: str) -> Any:

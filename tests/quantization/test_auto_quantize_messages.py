@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from encoded_calls import calls, until
-from helpers import raises_text, same_bits
 from torch import Tensor
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
+from tests.quantization.encoded_calls import calls, until
+from tests.traffic import watched
 
 
 def payload(codec: str) -> Any:

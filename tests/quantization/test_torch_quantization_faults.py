@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import raises_text
 from torch import Tensor
 from torch.distributed.algorithms._quantization import quantization
 from torch.distributed.algorithms._quantization.quantization import DQuantType
 
 import fjoin
+from tests.helpers import raises_text
 
 FP16, BFP16 = DQuantType.FP16, DQuantType.BFP16
 THEIRS, OURS = quantization.auto_quantize, fjoin.auto_quantize

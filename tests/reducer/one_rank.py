@@ -6,11 +6,11 @@ from typing import Any
 
 import optree
 import torch
-from oracle.whole_batch import make_model
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.oracle.whole_batch import make_model
 
 
 def train_one_rank(

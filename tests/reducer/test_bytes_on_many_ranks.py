@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import torch_has
 from torch.testing._internal.distributed import fake_pg as fake_pg  # which registers the backend
-from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.groups._from_group import mesh_from_group
-from fjoin.transforms._lane import step_lane
+from fjoin.transforms.transform._lane import step_lane
+from tests.helpers import torch_has
+from tests.traffic import announced, watched
 
 HOOKS: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import same_bits
-from pool import Pool
-from ranks import Ranks
-from small import net_loss, net_params, net_trained
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._device_reads import DeviceReads
+from fjoin.agreement._device_reads import DeviceReads
 from fjoin.testing._devices import NoWaiting
-from fjoin.transforms._tree import choose_state
 from fjoin.transforms.axes._lockstep import SimulatedAxis
+from fjoin.transforms.tree._tree import choose_state
+from tests.helpers import same_bits
+from tests.pool import Pool
+from tests.ranks import Ranks
+from tests.training.small import net_loss, net_params, net_trained
 
 # Each hook with the allowed deviation of its steps, relative to the distance moved by a run in float32.
 HOOKS: dict[str, tuple[Any, float]] = {

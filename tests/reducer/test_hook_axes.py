@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._spec import _FACTORIES
 from fjoin.transforms.plan._plan import AXES, make_plan
+from fjoin.transforms.spec._spec import _FACTORIES
+from tests.helpers import raises_text
 
 
 def use_an_outer_axis() -> float:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, raises_text
-from small import net_batch, net_loss, net_params
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.reducer._interleave import Coroutine, Interleaver
+from tests.helpers import max_diff, raises_text
+from tests.training.small import net_batch, net_loss, net_params
 
 
 def _smooth() -> tx.Transform:
@@ -288,7 +288,7 @@ def test_adaptive_sums_of_strided_gradients_are_equal_on_all_ranks(pool: Any) ->
 GIVES_BACK = """
 import sys, threading
 import torch
-from fjoin.groups._malloc import keep_freed
+from fjoin.groups.axes._malloc import keep_freed
 
 def held():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

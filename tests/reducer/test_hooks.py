@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, same_bits
-from small import net_batch, net_loss, net_params
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
+from tests.training.small import net_batch, net_loss, net_params
 
 
 def _negate(g: Tensor) -> Tensor:

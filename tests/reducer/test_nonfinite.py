@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text, same_bits
-from small import MEAN_SGD, product, step_of
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.reducer._device_reads import DeviceReads
+from fjoin.agreement._device_reads import DeviceReads
+from tests.helpers import raises_text, same_bits
+from tests.training.small import MEAN_SGD, product, step_of
 
 X = torch.ones(2)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from in_backward import in_backward
 
 import fjoin
 from fjoin import transforms as tx
+from tests.reducer.in_backward import in_backward
 
 LAYERS = [f"p{i}" for i in range(4)]
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, same_bits
-from oracle import torch_power_sgd as torchs
-from oracle.whole_batch import make_batches, make_model, mean_loss
-from register_problem import EVEN, SMALL, samples
 from torch.nn.parallel import DistributedDataParallel
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.register_problem import EVEN, SMALL, samples
+from tests.helpers import max_diff, same_bits
+from tests.oracle import torch_power_sgd as torchs
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss
+from tests.traffic import watched
 
 
 def made(rank: int = 1, **settings: Any) -> tx.Transform:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.traffic import watched
 
 MODELS = {
     "small": lambda: {"a": torch.ones(10), "b": torch.ones(3, 4)},

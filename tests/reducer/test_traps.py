@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import raises_text, same_bits
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
 
 MEAN_SGD = tx.fuse(tx.mean("data"), tx.sgd(1.0))
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, raises_text, same_bits
-from oracle.whole_batch import make_batches, make_model, mean_loss, parameters
-from register_problem import EVEN, SMALL, samples
-from small import net_loss, net_params, net_trained
 from torch.nn.parallel import DistributedDataParallel
-from traffic import announced, watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.register_problem import EVEN, SMALL, samples
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.oracle.whole_batch import make_batches, make_model, mean_loss, parameters
+from tests.traffic import announced, watched
+from tests.training.small import net_loss, net_params, net_trained
 
 CODECS: dict[str, Any] = {
     "bfloat16": tx.bfloat16,

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as torchs
-from helpers import raises_text
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 
 def selective() -> Any:

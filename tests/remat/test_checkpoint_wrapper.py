@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms._checkpoint.checkpoint_wrapper as torchs
 import torch.utils.checkpoint
-from helpers import raises_text
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -23,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 
 class Block(nn.Module):

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from helpers import raises_text
+
+from tests.helpers import raises_text
 
 
 def converted() -> None:

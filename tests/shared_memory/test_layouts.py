@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import torch_has
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import torch_has
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import _hosts, _memory, _packets
 from fjoin.shared_memory._channel import HostChannel
 from fjoin.shared_memory._links import HostLinks
+from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.traffic import watched
 
 PIPELINES = {
     "adamw": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.01)),

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory import _hosts
+from tests.ranks import Ranks
 
 Report = Callable[[Any], None]
 # Elements: none, fewer than ranks, those of a packet, one more, and several chunks.

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, same_bits
-from one_rank import train_one_rank
-from oracle.whole_batch import make_batches, make_model, parameters, train
-from small import X, one
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
+from tests.oracle.whole_batch import make_batches, make_model, parameters, train
+from tests.reducer.one_rank import train_one_rank
+from tests.training.small import X, one
 
 SIZES = [[3, 2, 4], [5], []]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same_bits
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import same_bits
 
 NAN = float("nan")
 

@@ -10,10 +10,10 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import raises_text
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 
 def made(params: Any = None) -> Any:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, raises_text, same_bits
 from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
 
 F64 = torch.float64
 CHOICES: dict[str, Any] = {

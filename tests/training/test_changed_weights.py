@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from tests.changed_weights import ALL, CHANGES, MEANS, MOST, WEIGHTS, axes_for, by_hand, values, with_weights
+from tests.helpers import max_diff
 
 RANKS = [0, 1, 2, 3]
 STEPS = 2

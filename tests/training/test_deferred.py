@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups._axis import GroupAxis
+from fjoin.groups.axes._axis import GroupAxis
+from tests.helpers import max_diff
 
 STREAMS = {
     "one fragment": dict(every=4, delay=2),

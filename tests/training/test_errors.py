@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
-from small import MEAN_SGD, product, step_of
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.training.small import MEAN_SGD, product, step_of
 
 X = torch.ones(2)
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, raises_text
-from ranks import Ranks
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
+from tests.ranks import Ranks
 
 SGD, AVERAGE = tx.sgd(1.0), tx.average_parameters("data")
 

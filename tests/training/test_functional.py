@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
 from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
 
 THROWS_AWAY = pytest.mark.filterwarnings("ignore:this forward pass has updated buffers")
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pool import Pool
 
 import fjoin
 from fjoin import transforms as tx
+from tests.pool import Pool
 
 BATCH = torch.tensor([1.0, 2.0])
 TRANSPORTS = ["gloo", "shared"]

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import raises_text
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 
 def step_of() -> Any:

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, raises_text, same_bits
-from oracle import grad_scaler
-from small import product, step_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import fjoin
 from fjoin import transforms as tx
 from fjoin.ddp._loss_scale import ScaledLoss
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.oracle import grad_scaler
+from tests.training.small import product, step_of
 
 INF, NAN = float("inf"), float("nan")
 X = torch.ones(2)

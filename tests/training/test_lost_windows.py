@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text, same_bits
-from small import step_of
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
+from tests.training.small import step_of
 
 X = torch.ones(2)
 

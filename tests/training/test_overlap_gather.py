@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.groups._axis import GroupAxis
+from fjoin.groups.axes._axis import GroupAxis
+from tests.helpers import raises_text
 
 
 class Net(nn.Module):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
-from plan_problem import (
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
+from tests.training.plan_problem import (
     NAN,
     PIPELINES,
     SGD,
@@ -15,9 +18,6 @@ from plan_problem import (
     purely,
     start,
 )
-
-import fjoin
-from fjoin import transforms as tx
 
 
 @pytest.mark.sample(6)

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
-from plan_problem import (
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
+from tests.traffic import watched
+from tests.training.plan_problem import (
     NODES,
     SGD,
     UNEVEN,
@@ -16,10 +20,6 @@ from plan_problem import (
     purely,
     start,
 )
-from traffic import watched
-
-import fjoin
-from fjoin import transforms as tx
 
 
 def looped(pipeline: tx.Pipeline, batches: list[float], **options: Any) -> Any:

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from plan_problem import (
+
+import fjoin
+from fjoin import transforms as tx
+from tests.training.plan_problem import (
     NAN,
     SGD,
     by_step,
@@ -14,9 +17,6 @@ from plan_problem import (
     purely,
     start,
 )
-
-import fjoin
-from fjoin import transforms as tx
 
 
 @pytest.mark.parametrize("on_device", [False, True])

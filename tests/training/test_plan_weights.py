@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from plan_problem import (
+
+import fjoin
+from fjoin import transforms as tx
+from tests.training.plan_problem import (
     MOMENTUM,
     NODES,
     SGD,
@@ -15,9 +18,6 @@ from plan_problem import (
     start,
     weight_of,
 )
-
-import fjoin
-from fjoin import transforms as tx
 
 
 def test_an_average_of_parameters_counts_its_window() -> None:

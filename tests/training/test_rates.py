@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
 
 BAD: dict[str, tuple[type[Exception], Any]] = {
     "nan": (ValueError, math.nan),

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
-from pool import Pool
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.pool import Pool
 
 
 class Rate:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, raises_text, same_bits
-from small import step_of
 from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.training.small import step_of
 
 SHAPES = {"rows": (4,), "pictures": (4, 3, 2)}
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import max_diff
 from torch import Tensor
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff
+from tests.traffic import watched
 
 
 class EffectiveState(NamedTuple):

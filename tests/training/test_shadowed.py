@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 KINDS: dict[str, Any] = {
     "psum": lambda y: tx.psum(torch.ones(()), "data"),

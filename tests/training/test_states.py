@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text, same_bits
-from small import X, one, quadratic, start
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
+from tests.training.small import X, one, quadratic, start
 
 
 def test_a_donated_state_cannot_be_used_again() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, same_bits
-from one_rank import train_one_rank
-from oracle.whole_batch import make_batches, make_model, parameters, slots, train
-from traffic import watched
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
+from tests.oracle.whole_batch import make_batches, make_model, parameters, slots, train
+from tests.reducer.one_rank import train_one_rank
+from tests.traffic import watched
 
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "sgd": (lambda: tx.sgd(0.1), lambda p: torch.optim.SGD(p, 0.1)),

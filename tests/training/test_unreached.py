@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 X, Y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
 

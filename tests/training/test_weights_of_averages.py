@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import max_diff
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff
 
 NAN = math.nan
 RATE = 0.5

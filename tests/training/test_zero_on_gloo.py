@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_table import OPTIMIZERS
-from sharded_problem import gradients, start
-from sharded_table import PAIRS
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.optimizer_table import OPTIMIZERS
+from tests.sharded_problem import gradients, start
+from tests.sharded_table import PAIRS
 
 
 def loss_fn(params: Any, batch: Any) -> Tensor:

@@ -8,13 +8,13 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_table import OPTIMIZERS
-from sharded_table import PAIRS
 from torch import Tensor
-from traffic import sent_to_others
 
 import fjoin
 from fjoin import transforms as tx
+from tests.optimizer_table import OPTIMIZERS
+from tests.sharded_table import PAIRS
+from tests.traffic import sent_to_others
 
 SHAPES = {
     "a.weight": (9, 7), "a.bias": (9,), "b.weight": (33, 3), "scale": (), "empty": (0, 3), "b.bias": (33,), "c.weight": (4, 4),

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
 
 from fjoin import transforms as tx
 from tests.changed_weights import ALL, CHANGES, MEANS, MOST, WEIGHTS, axes_for, by_hand, values, with_weights
+from tests.helpers import max_diff, raises_text, same_bits
 
 RANKS = [0, 1, 2, 3]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
 from fjoin.testing._devices import DEVICE_LAWS, encodes_on_its_device, stays_on_its_device, steps_on_its_device
+from tests.helpers import raises_text
 
 
 def test_each_is_in_the_kit() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 
 def node(name: str, **args: Any) -> str:

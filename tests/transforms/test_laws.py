@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_table import OPTIMIZERS
 from torch import Tensor
-from transform_table import TRANSFORMS
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.testing import CODEC_LAWS, FEEDBACK_LAWS, OPTIMIZER_LAWS, TRANSFORM_LAWS
-from fjoin.transforms._spec import _FACTORIES
+from fjoin.transforms.spec._spec import _FACTORIES
+from tests.optimizer_table import OPTIMIZERS
+from tests.transform_table import TRANSFORMS
 
 SCHEDULES = {"constant", "cosine", "linear", "one_cycle", "piecewise", "tabulated", "warmup", "warmup_cosine"}
 PIPELINES = {"fuse", "dynamic_loss_scale", "local_sgd", "post_local_sgd", "diloco", "slow_mo", "zero"}

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 import torch
-from helpers import raises_text, same_bits
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
 
 STAGES: dict[str, Any] = {
     "three arguments": lambda g, s, params=None: (g, s),

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import torch
-from helpers import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.helpers import same_bits
 
 BLOCK = st.integers(1, 40)
 # Codecs whose error is at most a part of the largest value in the block, and that part.

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 FULL = tx.fuse(
     tx.chain(tx.clip_by_value(9.0), tx.mean(("node", "local"), over="live"), tx.clip_by_global_norm(1.0)),

@@ -6,13 +6,13 @@ import collections
 from typing import Any
 
 import torch
-from helpers import params_like, raises_text, same_bits
-from small import net_batch, net_loss, net_params
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.testing._saving import saved_and_loaded
+from tests.helpers import params_like, raises_text, same_bits
+from tests.training.small import net_batch, net_loss, net_params
 
 HOOK = tx.chain(
     tx.accumulate(2, tx.mean("data")), tx.switch_after(3, tx.identity(), tx.clip_by_global_norm(1.0, mode="previous"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracle import whole_batch
-from oracle.whole_batch import make_batches
+
+from tests.oracle import whole_batch
+from tests.oracle.whole_batch import make_batches
 
 SIZES = [[3, 5], [4, 2, 6, 1]]
 

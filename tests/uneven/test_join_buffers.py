@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_problem import loss, state_of
-from helpers import same_bits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from tests.ddp.ddp_problem import loss, state_of
+from tests.helpers import same_bits
 
 
 def with_buffers(counts: list[int]) -> Any:

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.join as torch_join
-from helpers import raises_text
 
 import fjoin
+from tests.helpers import raises_text
 
 CLASSES = {"torch": torch_join, "fjoin": fjoin}
 # (classes of the joinables, class of the Join): each Join takes both kinds.

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model, state_of
-from helpers import max_diff, same_bits
-from oracle import uneven_ddp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from tests.ddp.ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model, state_of
+from tests.helpers import max_diff, same_bits
+from tests.oracle import uneven_ddp
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),

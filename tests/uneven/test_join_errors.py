@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_problem import batches_of, loss, make_model
-from in_backward import in_backward
-from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from tests.ddp.ddp_problem import batches_of, loss, make_model
+from tests.ranks import Ranks
+from tests.reducer.in_backward import in_backward
 
 
 def shadow_a_static_graph() -> tuple[str, str]:

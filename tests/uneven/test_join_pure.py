@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raises_text
-from ranks import Ranks
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.ranks import Ranks
 
 
 def joined_sum(inputs: list[float], throw: bool = False) -> Any:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model
-from helpers import max_diff
-from oracle import uneven_ddp
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.ddp.ddp_problem import ZeroRedundancyOptimizer, batches_of, loss, make_model
+from tests.helpers import max_diff
+from tests.oracle import uneven_ddp
 
 LR = 0.05
 STEPPERS: dict[str, Callable[[Any], Any]] = {

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, same_bits
-from loop_problem import SIZES, make_model, reference, samples
-from oracle.whole_batch import make_batches, mean_loss
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
+from tests.oracle.whole_batch import make_batches, mean_loss
+from tests.traffic import watched
+from tests.uneven.loop_problem import SIZES, make_model, reference, samples
 
 EMPTY = (torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
 

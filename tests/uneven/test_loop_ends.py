@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import raises_text
-from loop_problem import make_model
-from ranks import Ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.ranks import Ranks
+from tests.uneven.loop_problem import make_model
 
 
 def test_weights_and_ends() -> None:

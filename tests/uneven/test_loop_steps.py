@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import max_diff, raises_text, same_bits
-from loop_problem import SIZES, make_model, reference, samples
-from oracle.whole_batch import make_batches
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.oracle.whole_batch import make_batches
+from tests.uneven.loop_problem import SIZES, make_model, reference, samples
 
 
 def two_steps(batches: list[Any], accumulate: int) -> Any:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from one_weight import joined, scalar, weight, x
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.reducer.one_weight import joined, scalar, weight, x
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of torch.jit

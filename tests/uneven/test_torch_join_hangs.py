@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_weight import joined, scalar, weight, x
-from ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 import fjoin
+from tests.ranks import Ranks
+from tests.reducer.one_weight import joined, scalar, weight, x
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, of torch.jit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName, lookup
-from .._tree import Tree
+from ..tree._tree import Tree
 from ._packing import as_tensor, packed
 from ._primitive import apply_one, names, reduce_over
 

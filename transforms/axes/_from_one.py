@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._tree import Tree
+from ..tree._tree import Tree
 from ._collectives import psum
 
 

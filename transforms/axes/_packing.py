@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import Tree, path_string, plain
+from ..tree._tree import Tree, path_string, plain
 
 # Measured: packing 37 MB takes 2 to 3 times as long in one piece, whose memory comes from the system anew each time.
 # Leaves are never split.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._axis_env import Axis, AxisName, lookup
 from .._check import axis_names
-from .._tree import Tree, plain
+from ..tree._tree import Tree, plain
 from ._packing import can_send, messages, packed, refuse
 
 names = axis_names

@@ -10,7 +10,7 @@ import optree
 
 from .._axis_env import lookup
 from .._errors import NotVmappable
-from .._tree import Tree
+from ..tree._tree import Tree
 from ._gather_scatter import all_to_all
 from ._packing import as_tensor, packed
 from ._primitive import apply_one

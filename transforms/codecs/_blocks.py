@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._spec import factory
+from ..spec._spec import factory
 from ._codec import Codec, as_bytes, read, stochastic_round
 from ._scaled import blocks, check_block, in_blocks, scaled, times_scale, whole
 

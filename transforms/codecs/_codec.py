@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._check import flag, whole_number
 from .._old_torch import complete
-from .._spec import Spec, factory
-from .._specified import Specified
+from ..spec._spec import Spec, factory
+from ..spec._specified import Specified
 from ._random_bits import Key, Noise
 
 complete()  # before any function of this package runs

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._tree import to_device
+from ..tree._tree import to_device
 
 Key = tuple[int, int]  # seed, step
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._check import flag
-from .._spec import factory
+from ..spec._spec import factory
 from ._codec import Codec, as_bytes, check_codec, float32, poison, read
 from ._random_bits import Noise, hash32_
 

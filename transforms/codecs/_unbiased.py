@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .._check import positive, whole_number
-from .._spec import factory
-from .._weights import nonzero_or_one
+from ..spec._spec import factory
+from ..transform._weights import nonzero_or_one
 from ._codec import Codec, as_bytes, poison, read
 from ._random_bits import Noise
 from ._scaled import check_block, largest_of, slices, whole

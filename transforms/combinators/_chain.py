@@ -7,14 +7,14 @@ from typing import Any
 
 import optree
 
-from .._call import Call, Group
 from .._check import axis_names, flag
-from .._spec import Spec, factory
-from .._timing import children
-from .._transform import Needs, Reduction, Transform, check_transform, init_empty
-from .._tree import State, Tree
-from .._weights import Over, share_in
 from ..layout._bound_pieces import pieces_here
+from ..spec._spec import Spec, factory
+from ..transform._call import Call, Group
+from ..transform._timing import children
+from ..transform._transform import Needs, Reduction, Transform, check_transform, init_empty
+from ..transform._weights import Over, share_in
+from ..tree._tree import State, Tree
 
 
 @factory

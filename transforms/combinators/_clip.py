@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 import optree
 import torch
 
-from .._call import Call
-from .._spec import factory
-from .._transform import ByNorm, Needs, Transform, init_empty
-from .._tree import State, Tree, global_norm, to_device
 from ..axes._collectives import psum
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._transform import ByNorm, Needs, Transform, init_empty
+from ..tree._tree import State, Tree, global_norm, to_device
 
 
 def _positive(name: str, value: float) -> None:

@@ -11,17 +11,17 @@ import optree
 import torch
 from torch import Tensor
 
-from .._call import Call
 from .._check import whole_number
-from .._counter import check_state, counts_steps
-from .._inner import Inner
-from .._placement import PerRank
-from .._spec import factory
 from .._sums import wide_dtype, widened
-from .._timing import Period, Periodic, Switch, Windows
-from .._transform import Needs, Reduction, Transform, check_transform
-from .._tree import State, Tree, choose_state, device_of, to_device
-from .._weights import check_weight
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._counter import check_state, counts_steps
+from ..transform._inner import Inner
+from ..transform._timing import Period, Periodic, Switch, Windows
+from ..transform._transform import Needs, Reduction, Transform, check_transform
+from ..transform._weights import check_weight
+from ..tree._placement import PerRank
+from ..tree._tree import State, Tree, choose_state, device_of, to_device
 
 
 class SwitchState(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .._call import Call
-from .._spec import factory
-from .._transform import Needs, Transform, check_transform
-from .._tree import State, Tree, default_device_of, named_leaves
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._transform import Needs, Transform, check_transform
+from ..tree._tree import State, Tree, default_device_of, named_leaves
 from ._partition import masked, replace_leaves
 
 

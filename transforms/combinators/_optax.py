@@ -12,10 +12,10 @@ import optree
 import torch
 from torch import Tensor
 
-from .._check_tree import check_dense
-from .._spec import factory
-from .._transform import Needs, Transform
-from .._tree import Tree, has_no_data, named_leaves, plain
+from ..spec._spec import factory
+from ..transform._transform import Needs, Transform
+from ..tree._check_tree import check_dense
+from ..tree._tree import Tree, has_no_data, named_leaves, plain
 
 
 class OptaxState(NamedTuple):

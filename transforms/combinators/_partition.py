@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, overload
 
-from .._call import Call
-from .._spec import factory
-from .._transform import Compression, Needs, Reduction, Transform, check_transform
-from .._tree import State, Tree, default_device_of, map_with_path, named_leaves
+from ..spec._spec import factory
 from ..step_param._optimizer import Optimizer
+from ..transform._call import Call
+from ..transform._transform import Compression, Needs, Reduction, Transform, check_transform
+from ..tree._tree import State, Tree, default_device_of, map_with_path, named_leaves
 from ._patterns import Patterns, Which, check_which, matcher
 
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._call import Call
 from .._check import whole_number
-from .._counter import counts_steps
-from .._inner import Inner
-from .._spec import factory
-from .._transform import Needs, Transform, check_transform, init_empty
-from .._tree import State, Tree, global_norm, has_no_data, named_leaves
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._counter import counts_steps
+from ..transform._inner import Inner
+from ..transform._transform import Needs, Transform, check_transform, init_empty
+from ..tree._tree import State, Tree, global_norm, has_no_data, named_leaves
 
 
 @factory

@@ -9,8 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
-from .._transform import Transform, check_transform
-from .._tree import State
+from ..transform._transform import Transform, check_transform
+from ..tree._tree import State
 from ._optax import import_jax
 
 

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import decay, flag, one_axis, positive, whole_number
-from .._counter import counts_steps
-from .._placement import PerRank
-from .._spec import factory
-from .._timing import Changes
-from .._transform import Compression, Needs, Reduction, Transform
-from .._tree import Tree, all_finite, device_of, global_norm, named_leaves, zeros_at_least_f32
-from .._weights import Over, share_of
 from ..codecs._codec import Codec, check_codec
 from ..codecs._sparse import top_k
 from ..combinators._partition import replace_leaves
 from ..reductions._mean import mean
 from ..reductions._reduction import MeanState, init_mean
 from ..reductions._residuals import ResidualMemory, init_last
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._counter import counts_steps
+from ..transform._timing import Changes
+from ..transform._transform import Compression, Needs, Reduction, Transform
+from ..transform._weights import Over, share_of
+from ..tree._placement import PerRank
+from ..tree._tree import Tree, all_finite, device_of, global_norm, named_leaves, zeros_at_least_f32
 from ._error_feedback import WithoutInput, check_without_input
 
 _FIRST = 0.25  # the share that is sent at the beginning of the warm-up

@@ -7,17 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._call import Call
-from .._inner import Inner
-from .._placement import PerRank
-from .._spec import factory
-from .._transform import Compression, Needs, Transform
-from .._tree import State, Tree, all_finite, device_of, named_leaves, to_device
-from .._weights import nonzero_or_one, share_in, unless_idle
 from ..axes._collectives import axis_index, axis_size
 from ..axes._primitive import names
 from ..combinators._partition import replace_leaves
 from ..reductions._residuals import ResidualMemory
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._inner import Inner
+from ..transform._transform import Compression, Needs, Transform
+from ..transform._weights import nonzero_or_one, share_in, unless_idle
+from ..tree._placement import PerRank
+from ..tree._tree import State, Tree, all_finite, device_of, named_leaves, to_device
 from ._error_feedback import WithoutInput, check_lossy, zero_errors
 
 _HELD = "weight that is held"

@@ -7,17 +7,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._call import Call
 from .._check import whole_number
-from .._counter import counts_steps
-from .._inner import Inner
-from .._placement import PerRank
-from .._spec import factory
-from .._transform import Compression, Needs, Transform, check_transform
-from .._tree import State, Tree, named_leaves, zeros_at_least_f32
 from ..codecs._blocks import int8
 from ..codecs._codec import Codec, check_codec
 from ..reductions._residuals import ResidualMemory, init_last
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._counter import counts_steps
+from ..transform._inner import Inner
+from ..transform._transform import Compression, Needs, Transform, check_transform
+from ..tree._placement import PerRank
+from ..tree._tree import State, Tree, named_leaves, zeros_at_least_f32
 
 WithoutInput: TypeAlias = Literal["freeze", "flush"]
 

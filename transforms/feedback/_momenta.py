@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import decay, one_axis, whole_number
-from .._transform import Transform
-from .._tree import State, Tree, all_finite, named_leaves
-from .._weights import Over, nonzero_or_one, share_of
 from ..codecs._codec import Codec
 from ..codecs._signs import sign
 from ..combinators._chain import LIVE
@@ -20,6 +16,10 @@ from ..combinators._conditional import switch_after
 from ..combinators._partition import replace_leaves
 from ..reductions._compress import quantized_mean
 from ..reductions._mean import mean
+from ..transform._call import Call
+from ..transform._transform import Transform
+from ..transform._weights import Over, nonzero_or_one, share_of
+from ..tree._tree import State, Tree, all_finite, named_leaves
 from ._error_feedback import WithoutInput, error_feedback
 
 

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import decay, positive
-from .._counter import counts_steps
-from .._inner import Inner
-from .._spec import factory
-from .._timing import Changes
-from .._transform import Compression, Needs, Transform
-from .._tree import State, Tree, named_leaves, zeros_at_least_f32
-from .._weights import Over, nonzero_or_one
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE
 from ..combinators._partition import replace_leaves
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._counter import counts_steps
+from ..transform._inner import Inner
+from ..transform._timing import Changes
+from ..transform._transform import Compression, Needs, Transform
+from ..transform._weights import Over, nonzero_or_one
+from ..tree._tree import State, Tree, named_leaves, zeros_at_least_f32
 from ._error_feedback import WithoutInput
 from ._momenta import bias_correction, full_like_each, moments, momentum_compression
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from .._tree import Tree, flatten_in_insertion_order
 from ..axes._collectives import axis_index, axis_size
+from ..tree._tree import Tree, flatten_in_insertion_order
 from ._pieces import Pieces, cut
 
 

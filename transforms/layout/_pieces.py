@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._tree import Tree, map_with_path
+from ..tree._tree import Tree, map_with_path
 from ._buckets import ALIGN_BYTES, BUCKET_BYTES, DIRECT_BYTES, Bucket, make_layout
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import some_axes, whole_number
-from .._spec import factory
-from .._transform import Needs, Transform
-from .._tree import Tree, where
-from .._weights import Over, check_over
 from ..axes._primitive import names
 from ..combinators._chain import chain
 from ..combinators._conditional import every
 from ..reductions._mean import mean
 from ..reductions._reduction import MeanState
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._transform import Needs, Transform
+from ..transform._weights import Over, check_over
+from ..tree._tree import Tree, where
 from ._window import WindowMean, like
 
 

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from .._axis_env import AxisName
 from .._check import whole_number
-from .._spec import factory
-from .._transform import Transform
-from .._weights import Over
 from ..codecs._codec import Codec
 from ..combinators._fragments import in_fragments
 from ..combinators._partition import partition
@@ -17,7 +14,10 @@ from ..optimizers._sgd import sgd
 from ..pipelines._fuse import fuse
 from ..pipelines._pipeline import Pipeline
 from ..reductions._mean import noop
+from ..spec._spec import factory
 from ..step_param._optimizer import Optimizer
+from ..transform._transform import Transform
+from ..transform._weights import Over
 from ._outer import outer_step
 from ._state import StatePolicy, on_state_of
 from ._window import reduction

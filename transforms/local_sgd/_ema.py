@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite
-from .._spec import factory
-from .._transform import Needs, Transform
-from .._tree import State, Tree, device_of, map_with_path, named_leaves, to_device, zeros_at_least_f32
-from .._weights import check_weight
+from ..spec._spec import factory
+from ..transform._transform import Needs, Transform
+from ..transform._weights import check_weight
+from ..tree._tree import State, Tree, device_of, map_with_path, named_leaves, to_device, zeros_at_least_f32
 
 
 class EmaState(NamedTuple):

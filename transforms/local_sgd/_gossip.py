@@ -9,15 +9,15 @@ import optree
 import torch
 from torch import Tensor
 
-from .._call import Call
 from .._check import one_axis
-from .._counter import counts_steps
-from .._lane import decode_lane, encode_lane, lane_dtype
-from .._spec import factory
-from .._transform import Needs, Transform
-from .._tree import State, Tree, device_of, to_device, where
-from .._weights import Over, check_over, check_weight
 from ..axes._collectives import axis_size, ppermute
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._counter import counts_steps
+from ..transform._lane import decode_lane, encode_lane, lane_dtype
+from ..transform._transform import Needs, Transform
+from ..transform._weights import Over, check_over, check_weight
+from ..tree._tree import State, Tree, device_of, to_device, where
 
 
 class GossipState(NamedTuple):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from .._axis_env import AxisName
 from .._check import some_axes, whole_number
-from .._spec import factory
-from .._transform import Transform, check_transform
-from .._weights import Over
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..combinators._chain import chain, identity
@@ -16,7 +13,10 @@ from ..optimizers._sgd import sgd
 from ..pipelines._fuse import fuse
 from ..pipelines._pipeline import Pipeline
 from ..reductions._mean import mean, noop
+from ..spec._spec import factory
 from ..step_param._optimizer import Optimizer
+from ..transform._transform import Transform, check_transform
+from ..transform._weights import Over
 from ._average import average_parameters
 from ._outer import outer_step
 from ._state import StatePolicy, on_state_of

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._call import Call
 from .._check import is_finite, is_number, whole_number
-from .._counter import check_state, counts_steps
-from .._placement import PerRank
-from .._spec import factory
-from .._timing import Period, Periodic
-from .._transform import Needs, Transform, check_transform
-from .._tree import State, Tree, choose_state, map_with_path, named_leaves, where
-from .._weights import Over, check_weight
 from ..pipelines._rates import rates_of
+from ..spec._spec import factory
 from ..step_param._optimizer import Optimizer
+from ..transform._call import Call
+from ..transform._counter import check_state, counts_steps
+from ..transform._timing import Period, Periodic
+from ..transform._transform import Needs, Transform, check_transform
+from ..transform._weights import Over, check_weight
+from ..tree._placement import PerRank
+from ..tree._tree import State, Tree, choose_state, map_with_path, named_leaves, where
 from ._window import WindowMean, at_least_f32, check_reduces, like, no_weight
 
 

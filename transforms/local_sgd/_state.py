@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import some_axes, whole_number
-from .._spec import factory
-from .._transform import Needs, Transform, init_empty
-from .._tree import State, Tree, map_with_path, named_leaves
-from .._weights import Over, check_over
 from ..axes._collectives import pmax
 from ..combinators._chain import identity
 from ..combinators._conditional import every
 from ..combinators._partition import partition
 from ..reductions._mean import mean
+from ..spec._spec import factory
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields
+from ..transform._call import Call
+from ..transform._transform import Needs, Transform, init_empty
+from ..transform._weights import Over, check_over
+from ..tree._tree import State, Tree, map_with_path, named_leaves
 from ._average import AverageState
 from ._window import WindowMean, like
 

@@ -9,11 +9,6 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName, bound
-from .._call import Call
-from .._inner import Inner
-from .._transform import Transform, check_transform
-from .._tree import Tree, readable_without_sync
-from .._weights import Over, check_over, check_weight
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..feedback._error_feedback import error_feedback
@@ -21,6 +16,11 @@ from ..pipelines._rates import NAME, Rates, check_sum, number_of
 from ..plan._plan import axes_of
 from ..reductions._compress import quantized_mean
 from ..reductions._mean import mean
+from ..transform._call import Call
+from ..transform._inner import Inner
+from ..transform._transform import Transform, check_transform
+from ..transform._weights import Over, check_over, check_weight
+from ..tree._tree import Tree, readable_without_sync
 
 
 class WindowMean:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.adadelta import adadelta as torch_adadelta
 
-from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import penalized, rate_at
 from ..step_param._hyper import not_negative, within
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots

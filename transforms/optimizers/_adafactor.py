@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import in_float32, rate_at, wide_root
 from ..step_param._hyper import a_number, not_negative
 from ..step_param._inplace import by_formula, in_place, new_step, one_param

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 
-from .._spec import factory
-from .._tree import to_device
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import penalized, rate_at, root
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import by_formula, from_kernel, kernel_lr, new_step, slots
 from ..step_param._optimizer import Optimizer
+from ..tree._tree import to_device
 
 
 class AdagradState(NamedTuple):

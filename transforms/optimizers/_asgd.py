@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.asgd import asgd as torch_asgd
 
-from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import first_rate, penalized, rate_at
 from ..step_param._hyper import a_number, not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, set_first_rates, slots

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._spec import factory
+from ..spec._spec import factory
 from ..step_param._inplace import new_step
 from ..step_param._optimizer import Optimizer
 

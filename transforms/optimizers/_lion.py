@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import lerp, rate_at
 from ..step_param._hyper import check_betas, not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots

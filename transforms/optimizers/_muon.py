@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from .._check import whole_number
-from .._spec import factory
-from .._tree import Tree, named_leaves
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import rate_at
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import from_kernel, new_step
 from ..step_param._optimizer import Optimizer
+from ..tree._tree import Tree, named_leaves
 
 
 class MuonState(NamedTuple):

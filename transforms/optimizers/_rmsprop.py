@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 
-from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import lerp, penalized, rate_at, root, used
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.rprop import rprop as torch_rprop
 
 from .._check import is_number
-from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule
+from ..spec._spec import factory
 from ..step_param._formula import first_rate, rate_at
 from ..step_param._hyper import not_negative
 from ..step_param._inplace import from_kernel, new_step, set_first_rates, slots

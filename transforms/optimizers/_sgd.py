@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec import factory
 from ..schedules._schedules import ScalarOrSchedule, value_at
+from ..spec._spec import factory
 from ..step_param._formula import in_float32, penalized, used
 from ..step_param._hyper import a_number, not_negative
 from ..step_param._inplace import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._errors import DonatedState
-from .._tree import Tree
+from ..tree._tree import Tree
 
 
 def use(mark: Tensor, donated: bool) -> None:

@@ -8,28 +8,28 @@ from typing import Any
 import torch
 
 from .._axis_env import bound, under_vmap
-from .._call import NAMES, Call
 from .._check import flag as check_flag
-from .._check_tree import check_dense, check_same
-from .._lane import Lane, check_lane
-from .._spec import factory
-from .._transform import Transform, check_transform
-from .._tree import State, Tree, named_leaves, plain, readable_without_sync
 from .._uncompiled import constant
 from ..codecs._codec import Codec
 from ..combinators._chain import LIVE, WEIGHTS
 from ..layout._bound_pieces import bind_pieces
 from ..layout._pieces import Pieces
-from ..optimizers._mixed_precision import masters_of
+from ..optimizers.wrappers._mixed_precision import masters_of
 from ..plan._phases import changes_with_steps
 from ..plan._plan import make_plan
 from ..program._effect import FLUSH
 from ..program._execute import execute
 from ..program._ops import Program
 from ..program._program import Parts, Programs
+from ..spec._spec import factory
 from ..step_param._lift import matched
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields
+from ..transform._call import NAMES, Call
+from ..transform._lane import Lane, check_lane
+from ..transform._transform import Transform, check_transform
+from ..tree._check_tree import check_dense, check_same
+from ..tree._tree import State, Tree, named_leaves, plain, readable_without_sync
 from . import _rates as rates_check
 from ._donation import in_own_memory, use
 from ._pipeline import Pipeline, Skips

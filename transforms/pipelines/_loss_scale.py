@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .._check import whole_number
-from .._spec import factory
-from .._tree import State, Tree, named_leaves, to_device
+from ..spec._spec import factory
+from ..tree._tree import State, Tree, named_leaves, to_device
 from ._pipeline import Pipeline, Skips
 from ._skip_nonfinite import guarded, no_calls
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._spec import Spec
-from .._specified import Specified
-from .._transform import Transform
-from .._tree import State, Tree
 from ..program._program import Parts
+from ..spec._spec import Spec
+from ..spec._specified import Specified
 from ..step_param._optimizer import Optimizer
+from ..transform._transform import Transform
+from ..tree._tree import State, Tree
 from ._sharding import Sharding
 
 

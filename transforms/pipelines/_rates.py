@@ -10,14 +10,14 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._errors import DesyncError
-from .._fingerprint import fingerprint
-from .._tree import State, Tree, plain
 from ..axes._collectives import axis_size
 from ..axes._gather_scatter import all_gather
-from ..optimizers._inject import compared
+from ..optimizers.wrappers._inject import compared
 from ..schedules._rates import check_rates
+from ..spec._fingerprint import fingerprint
 from ..step_param._lift import states_of
 from ..step_param._optimizer import Optimizer
+from ..tree._tree import State, Tree, plain
 
 Rates = Sequence[tuple[str, float]]
 NAME = "rates"  # in the lane

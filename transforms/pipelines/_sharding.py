@@ -7,17 +7,17 @@ from typing import Any
 
 from .._axis_env import under_vmap
 from .._errors import NotVmappable
-from .._transform import Needs, Transform
-from .._tree import Tree, flatten_in_insertion_order, map_with_path, named_leaves
 from ..axes._collectives import axis_index, axis_size
 from ..codecs._codec import Codec, check_codec
 from ..combinators._chain import stages
 from ..layout._buckets import BUCKET_BYTES
 from ..layout._pieces import Pieces, cut
-from ..optimizers._mixed_precision import master_of
+from ..optimizers.wrappers._mixed_precision import master_of
 from ..plan._plan import axes_of
 from ..sharding._gather import GatherState, ShardState, cut_of, gather, gather_changes
 from ..step_param._optimizer import Optimizer
+from ..transform._transform import Needs, Transform
+from ..tree._tree import Tree, flatten_in_insertion_order, map_with_path, named_leaves
 
 
 class Sharding:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._call import Call
-from .._inner import Inner
-from .._spec import factory
-from .._transform import Reduction, Transform, check_transform
-from .._tree import State, Tree, all_finite, choose_state, where, zeros_like
+from ..spec._spec import factory
 from ..step_param._optimizer import Optimizer
+from ..transform._call import Call
+from ..transform._inner import Inner
+from ..transform._transform import Reduction, Transform, check_transform
+from ..tree._tree import State, Tree, all_finite, choose_state, where, zeros_like
 from ._fuse import pipeline_of
 from ._pipeline import Pipeline, Skips
 

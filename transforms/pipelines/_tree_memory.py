@@ -8,21 +8,21 @@ import optree
 import torch
 from torch import Tensor
 
-from .._call import Call
-from .._placement import PerRank
-from .._transform import Transform
-from .._tree import State, Tree, all_finite, map_with_path, path_string, to_device
-from .._weights import check_weight
 from ..axes._collectives import psum
 from ..codecs._codec import Codec
 from ..layout._bound_pieces import bind_pieces
 from ..layout._pieces import Pieces
-from ..optimizers._mixed_precision import masters_of, with_masters
+from ..optimizers.wrappers._mixed_precision import masters_of, with_masters
 from ..program._effect import Effect, flag
 from ..program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
 from ..step_param._lift import step as step_tree
 from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
+from ..transform._call import Call
+from ..transform._transform import Transform
+from ..transform._weights import check_weight
+from ..tree._placement import PerRank
+from ..tree._tree import State, Tree, all_finite, map_with_path, path_string, to_device
 from . import _rates as rates_check
 from ._donation import are_apart
 from ._sharding import Sharding

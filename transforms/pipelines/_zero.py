@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._spec import factory
-from .._specified import call_factory
-from .._transform import Transform, check_transform
 from ..axes._primitive import names
 from ..codecs._codec import Codec
 from ..combinators._chain import chain
 from ..reductions._compress import compress
 from ..reductions._mean import mean
 from ..sharding._scatter_mean import scatter_mean
+from ..spec._spec import factory
+from ..spec._specified import call_factory
 from ..step_param._optimizer import Optimizer
+from ..transform._transform import Transform, check_transform
 from ._fuse import fuse
 from ._pipeline import Pipeline
 

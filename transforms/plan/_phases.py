@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._spec import Spec
-from .._timing import Changes, Periodic, Switch, Windows, children, flushed, running
-from .._transform import Transform
+from ..spec._spec import Spec
+from ..transform._timing import Changes, Periodic, Switch, Windows, children, flushed, running
+from ..transform._transform import Transform
 
 _STARTS = ("warmup", "start")  # arguments of a factory outside fjoin that give the step in which its messages change
 

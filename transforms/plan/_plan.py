@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from .._timing import children, running
-from .._transform import Needs, Transform
 from ..axes._primitive import names
 from ..combinators._chain import chain, stages
+from ..transform._timing import children, running
+from ..transform._transform import Needs, Transform
 from ._phases import changes_with_steps
 
 AXES = ("axis", "local", "node")  # the arguments of our factories that name axes

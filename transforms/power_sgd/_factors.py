@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._tree import plain, readable_without_sync
 from ..axes._collectives import axis_size, psum
 from ..codecs._codec import Codec
 from ..codecs._random_bits import Noise, key_of, places_of
 from ..reductions._coded_mean import Term, coded_mean
+from ..tree._tree import plain, readable_without_sync
 
 
 def draw(seed: int, name: str, step: int, rank: int, columns: int, like: Tensor) -> Tensor:

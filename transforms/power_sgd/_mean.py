@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import flag, positive, real, some_axes, whole_number
-from .._counter import counts_steps
-from .._lane import decode_words, lane_dtype
-from .._rider import Rider, first_of, no_words
-from .._transform import Compression, Needs, Reduction, Transform
-from .._tree import Tree, device_of, named_leaves, plain
-from .._weights import Over, RankWeight, check_over, share_in, unless_idle
 from ..axes._collectives import axis_size
 from ..codecs._codec import Codec, refuse_derivative
 from ..reductions._mean import mean
 from ..reductions._reduction import MeanState, init_mean
+from ..transform._call import Call
+from ..transform._counter import counts_steps
+from ..transform._lane import decode_words, lane_dtype
+from ..transform._rider import Rider, first_of, no_words
+from ..transform._transform import Compression, Needs, Reduction, Transform
+from ..transform._weights import Over, RankWeight, check_over, share_in, unless_idle
+from ..tree._tree import Tree, device_of, named_leaves, plain
 from ._factors import (
     Exchange,
     FeedbackWeight,

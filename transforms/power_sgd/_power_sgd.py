@@ -10,12 +10,12 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._check import whole_number
-from .._spec import factory
-from .._transform import Needs, Transform
-from .._tree import Tree, named_leaves
-from .._weights import Over
 from ..combinators._conditional import switch_after
 from ..reductions._mean import mean
+from ..spec._spec import factory
+from ..transform._transform import Needs, Transform
+from ..transform._weights import Over
+from ..tree._tree import Tree, named_leaves
 from ._factors import draw
 from ._mean import CallArgs, PowerSGDState, Result, Settings, check_settings, low_rank_mean, make_transform
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .._tree import plain
+from ..tree._tree import plain
 from ._factors import Block, FeedbackWeight, Finiteness, cut
 
 

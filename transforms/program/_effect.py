@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .._call import Call
-from .._transform import Transform
-from .._tree import State, Tree, choose_state, readable_without_sync, to_device, where
-from .._weights import check_weight
+from ..transform._call import Call
+from ..transform._transform import Transform
+from ..transform._weights import check_weight
+from ..tree._tree import State, Tree, choose_state, readable_without_sync, to_device, where
 
 # A bool where the host knows it, a 0-d bool tensor otherwise.
 Flag: TypeAlias = "bool | Tensor"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from .._transform import Transform
+from ..transform._transform import Transform
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from .._transform import Transform
 from ..combinators._chain import stages
 from ..plan._plan import Plan
+from ..transform._transform import Transform
 from ._ops import Agree, Ends, Gather, Judge, Keep, Observe, Op, Program, Stages, Step, StepEach
 
 # Where a step runs: on trees, on the flat buckets of a train_step, in a registered module's buckets.

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import one_axis
-from .._rider import Rider, first_of, no_words
-from .._spec import factory
-from .._transform import Needs, Transform
-from .._tree import Tree, device_of, to_device
-from .._weights import RankWeight, nonzero_or_one
 from ..axes._collectives import axis_index, axis_size, ppermute, psum
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._rider import Rider, first_of, no_words
+from ..transform._transform import Needs, Transform
+from ..transform._weights import RankWeight, nonzero_or_one
+from ..tree._tree import Tree, device_of, to_device
 from ._reduction import Sums, reduction
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._tree import plain, to_device
 from ..axes._collectives import axis_index, axis_size
 from ..axes._gather_scatter import all_gather, all_to_all
 from ..axes._primitive import names, note
 from ..codecs._codec import Codec, as_bytes, read
 from ..codecs._rows import encode_rows
+from ..tree._tree import plain, to_device
 
 Map: TypeAlias = Callable[[Tensor], Tensor]
 # Floats that are decoded at a time: all ranks' floats do not fit a CPU's cache.

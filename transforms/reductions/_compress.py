@@ -9,16 +9,16 @@ from typing import NamedTuple
 import torch
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import whole_number
-from .._counter import counts_steps
-from .._inner import Inner
-from .._spec import factory
-from .._transform import Compression, Needs, Transform, check_transform
-from .._tree import State, Tree, named_leaves
-from .._weights import Over
 from ..codecs._blocks import fp8
 from ..codecs._codec import Codec, bfloat16, check_codec, float16, float32
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._counter import counts_steps
+from ..transform._inner import Inner
+from ..transform._transform import Compression, Needs, Transform, check_transform
+from ..transform._weights import Over
+from ..tree._tree import State, Tree, named_leaves
 from ._mean import mean
 
 _CASTS: dict[torch.dtype, Callable[[], Codec]] = {

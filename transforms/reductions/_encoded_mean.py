@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import real
-from .._rider import Rider
-from .._tree import Tree, device_of, named_leaves, plain, readable_without_sync
-from .._weights import Over, RankWeight, nonzero_or_one
 from ..axes._collectives import axis_size
 from ..codecs._codec import refuse_derivative
 from ..codecs._random_bits import places_of
+from ..transform._call import Call
+from ..transform._rider import Rider
+from ..transform._weights import Over, RankWeight, nonzero_or_one
+from ..tree._tree import Tree, device_of, named_leaves, plain, readable_without_sync
 from ._coded_mean import Reduced, Term, coded_mean
 from ._reduction import Sums
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import some_axes
-from .._lane import decode_words, lane_dtype
-from .._rider import Rider, first_of
-from .._spec import factory
-from .._transform import Transform
-from .._tree import Tree, device_of
-from .._weights import Over, RankWeight, check_over, nonzero_or_one
 from ..axes._collectives import axis_size
 from ..axes._gather_scatter import all_gather
 from ..codecs._bit_packing import pack, unpack, width
 from ..codecs._codec import Codec, as_bytes, poison, read
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._lane import decode_words, lane_dtype
+from ..transform._rider import Rider, first_of
+from ..transform._transform import Transform
+from ..transform._weights import Over, RankWeight, check_over, nonzero_or_one
+from ..tree._tree import Tree, device_of
 from ._coded_mean import coded_mean, gathered_mean
 from ._encoded_mean import encoded_mean
 from ._reduction import Sums, reduction

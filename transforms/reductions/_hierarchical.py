@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._call import Call
 from .._check import one_axis, real
-from .._lane import decode_words, lane_dtype
-from .._rider import Rider, first_of
-from .._spec import factory
-from .._transform import Compression, Needs, Transform
-from .._tree import Tree, device_of, named_leaves, to_device
-from .._weights import Over, RankWeight, check_over, nonzero_or_one
 from ..axes._collectives import axis_index, axis_size, psum
 from ..axes._gather_scatter import all_gather, psum_scatter
 from ..codecs._codec import Codec, check_codec, refuse_derivative
 from ..codecs._random_bits import places_of
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._lane import decode_words, lane_dtype
+from ..transform._rider import Rider, first_of
+from ..transform._transform import Compression, Needs, Transform
+from ..transform._weights import Over, RankWeight, check_over, nonzero_or_one
+from ..tree._tree import Tree, device_of, named_leaves, to_device
 from ._coded_mean import Reduced, Term, coded_mean, cut
 from ._encoded_mean import ravel, split, unravel, with_residual
 from ._reduction import Sums, reduction

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import some_axes
-from .._lane import decode_words
-from .._rider import Rider, first_of, no_words
-from .._spec import factory
 from .._sums import divided
-from .._transform import Needs, Transform, init_empty
-from .._tree import Tree, device_of, plain
-from .._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._primitive import sum_donated
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._lane import decode_words
+from ..transform._rider import Rider, first_of, no_words
+from ..transform._transform import Needs, Transform, init_empty
+from ..transform._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
+from ..tree._tree import Tree, device_of, plain
 from ._encoded_mean import encoded_mean
 from ._reduction import Sums, reduction
 

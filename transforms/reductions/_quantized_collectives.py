@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName, lookup
-from .._tree import Tree, to_device
 from ..axes._collectives import axis_index, axis_size, pbroadcast, pmean, ppermute, psum
 from ..axes._gather_scatter import all_gather, all_to_all, place_gathered, place_received, psum_scatter, split_ranks
 from ..axes._packing import as_tensor, packed
@@ -26,6 +25,7 @@ from ..axes._ragged import all_to_all_single, check_splits
 from ..codecs._codec import Codec, refuse_derivative
 from ..codecs._random_bits import places_of
 from ..codecs._rows import decode_pieces, encode_pieces, encode_rows
+from ..tree._tree import Tree, to_device
 from ._coded_mean import Term, coded_mean
 
 C = TypeVar("C", bound=Callable[..., Any])

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName
-from .._call import Call
 from .._check import axis_names
-from .._rider import Rider
-from .._transform import Needs, Reduction, Transform
-from .._tree import Tree
-from .._weights import Over, RankWeight, share_in, unless_idle
 from ..axes._collectives import axis_size
+from ..transform._call import Call
+from ..transform._rider import Rider
+from ..transform._transform import Needs, Reduction, Transform
+from ..transform._weights import Over, RankWeight, share_in, unless_idle
+from ..tree._tree import Tree
 
 
 class MeanState(NamedTuple):

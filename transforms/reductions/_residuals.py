@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tree import Tree, named_leaves, readable_without_sync, to_device
-from .._weights import RankWeight, nonzero_or_one
+from ..transform._weights import RankWeight, nonzero_or_one
+from ..tree._tree import Tree, named_leaves, readable_without_sync, to_device
 
 
 class ResidualMemory:

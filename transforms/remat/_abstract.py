@@ -21,15 +21,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ._aten import written_by
-from ._kept import unheard
-from ._memory import memory_of
 from ._messages import path_words
-from ._modes import run_op
 from ._plain import HOOKS_REFUSED, HooksRefused
-from ._random import unchanged_host
-from ._reach import captured, is_tracked
-from ._surroundings import function_modes
+from .record._kept import unheard
+from .record._modes import run_op
+from .surroundings._random import unchanged_host
+from .surroundings._reach import captured, is_tracked
+from .surroundings._surroundings import function_modes
+from .values._aten import written_by
+from .values._memory import memory_of
 
 
 class Abstract(NamedTuple):

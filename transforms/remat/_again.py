@@ -11,21 +11,21 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # type: ignore[attr-defined]
 
-from ._captured import Captured, within
 from ._form import remembered
-from ._kept import Keeper
 from ._messages import refuse_iterators
-from ._pinned import HOST
 from ._plain import HooksRefused, PlainRegion
-from ._policies import AtPlaces, everything_saveable, min_cut, nothing_saveable
-from ._policy import Keep, Policy
 from ._pullback import is_differentiable, with_graph, with_values
-from ._reach import captured
-from ._record import Record
 from ._region import Region
-from ._result import rebuilt
-from ._store import Store
-from ._surroundings import function_modes
+from .record._kept import Keeper
+from .record._record import Record
+from .surroundings._captured import Captured, within
+from .surroundings._reach import captured
+from .surroundings._result import rebuilt
+from .surroundings._surroundings import function_modes
+from .values._pinned import HOST
+from .values._policies import AtPlaces, everything_saveable, min_cut, nothing_saveable
+from .values._policy import Keep, Policy
+from .values._store import Store
 
 _MOST = 8  # runs that look for tensors that a function uses
 

@@ -15,15 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._uncompiled import uncompiled
 from ._abstract import abstract, batches
 from ._again import How, call
-from ._cost import Clock, rates_of
 from ._form import remembered
-from ._kept import listening
-from ._knapsack import Choice, Cost, least, plan
-from ._memory import memory_of
-from ._policies import everything_saveable
-from ._reach import captured
-from ._result import tensors_of
-from ._store import Handle, Store
+from .costs._cost import Clock, rates_of
+from .costs._knapsack import Choice, Cost, least, plan
+from .record._kept import listening
+from .surroundings._reach import captured
+from .surroundings._result import tensors_of
+from .values._memory import memory_of
+from .values._policies import everything_saveable
+from .values._store import Handle, Store
 
 
 class _Walk(Protocol):

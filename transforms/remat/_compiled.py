@@ -12,9 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .._old_torch import HAS_CONSTANT_MODULES
 from .._uncompiled import uncompiled
-from ._policies import everything_saveable, min_cut, nothing_saveable
-from ._policy import Keep, Policy, keep_of
-from ._reach import captured
+from .surroundings._reach import captured
+from .values._policies import everything_saveable, min_cut, nothing_saveable
+from .values._policy import Keep, Policy, keep_of
 
 
 def compiled(fn: Callable[..., Any], policy: Policy, preserve_rng: bool, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ._abstract import batches
-from ._reach import captured, is_tracked
+from .surroundings._reach import captured, is_tracked
 
 _MOST = 64  # plans that are remembered of a function
 T = TypeVar("T")

@@ -15,11 +15,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from ._abstract import abstract
-from ._kept import Place
-from ._reach import captured
-from ._record import Record
 from ._region import Region
-from ._result import tensors_of
+from .record._kept import Place
+from .record._record import Record
+from .surroundings._reach import captured
+from .surroundings._result import tensors_of
 
 _PLACE = "place in the run"
 _TRACES = threading.Lock()  # torch's tracing is of the whole process

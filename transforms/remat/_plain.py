@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
-from ._captured import Substitute
-from ._memory import memory_of
 from ._messages import Saved, differs, path_words, written_into
-from ._modes import uncounted
-from ._reach import Found
-from ._record import Record
-from ._result import tensors_of
-from ._saved_tensors import SavedTensors
-from ._store import Store
+from .record._modes import uncounted
+from .record._record import Record
+from .record._saved_tensors import SavedTensors
+from .surroundings._captured import Substitute
+from .surroundings._reach import Found
+from .surroundings._result import tensors_of
+from .values._memory import memory_of
+from .values._store import Store
 
 
 class _Outside(NamedTuple):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from .._axis_env import bind_axes, bind_weight, bound, current_weight
-from ._captured import Captured, Substitute
-from ._memory import memory_of
 from ._messages import path_words, written_into
 from ._plain import version_of
 from ._pullback import is_differentiable, run_with_graph, with_values
-from ._reach import Found
-from ._record import Record
-from ._result import Place, form_of
+from .record._record import Record
+from .surroundings._captured import Captured, Substitute
+from .surroundings._reach import Found
+from .surroundings._result import Place, form_of
+from .values._memory import memory_of
 
 
 class Region:

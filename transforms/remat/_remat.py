@@ -14,9 +14,9 @@ from .._uncompiled import uncompiled
 from ._again import How
 from ._budget import run_block, within_budget
 from ._compiled import compiled, reaches_state
-from ._offload import Offload, store_for
-from ._policies import nothing_saveable
-from ._policy import Named, Policy
+from .values._offload import Offload, store_for
+from .values._policies import nothing_saveable
+from .values._policy import Named, Policy
 
 F = TypeVar("F", bound=Callable[..., Any])
 Runner: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]  # fn, args, kwargs -> its result

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ._abstract import abstract
-from ._kept import listening
-from ._memory import memory_of
-from ._modes import run_op
-from ._result import tensors_of
-from ._store import Handle
+from .record._kept import listening
+from .record._modes import run_op
+from .surroundings._result import tensors_of
+from .values._memory import memory_of
+from .values._store import Handle
 
 _SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (torch, optree)) + (str(Path(__file__).parent),)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._spec import Spec, _show
-from .._tree import readable_without_sync
+from ..spec._spec import Spec, _show
+from ..tree._tree import readable_without_sync
 
 ScalarOrSchedule: TypeAlias = float | Tensor | Callable[[Any], Any]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .._check import finite, whole_number
-from .._spec import Spec, factory, spec_of_function
-from .._specified import PickledBySpec
+from ..spec._spec import Spec, factory, spec_of_function
+from ..spec._specified import PickledBySpec
 from ._rates import ScalarOrSchedule as ScalarOrSchedule
 from ._rates import value_at as value_at
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from .._check import finite, is_finite, positive
-from .._spec import factory
-from .._tree import to_device
+from ..spec._spec import factory
+from ..tree._tree import to_device
 from ._schedules import Schedule, steps_at_least
 
 

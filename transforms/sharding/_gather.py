@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._placement import PerRank, Piece
 from .._sums import widened
-from .._tree import Tree, map_with_path, named_leaves
 from ..axes._collectives import axis_index
 from ..axes._ragged import all_to_all_single
 from ..codecs._codec import Codec
 from ..codecs._rows import decode_pieces, encode_rows
 from ..layout._pieces import Pieces
+from ..tree._placement import PerRank, Piece
+from ..tree._tree import Tree, map_with_path, named_leaves
 
 
 class Cut(NamedTuple):

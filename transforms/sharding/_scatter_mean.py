@@ -7,20 +7,20 @@ import functools
 import torch
 from torch import Tensor
 
-from .._call import Call
-from .._lane import decode_words
-from .._rider import EMPTY, Rider, first_of, no_words
-from .._spec import factory
 from .._sums import divided, sum_in_order
-from .._transform import Transform
-from .._tree import Tree, device_of, map_with_path, named_leaves, plain
-from .._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
 from ..axes._collectives import axis_size, psum
 from ..axes._ragged import all_to_all_single
 from ..layout._bound_pieces import pieces_here
 from ..layout._pieces import Pieces
 from ..reductions._encoded_mean import encoded_mean
 from ..reductions._reduction import Sums, reduction
+from ..spec._spec import factory
+from ..transform._call import Call
+from ..transform._lane import decode_words
+from ..transform._rider import EMPTY, Rider, first_of, no_words
+from ..transform._transform import Transform
+from ..transform._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
+from ..tree._tree import Tree, device_of, map_with_path, named_leaves, plain
 from ._coded_scatter import coded_scatter
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite
-from .._check_tree import check_dense
-from .._tree import State, readable_without_sync
+from ..tree._check_tree import check_dense
+from ..tree._tree import State, readable_without_sync
 from ._forms import Forms
 
 

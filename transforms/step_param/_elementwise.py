@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._tree import plain
+from ..tree._tree import plain
 
 
 def acts_elementwise(

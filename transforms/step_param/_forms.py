@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from .._tree import State, fields
+from ..tree._tree import State, fields
 
 
 class _Form(NamedTuple):

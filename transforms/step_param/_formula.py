@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._sums import widened
-from .._tree import fields, with_fields
 from ..schedules._schedules import ScalarOrSchedule, value_at
+from ..tree._tree import fields, with_fields
 
 
 def rate_at(lr: ScalarOrSchedule, step: Tensor) -> Tensor:

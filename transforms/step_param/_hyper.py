@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._check import is_finite, is_number
-from .._tree import readable_without_sync
+from ..tree._tree import readable_without_sync
 
 
 def not_negative(**values: Any) -> None:

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._tree import fields, readable_without_sync
 from ..schedules._schedules import ScalarOrSchedule, value_at
+from ..tree._tree import fields, readable_without_sync
 from ._checked import guarded
 from ._formula import copy_like, first_rate, in_float32, widened_state
 from ._optimizer import Optimizer

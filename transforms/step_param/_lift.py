@@ -13,9 +13,9 @@ import optree
 import torch
 from torch import Tensor
 
-from .._check_tree import check_dense, check_same
-from .._tree import State, Tree, fields, map_with_path, path_string, plain, with_fields
 from ..schedules._rates import watched
+from ..tree._check_tree import check_dense, check_same
+from ..tree._tree import State, Tree, fields, map_with_path, path_string, plain, with_fields
 from ._checked import check_count, unchecked
 from ._formula import copy_like, like
 from ._lists import Ages, age_of, apart, step_in_place, step_lists_, stepped_together

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._tree import State, fields, with_fields
+from ..tree._tree import State, fields, with_fields
 from ._checked import unchecked
 
 if TYPE_CHECKING:

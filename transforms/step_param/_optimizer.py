@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec import Spec, spec_of_function
-from .._specified import Specified
-from .._tree import State, Tree
 from ..schedules._rates import watched
+from ..spec._spec import Spec, spec_of_function
+from ..spec._specified import Specified
+from ..tree._tree import State, Tree
 from ._checked import checked, counted, unchecked
 from ._elementwise import acts_elementwise
 from ._forms import Forms

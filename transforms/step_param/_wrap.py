@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from .._spec import Spec
+from ..spec._spec import Spec
 from ._inplace import one_param
 from ._optimizer import Optimizer
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .._axis_env import AxisName, current_weight
-from .._tree import to_device
-from .._weights import check_weight
 from ..axes._gather_scatter import all_gather
+from ..transform._weights import check_weight
+from ..tree._tree import to_device
 
 
 class BatchNormState(NamedTuple):

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._check import some_axes
-from .._spec import factory
-from .._transform import Needs, Transform, init_empty
-from .._tree import State, Tree, device_of, map_with_path, named_leaves, readable_without_sync, to_device
-from .._weights import check_weight
 from ..axes._collectives import axis_index, axis_size, pmax, pmin, psum
 from ..axes._from_one import from_one
+from ..spec._spec import factory
+from ..transform._transform import Needs, Transform, init_empty
+from ..transform._weights import check_weight
+from ..tree._tree import State, Tree, device_of, map_with_path, named_leaves, readable_without_sync, to_device
 
 
 @factory

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .._axis_env import AxisName
 from .._check import some_axes
-from .._tree import State, device_of, to_device
 from ..axes._collectives import axis_index, axis_size, pmin
 from ..axes._from_one import from_one
+from ..tree._tree import State, device_of, to_device
 
 
 def _same(state: State) -> State:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from collective_table import DIFFERENTIABLE, DTYPES, OPS, OPS_AND_ENGINES, SIZES, inputs
-from helpers import max_diff, raises_text, same_bits
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.collective_table import DIFFERENTIABLE, DTYPES, OPS, OPS_AND_ENGINES, SIZES, inputs
+from tests.helpers import max_diff, raises_text, same_bits
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -132,7 +132,7 @@ def test_control_flow_on_a_sum(engine: Any) -> None:
 def test_trees_travel_packed() -> None:
     """One message per dtype, whatever the tree."""
     from fjoin.transforms._axis_env import bind_axes
-    from fjoin.transforms.pipelines._recorder import Recorder
+    from fjoin.transforms.pipelines.explain._recorder import Recorder
 
     notes: list[Any] = []
     tree = {
@@ -164,7 +164,7 @@ def test_trees_travel_packed() -> None:
 def test_large_trees_travel_in_several_messages() -> None:
     """A leaf is never split, and a large one travels alone."""
     from fjoin.transforms._axis_env import bind_axes
-    from fjoin.transforms.pipelines._recorder import Recorder
+    from fjoin.transforms.pipelines.explain._recorder import Recorder
 
     notes: list[Any] = []
     tree = [torch.full((10**6 * n,), float(n), dtype=dtype) for n, dtype in ((3, torch.float32), (1, torch.float64))]

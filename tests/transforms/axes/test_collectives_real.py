@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from collective_table import DIFFERENTIABLE, OPS, inputs
-from helpers import max_diff
 from torch import Tensor
-from traffic import watched
 
 import fjoin
 from fjoin import transforms as tx
+from tests.collective_table import DIFFERENTIABLE, OPS, inputs
+from tests.helpers import max_diff
+from tests.traffic import watched
 
 
 def on_gloo(ops: list[str]) -> list[Any]:

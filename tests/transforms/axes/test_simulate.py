@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
 
 
 def test_mismatched_collectives_are_named_not_hung() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text, same_bits
 from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.codecs import _scaled
 from fjoin.transforms.codecs._bit_packing import in_a_byte, pack, unpack, width
 from fjoin.transforms.codecs._random_bits import key_of, places_of
+from tests.helpers import raises_text, same_bits
 
 ON_AVERAGE: dict[str, Any] = {
     "bfloat16": lambda: tx.bfloat16(stochastic=True),

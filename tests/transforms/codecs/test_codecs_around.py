@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
 
 FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
     "later": lambda: tx.error_feedback(tx.power_sgd("data", start=2, min_compression_rate=1.0)),

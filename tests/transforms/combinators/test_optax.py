@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from helpers import max_diff, params_like, raises_text, same_bits
-from one_rank import train_one_rank
-from oracle import optax_run
-from oracle.whole_batch import make_batches
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.transforms.combinators import _optax
+from tests.helpers import max_diff, params_like, raises_text, same_bits
+from tests.oracle import optax_run
+from tests.oracle.whole_batch import make_batches
+from tests.reducer.one_rank import train_one_rank
 
 ADD = tx.sgd(1.0, maximize=True)  # the result of an optax optimizer is to be added
 OPTIMIZERS: dict[str, Any] = {

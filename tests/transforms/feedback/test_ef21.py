@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff
 from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

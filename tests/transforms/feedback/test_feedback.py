@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
 
 CODECS: dict[str, Any] = {
     "bfloat16": tx.bfloat16,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
-from oracle.momenta import deep_compression, one_bit, one_bit_lamb
 from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.oracle.momenta import deep_compression, one_bit, one_bit_lamb
 
 STEPS = 8
 GRADS = [[torch.randn(40, generator=torch.Generator().manual_seed(10 * s + r)) for r in range(2)] for s in range(STEPS)]

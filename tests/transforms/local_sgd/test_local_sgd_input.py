@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text
 
 SGD, MOMENTUM = tx.sgd(0.1), tx.sgd(0.1, momentum=0.9)
 MEAN = tx.mean("data")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ import torch
 from torch import Tensor
 
 from fjoin import transforms as tx
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "oracle"))
-import local_sgd as oracle
+from tests.oracle import local_sgd as oracle
 
 STEPS = 200
 SHAPES = {"a": (3, 2), "b": (5,), "c": (2, 2), "d": ()}

@@ -7,12 +7,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import max_diff, params_like, raises_text, same_bits
-from parity_table import KINDS
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, params_like, raises_text, same_bits
+from tests.parity_table import KINDS
 
 
 def _trees(steps: int, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from oracle import optax_run
 from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.oracle import optax_run
 
 SHAPES = {"a": (5, 3), "b": (4,), "c": (), "d": (2, 3, 4)}
 DECAYS = [0.0, 0.1]

@@ -8,12 +8,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
-from optimizer_table import OPTIMIZERS
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.optimizer_table import OPTIMIZERS
 
 ROWS = [(f"{name}{i}", make) for name, rows in OPTIMIZERS.items() for i, make in enumerate(rows)]
 MATRICES = {"w.weight": torch.ones(4, 6)}

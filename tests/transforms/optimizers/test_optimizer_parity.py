@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import params_like
-from oracle import optim
-from parity_table import KINDS, Kind
 from torch import Tensor
+
+from tests.helpers import params_like
+from tests.oracle import optim
+from tests.parity_table import KINDS, Kind
 
 STEPS = 100
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, params_like, raises_text, same_bits, torch_before
-from optimizer_table import OPTIMIZERS
-from oracle import optim
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, params_like, raises_text, same_bits, torch_before
+from tests.optimizer_table import OPTIMIZERS
+from tests.oracle import optim
 
 
 def _problem(dtype: torch.dtype, steps: int = 5) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:

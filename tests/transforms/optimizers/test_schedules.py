@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, params_like, raises_text
-from oracle import optim
 from torch.optim import lr_scheduler as torchs
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, params_like, raises_text
+from tests.oracle import optim
 
 
 def _sequence(optimizer: Any) -> Any:

@@ -11,12 +11,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from optimizer_table import OPTIMIZERS
-from oracle import optim
-from parity_table import KINDS
 from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.optimizer_table import OPTIMIZERS
+from tests.oracle import optim
+from tests.parity_table import KINDS
 
 DTYPES = [torch.float16, torch.bfloat16]
 SCALES = [0.0, 1e-7, 1e-4, 1e-2, 1.0]

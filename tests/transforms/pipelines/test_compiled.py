@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from helpers import max_diff
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff
 
 # Dynamo's own, about how it handles a Function, and about caches of ours that it looks through.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

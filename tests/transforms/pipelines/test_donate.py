@@ -8,12 +8,12 @@ from typing import Any
 import optree
 import pytest
 import torch
-from optimizer_table import OPTIMIZERS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fjoin
 from fjoin import transforms as tx
+from tests.optimizer_table import OPTIMIZERS
 
 ADAM = tx.adamw(0.1, weight_decay=0.1)
 PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {

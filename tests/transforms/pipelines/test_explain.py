@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 
 from fjoin import transforms as tx
 from fjoin.transforms.layout._buckets import make_layout
+from tests.helpers import raises_text
 
 
 def test_explain_covers_what_runs_now_and_then() -> None:

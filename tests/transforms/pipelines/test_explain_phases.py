@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from traffic import announced
 
 from fjoin import transforms as tx
 from fjoin.transforms.axes import _lockstep
+from tests.traffic import announced
 
 PARAMS = {"w": torch.zeros(40, 10)}
 MEAN, INT4 = tx.mean("data"), tx.quantized_mean("data", tx.int4())

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import raises_text
 
 from fjoin import DesyncError
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 MEAN = tx.mean("data")
 # By name: rank -> its pipeline.

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
 
 from fjoin import transforms as tx
-from fjoin.transforms._lane import decode_lane, encode_lane, host_lane, host_words, rank_bit, ranks_in
+from fjoin.transforms.transform._lane import decode_lane, encode_lane, host_lane, host_words, rank_bit, ranks_in
+from tests.helpers import max_diff, raises_text, same_bits
 
 # -- means -------------------------------------------------------------------------------------------
 

@@ -8,13 +8,13 @@ from typing import Any
 import optree
 import pytest
 import torch
-from helpers import max_diff, raises_text
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
-from fjoin.transforms._tree import global_norm, named_leaves
 from fjoin.transforms.plan._plan import make_plan, takes_flat
+from fjoin.transforms.tree._tree import global_norm, named_leaves
+from tests.helpers import max_diff, raises_text
 
 Needs = tx.Needs
 

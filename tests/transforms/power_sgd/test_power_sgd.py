@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
-from power_problem import COMPRESSED, SHAPES, draws, exact, made
 from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms._axis_env import Axis, bind_axes
-from fjoin.transforms._bucketwise import restrict
-from fjoin.transforms._rider import BucketSums
+from fjoin.transforms.transform._rider import BucketSums
+from fjoin.transforms.tree._bucketwise import restrict
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.power_problem import COMPRESSED, SHAPES, draws, exact, made
 
 STEPS = 8
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, same_bits
-from power_problem import SHAPES, draws, exact32, made
 
 from fjoin import transforms as tx
+from tests.helpers import max_diff, same_bits
+from tests.power_problem import SHAPES, draws, exact32, made
 
 
 def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:

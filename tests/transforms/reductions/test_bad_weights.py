@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import raises_text, same_bits
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text, same_bits
 
 BAD = {"negative": -1.0, "nan": math.nan, "inf": math.inf, "tiny": 1e-46, "huge": 1e39}
 FORMS: dict[str, Callable[[float], Any]] = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same_bits
 
 from fjoin import transforms as tx
+from tests.helpers import same_bits
 
 ALL: dict[str, Any] = {
     "mean": lambda: tx.mean("data"),

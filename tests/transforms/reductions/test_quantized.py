@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from collective_table import OPS, OPS_AND_ENGINES, SIZES, inputs
-from helpers import assert_untouched, raises_text, same_bits, snapshot
-from quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED, on_ranks
 from torch import Tensor
 
 from fjoin import transforms as tx
+from tests.collective_table import OPS, OPS_AND_ENGINES, SIZES, inputs
+from tests.helpers import assert_untouched, raises_text, same_bits, snapshot
+from tests.quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED, on_ranks
 
 SERVED_OPS = [case for case in OPS_AND_ENGINES if not case[0].startswith(("pmax", "pmin"))]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED
 from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.axes._lockstep import SimulatedAxis
+from tests.quantized_calls import AXES, BOTH, CALLS, CODECS, SERVED
 
 
 def sent(monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], function: Any, xs: list[Any]) -> list[Any]:

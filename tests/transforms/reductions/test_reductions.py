@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import max_diff, raises_text, same_bits
-from oracle.reductions import adaptive_sum, differences, vote
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import max_diff, raises_text, same_bits
+from tests.oracle.reductions import adaptive_sum, differences, vote
 
 
 def grads_of(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

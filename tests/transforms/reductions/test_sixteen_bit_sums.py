@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same_bits
-from pool import Pool
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
 from fjoin.shared_memory._channel import combine
+from tests.helpers import same_bits
+from tests.pool import Pool
 
 DTYPES = [torch.bfloat16, torch.float16]
 RANKS = 64

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor, nn
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 POLICIES = [tx.nothing_saveable, tx.dots_saveable, tx.everything_saveable]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor
 
 from fjoin import transforms as tx
 from fjoin.transforms.remat._budget import measured
-from fjoin.transforms.remat._knapsack import Choice, Cost, least, plan
-from fjoin.transforms.remat._offload import store_for
+from fjoin.transforms.remat.costs._knapsack import Choice, Cost, least, plan
+from fjoin.transforms.remat.values._offload import store_for
+from tests.helpers import raises_text
 
 from .transformer import Counted, Transformer, tokens
 

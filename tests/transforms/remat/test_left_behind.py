@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor, nn
 
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 from .fuzz import AROUND, OPS, POLICIES, RESULTS, Case
 from .test_fuzz import check

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fjoin import transforms as tx
-from fjoin.transforms.remat._offload import Coded, File
-from fjoin.transforms.remat._pinned import Host
+from fjoin.transforms.remat.values._offload import Coded, File
+from fjoin.transforms.remat.values._pinned import Host
+from tests.helpers import raises_text
 
 from .transformer import Count, Counted, Transformer, tokens
 

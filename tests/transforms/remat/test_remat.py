@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import raises_text, torch_has
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+from tests.helpers import raises_text, torch_has
 
 from .transformer import Count
 

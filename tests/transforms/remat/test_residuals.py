@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import raises_text
 from torch import Tensor, nn
 
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 from .transformer import Counted, Transformer, tokens
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import raises_text
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fjoin import transforms as tx
+from tests.helpers import raises_text
 
 POLICIES: dict[str, dict[str, Any]] = {
     "nothing": {},

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_problem import run
-from sharded_table import PAIRS
 
 from fjoin import transforms as tx
+from tests.sharded_problem import run
+from tests.sharded_table import PAIRS
 
 ADAM = tx.adamw(0.01)
 MEAN = tx.quantized_mean("data", tx.int8(block=8))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import raises_text
-from optimizer_table import OPTIMIZERS
-from sharded_problem import STEPS, gradients, run, start
-from sharded_table import PAIRS
 from torch import Tensor
 
 import fjoin
 from fjoin import transforms as tx
+from tests.helpers import raises_text
+from tests.optimizer_table import OPTIMIZERS
+from tests.sharded_problem import STEPS, gradients, run, start
+from tests.sharded_table import PAIRS
 
 
 def same(got: list[Any], want: list[Any]) -> None:

@@ -1,0 +1,1 @@
+"""The numbers that ranks agree on, and the decisions on steps that follow from them."""

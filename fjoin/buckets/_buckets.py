@@ -1,0 +1,235 @@
+"""Gradients in transit: one buffer per bucket, launched in a fixed order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..transforms._axis_env import Work
+from ..transforms._sums import widened
+from ..transforms.layout._buckets import Bucket, views
+from ..transforms.layout._pieces import Pieces
+from ..transforms.tree._check_tree import check_dense
+from ._flat_params import Storage
+
+
+class GradBuffer:
+    """The gradients of one bucket in one step.
+
+    Attributes:
+        buffer: The gradients, followed by the lane if this bucket carries it: the message of a plain reduction.
+        grads: The gradients' part of the buffer, or a hook's result.
+        lane: The lane's part of the buffer, maybe empty.
+        pieces: The pieces of this bucket; None where it is not sharded.
+        scattered: Whether `grads` is this rank's piece of the bucket.
+        total: The sum of the elements of `buffer` after its message, where the message has told it.
+        direct: Whether autograd's gradient itself becomes the message.
+
+    Args:
+        bucket: The bucket.
+        shapes: Path -> the parameter's shape.
+        lane_words: The elements of the lane in this buffer.
+        pieces: See above.
+        memory: A flat buffer of zeros for the gradients and the lane, of which messages need no copy.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shapes: Mapping[str, torch.Size],
+        lane_words: int,
+        pieces: Pieces | None = None,
+        memory: Tensor | None = None,
+    ) -> None:
+        self.bucket, self._shapes, self.pieces, self.scattered = bucket, shapes, pieces, False
+        self.direct = bucket.direct and memory is None
+        numel = 0 if self.direct else bucket.numel
+        if memory is None:
+            memory = torch.zeros(numel + lane_words, dtype=bucket.dtype, device=bucket.device)
+        self.buffer = memory
+        self._own = self.grads = self.buffer[:numel]
+        self.lane = self.buffer[numel:]
+        self._padding: Tensor | None = None  # the elements between leaves
+        used = torch.zeros(numel, dtype=torch.bool)
+        for path, at in zip(bucket.paths, bucket.offsets, strict=True):
+            used[at : at + shapes[path].numel()] = True
+        if not used.all():
+            self._padding = (~used).nonzero().view(-1).to(bucket.device)
+        self._views = [] if self.direct else views(bucket, self.grads, shapes)
+        self.leaves: list[Tensor] = []
+        self.work: Work | None = None
+        self.seen = torch.zeros((), device=bucket.device)  # the norm or the sum of `grads`; see GradCheck.observe
+        self.total: float | None = None
+        self.missing, self.filled = 0, False
+
+    def start(self, leaves: list[Tensor], window: dict[Tensor, Tensor] | None = None) -> None:
+        """Prepare for the gradients of these leaves.
+
+        Args:
+            window: The sums of earlier gradients, to be added; see `Storage`.
+        """
+        self._window = window or {}
+        self.leaves, self.missing, self.filled, self.work = leaves, len(leaves), False, None
+        self.total = None
+        self.scattered = False
+        # A hook may have replaced it by its result. A direct buffer keeps the last gradient until the next one comes: free
+        # memory at the end of the heap would go back to the system, and be faulted in again.
+        self.grads = self._own
+        self.taken = [False] * len(leaves)
+
+    def copy_grad(self, i: int, leaf: Tensor) -> None:
+        """Copy the gradient that autograd has just left at the i-th leaf, while it is in the cache."""
+        grad: Any = leaf.grad
+        if self.taken[i]:
+            raise RuntimeError(
+                f"the gradient of {self.bucket.paths[i]!r} arrived twice in one backward pass, so that the first part would "
+                f"be lost; with torch.utils.checkpoint pass use_reentrant=False"
+            )
+        if grad.layout is not torch.strided:
+            check_dense(f"the gradient of {self.bucket.paths[i]!r}", grad)
+        if self._window and (total := self._window.pop(leaf, None)) is not None:
+            grad = total.add_(grad).to(grad.dtype)
+        if self.direct:
+            # Autograd's gradient itself becomes the message, without a copy, unless other gradients share its memory.
+            self.buffer = self.grads = (grad.clone() if _is_shared(grad) else grad.contiguous()).view(-1)
+        else:
+            self._views[i].copy_(grad)
+        leaf.grad = None
+        self.taken[i] = True
+        self.missing -= 1
+
+    def fill(self) -> None:
+        """Complete the bucket after backward with gradients of earlier calls, or zeros where there are none."""
+        for i, leaf in enumerate(self.leaves):
+            if self.taken[i]:
+                continue
+            if leaf.grad is not None:
+                self.copy_grad(i, leaf)
+            elif leaf in self._window:
+                leaf.grad = torch.zeros_like(leaf)
+                self.copy_grad(i, leaf)
+            elif self.direct:
+                self.buffer = self.grads = torch.zeros_like(leaf).view(-1)
+            else:
+                self._views[i].zero_()
+
+    def clear_padding(self) -> None:
+        if self._padding is not None:
+            self.grads.index_fill_(0, self._padding, 0)
+
+    def wait(self) -> None:
+        """Wait for the bucket's messages; on CUDA only the stream waits."""
+        if self.work is not None:
+            self.work.wait()
+            self.total = getattr(self.work, "total", None)
+            self.work = None
+
+    def scatter(self, piece: Tensor) -> None:
+        """Take this rank's piece of the reduced gradients."""
+        self.grads, self.scattered = piece, True
+
+    def pack_own(self, slices: Mapping[str, Tensor]) -> Tensor:
+        """This rank's piece, from its slices."""
+        assert self.pieces is not None
+        return self.pieces.pack_own(0, slices)
+
+    def by_path(self) -> dict[str, Tensor]:
+        """Path -> view of its gradient, or of this rank's slice of it."""
+        if self.scattered:
+            assert self.pieces is not None
+            return self.pieces.leaves_own(0, self.grads)
+        found = self._views if self.grads is self._own else views(self.bucket, self.grads, self._shapes)
+        return dict(zip(self.bucket.paths, found, strict=True))
+
+
+def keep_grad(leaf: Tensor, storage: Storage | None) -> None:
+    """Keep a leaf's gradient for the rest of an accumulation window, to which later ones are added in place.
+
+    At the leaf it gets memory of its own, if other leaves' gradients share it. Gradients of 16 bits are added in float32.
+    """
+    grad = leaf.grad
+    if grad is None or grad.layout is not torch.strided:
+        return
+    if storage is not None and grad.dtype.itemsize < 4:
+        total = storage.window.get(leaf)
+        storage.window[leaf] = widened(grad) if total is None else total.add_(grad)
+        leaf.grad = None
+    elif _is_shared(grad):
+        leaf.grad = grad.clone()
+
+
+def _is_shared(grad: Tensor) -> bool:
+    """Whether another tensor shares the memory, as the gradients of a and b in (a.view(-1) + b.view(-1)) do."""
+    storage = grad.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _ALONE
+
+
+# The use count of unshared memory: one for the tensor, one for the Python object through which it is read.
+_ALONE = 2
+
+
+class BucketQueue:
+    """Launches the buckets' messages in the buckets' order, whatever order they fill in.
+
+    Args:
+        outgoing: The buckets.
+        launch: Starts the hook of one bucket, given its index and buffer; called in the thread that fills the bucket.
+    """
+
+    def __init__(self, outgoing: list[GradBuffer], launch: Callable[[int, GradBuffer], Work | None]) -> None:
+        self.outgoing, self._launch = outgoing, launch
+        self._next = len(outgoing)
+        self._open = False
+        self._kept: dict[Tensor, Tensor | None] | None = None  # the gradients set aside while muted
+
+    def start(self, storage: Storage) -> None:
+        self._next, self._open = 0, True
+        for out, leaves in zip(self.outgoing, storage.by_bucket, strict=True):
+            out.start(leaves, storage.window)
+
+    @contextlib.contextmanager
+    def muted(self, storage: Storage) -> Iterator[None]:
+        """Discard gradients that arrive within the with block. A factor of 0 would not do: 0 * inf is nan."""
+        try:
+            with storage.grads_aside() as self._kept:
+                yield
+        finally:
+            self._kept = None
+
+    def stop(self) -> None:
+        """Take no more gradients until the next start."""
+        self._open = False
+        for out in self.outgoing:
+            out.work = None
+
+    def arrived(self, index: int, i: int, leaf: Tensor) -> None:
+        """Take the gradient of the i-th leaf of this bucket, and launch the buckets that are ready."""
+        if not self._open:
+            return  # a backward pass over these leaves outside the step
+        if self._kept is not None:
+            kept = self._kept.pop(leaf, None)
+            leaf.grad = torch.zeros_like(leaf) if kept is None else kept
+        out = self.outgoing[index]
+        out.copy_grad(i, leaf)
+        if out.missing == 0:
+            out.filled = True
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._next < len(self.outgoing) and self.outgoing[self._next].filled:
+            out = self.outgoing[self._next]
+            out.work = self._launch(self._next, out)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Fill and launch the buckets that backward did not complete, after it has ended."""
+        self._open = False
+        for out in self.outgoing:
+            if not out.filled:
+                out.fill()
+                out.filled = True
+        self._advance()

@@ -1,0 +1,237 @@
+"""Parameters and optimizer slots in flat buffers, one per bucket, with the leaves as views."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ..transforms.layout._buckets import Bucket, Span, views
+from ..transforms.layout._pieces import Pieces
+from ..transforms.optimizers.wrappers._inject import compared
+from ..transforms.optimizers.wrappers._mixed_precision import master_of
+from ..transforms.schedules._rates import check_rates
+from ..transforms.step_param._optimizer import Optimizer
+from ._arrivals import Arrivals
+from ._states_of_spans import states_of_span
+
+
+class Storage:
+    """The memory of a state: a flat buffer of parameters per bucket, and a slot state per span.
+
+    Attributes:
+        layout: The buckets.
+        flats: One flat tensor of parameters per bucket.
+        leaves: Path -> view into its bucket's flat tensor that requires a gradient, in the order of `params`.
+        slots: The optimizer's state of each bucket and span, on the flat range.
+        pieces: The pieces of the buckets that ranks own; None where every rank steps all of them.
+        arrivals: The gathers of parameters under way. Until they have arrived only this rank's pieces can be read.
+        window: Leaf -> the sum of its gradients in the earlier calls of an accumulation window, in float32; of 16-bit leaves.
+        exact: The exact values of this rank's piece of each bucket, where a codec sends their changes; otherwise empty.
+        float16: Whether some parameters are float16.
+        has_masters: Whether the optimizer keeps master copies of some parameters.
+
+    Args:
+        memory: Gives a bucket's zeros, or None where any memory is as good.
+    """
+
+    def __init__(
+        self,
+        layout: tuple[Bucket, ...],
+        params: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        pieces: Pieces | None = None,
+        memory: Callable[[Bucket], Tensor | None] = lambda bucket: None,
+    ) -> None:
+        self.layout, self.optimizer, self.pieces = layout, optimizer, pieces
+        self.exact: list[Tensor] = []
+        self.arrivals = Arrivals()
+        self.window: dict[Tensor, Tensor] = {}
+        self.float16 = any(bucket.dtype is torch.float16 for bucket in layout)
+        self.shapes = {path: p.shape for path, p in params.items()}
+        self.flats = []
+        for bucket in layout:
+            flat = memory(bucket)
+            if flat is None:
+                flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            self.flats.append(flat)
+        for bucket, flat in zip(layout, self.flats, strict=True):
+            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
+                view.copy_(params[path].detach())
+        self.slots: list[list[Any]] = [[] for _ in layout]
+        self._make_leaves()
+
+    def _make_leaves(self) -> None:
+        of: dict[str, Tensor] = {}
+        for bucket, flat in zip(self.layout, self.flats, strict=True):
+            for path, view in zip(bucket.paths, views(bucket, flat, self.shapes), strict=True):
+                of[path] = view.detach().requires_grad_()
+        self.leaves = {path: of[path] for path in self.shapes}
+        self.by_bucket = [[of[path] for path in bucket.paths] for bucket in self.layout]
+        # Gradients arrive in the stream of a leaf's node. Each forward pass makes a new node unless the old one is
+        # still referenced; with these references the gradients of a bucket all arrive in one stream.
+        self._nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values() if leaf.is_cuda]
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.arrivals.wait()
+        return {**self.__dict__, "_nodes": []}  # nodes cannot be copied
+
+    def make_slots(self, exact: bool = False) -> None:
+        """Initialise the optimizer's slots from the current parameters.
+
+        Args:
+            exact: Whether this rank keeps exact values of its pieces, since a codec sends their changes.
+        """
+        if exact:
+            self.exact = [self.own(k, flat).clone() for k, flat in enumerate(self.flats)]
+        self.set_slots(
+            [
+                [
+                    (part := self.optimizer.at(span.paths[0])).init_param(self._range(part, own, span, k))
+                    for span in bucket.spans
+                ]
+                for k, (bucket, own) in enumerate(zip(self.layout, self._stepped(), strict=True))
+            ]
+        )
+
+    def own(self, k: int, flat: Tensor) -> Tensor:
+        """The part of a bucket's buffer that this rank steps."""
+        if self.pieces is None:
+            return flat
+        start, stop = self.pieces.bounds[k][self.pieces.rank : self.pieces.rank + 2]
+        return flat[start:stop]
+
+    def _stepped(self) -> list[Tensor]:
+        """The values that this rank steps, of each bucket."""
+        return self.exact or [self.own(k, flat) for k, flat in enumerate(self.flats)]
+
+    def own_leaves(self) -> dict[str, Tensor]:
+        """Path -> the values that this rank steps: views of leaves, or of slices of them."""
+        if self.pieces is None:
+            return {path: leaf.detach() for path, leaf in self.leaves.items()}
+        found: dict[str, Tensor] = {}
+        for k, own in enumerate(self._stepped()):
+            found.update(self.pieces.leaves_own(k, own))
+        return {path: found[path] for path in self.shapes}
+
+    def set_slots(self, slots: list[list[Any]]) -> None:
+        self.slots = slots
+        parts = [
+            (self.optimizer.at(span.paths[0]), state)
+            for bucket, states in zip(self.layout, slots, strict=True)
+            for span, state in zip(bucket.spans, states, strict=True)
+        ]
+        self.has_masters = any(master_of(state) is not None for _, state in parts)
+        watched = {id(part): (compared(part, state), state.step) for part, state in parts}
+        self._watched = [(hypers, step) for hypers, step in watched.values() if hypers]
+        self._ranges = [
+            [
+                (part := self.optimizer.at(span.paths[0]), self._range(part, own, span, k), span, slot)
+                for span, slot in zip(bucket.spans, slots, strict=True)
+            ]
+            for k, (bucket, own, slots) in enumerate(zip(self.layout, self._stepped(), self.slots, strict=True))
+        ]
+        if self.pieces is not None:
+            self._ranges = _without_empty(self._ranges)
+
+    def _range(self, part: Optimizer, own: Tensor, span: Span, k: int) -> Tensor:
+        """A span's part of the values that this rank steps: flat, or in the leaf's shape where the optimizer needs it."""
+        low, high = (0, len(own)) if self.pieces is None else self.pieces.bounds[k][self.pieces.rank :][:2]
+        piece = own[max(span.start - low, 0) : max(min(span.stop, high) - low, 0)]
+        if part.elementwise:
+            return piece
+        path = span.paths[0]
+        shape = self.shapes[path] if self.pieces is None else self.pieces.shape(path)
+        return piece[: shape.numel()].view(shape)
+
+    def check_rates(self) -> list[tuple[str, float]]:
+        """The hyperparameters of the next step that may differ between ranks, by name; it does not wait for a device.
+
+        Raises:
+            ValueError, TypeError: a schedule did not return one finite number, or a tensor does not hold one.
+        """
+        return [rate for hypers, step in self._watched for rate in check_rates(hypers, step)]
+
+    def ranges(self, bucket: int, grads: Tensor) -> list[tuple[Optimizer, Tensor, Tensor, Any]]:
+        """(optimizer, parameters, gradients, slots) of each span, to be stepped in place."""
+        return [
+            (part, param, self._range(part, grads, span, bucket), slot)
+            for part, param, span, slot in self._ranges[bucket]
+        ]
+
+    def clear_grads(self) -> None:
+        self.window.clear()
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    @contextlib.contextmanager
+    def grads_aside(self) -> Iterator[dict[Tensor, Tensor | None]]:
+        """Set the leaves' gradients aside within a with block; restore those still in the yielded dict at its end."""
+        kept = {leaf: leaf.grad for leaf in self.leaves.values()}
+        window, self.window = self.window, {}
+        self.clear_grads()
+        try:
+            yield kept
+        finally:
+            self.window = window
+            for leaf, grad in kept.items():
+                leaf.grad = grad
+
+    def written(self, within: bool) -> list[Tensor]:
+        """The memory that a step overwrites: the parameters and, `within` a window, the accumulated gradients."""
+        grads = (*(leaf.grad for leaf in self.leaves.values()), *self.window.values()) if within else ()
+        return [*self.flats, *(grad for grad in grads if grad is not None and grad.layout is torch.strided)]
+
+    def optimizer_states(self) -> dict[str, Any]:
+        """Path -> the parameter's own optimizer state, views of the slots in its shape, or in that of its slice."""
+        out: dict[str, Any] = {}
+        # Of slices only the states that are stepped count the steps.
+        counts = {id(part): slot for ranges in self._ranges for part, _, _, slot in ranges} if self.pieces else {}
+        for k, (bucket, slots) in enumerate(zip(self.layout, self.slots, strict=True)):
+            for span, state in zip(bucket.spans, slots, strict=True):
+                part = self.optimizer.at(span.paths[0])
+                out.update(states_of_span(part, state, counts.get(id(part), state), self._places(k, span)))
+        return {path: out[path] for path in self.shapes}
+
+    def _places(self, k: int, span: Span) -> dict[str, tuple[int, torch.Size]]:
+        """Path -> where a parameter, or this rank's slice of it, begins in the slots of a span, and its shape."""
+        offset = dict(zip(self.layout[k].paths, self.layout[k].offsets, strict=True))
+        if self.pieces is None:
+            return {path: (offset[path] - span.start, self.shapes[path]) for path in span.paths}
+        begin, places = max(span.start, self.pieces.bounds[k][self.pieces.rank]), {}
+        for path in span.paths:
+            start, stop = self.pieces.slices[path]
+            places[path] = offset[path] + start - begin if stop else 0, torch.Size((stop - start,))
+        return places
+
+    def clone(self) -> Storage:
+        """A copy in memory of its own, including gradients that are being accumulated."""
+        self.arrivals.wait()
+        new = object.__new__(Storage)
+        new.arrivals, new.window = Arrivals(), {}
+        new.layout, new.optimizer, new.shapes, new.float16 = self.layout, self.optimizer, self.shapes, self.float16
+        new.pieces, new.exact = self.pieces, [own.clone() for own in self.exact]
+        new.flats = [flat.clone() for flat in self.flats]
+        new._make_leaves()
+        slots: Any = self.slots
+        new.set_slots(optree.tree_map(torch.clone, slots))  # type: ignore[arg-type]
+        for old, leaf in zip(self.leaves.values(), new.leaves.values(), strict=True):
+            leaf.grad = None if old.grad is None else old.grad.clone()
+            if old in self.window:
+                new.window[leaf] = self.window[old].clone()
+        return new
+
+
+def _without_empty(ranges: list[list[Any]]) -> list[list[Any]]:
+    """The ranges without the empty ones; of each optimizer one range stays, which counts the steps."""
+    full = {id(part) for bucket in ranges for part, param, _, _ in bucket if param.numel()}
+    kept = []
+    for bucket in ranges:
+        kept.append([one for one in bucket if one[1].numel() or id(one[0]) not in full])
+        full |= {id(part) for part, _, _, _ in bucket}
+    return kept

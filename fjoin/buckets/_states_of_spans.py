@@ -1,0 +1,36 @@
+"""The optimizer's states of single parameters, as views of the flat state of a span."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..transforms.step_param._optimizer import Optimizer
+from ..transforms.tree._tree import fields, with_fields
+
+
+def states_of_span(
+    part: Optimizer, state: Any, counts: Any, places: Mapping[str, tuple[int, torch.Size]]
+) -> dict[str, Any]:
+    """Path -> the parameter's part of a span's state, as views.
+
+    Args:
+        counts: The state whose common fields count the steps.
+        places: Path -> where the parameter begins in the span, and its shape.
+    """
+    split = list(zip(fields(state), fields(counts), part.common, strict=True))
+    found = {}
+    for path, (at, shape) in places.items():
+        # Where the optimizer needs whole leaves, a span has one parameter, and its state may have shapes of its own.
+        own = [
+            common
+            if c
+            else f
+            if f is None or not part.elementwise
+            else f.reshape(-1)[at : at + shape.numel()].view(shape)
+            for f, common, c in split
+        ]
+        found[path] = with_fields(state, own)
+    return found

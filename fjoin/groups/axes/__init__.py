@@ -1,0 +1,1 @@
+"""Axes over process groups and over the memory of a host."""

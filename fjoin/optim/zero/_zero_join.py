@@ -1,0 +1,169 @@
+"""A sharded optimizer on ranks that are out of input, in a Join of torch."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms.join as torch_join
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ...groups._from_group import mesh_from_group
+from ...groups._mesh import Mesh
+from ...groups.axes._axis import GroupAxis
+from ._zero_shard import Gradients, Shard, own_gradients
+
+
+class StepsInAJoin(torch_join.Joinable):
+    """The part of a ZeroRedundancyOptimizer that a Join of torch uses.
+
+    Attributes:
+        process_group: The ranks.
+        run: A module's hook, which steps in the module's backward pass; or None.
+    """
+
+    process_group: Any
+    run: Any
+    param_groups: list[dict[str, Any]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uneven: Mesh | None = None  # for the messages of a Join
+        self._watch: Any = None  # of the forward passes in a Join
+        self._notified = False  # whether a Join has been notified of this iteration
+
+    @abstractmethod
+    def shadow_step(self) -> None:
+        """The step of a rank that is out of input."""
+
+    def _in_a_join(self) -> Mesh | None:
+        """The mesh for a step in a Join; None outside of it."""
+        return self._uneven if self._join_config.enable else None
+
+    def _notify(self) -> None:
+        """Notify a Join that this rank has input, once in an iteration."""
+        if not self._notified:
+            torch_join.Join.notify_join_context(self)
+            self._notified = True
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        """Where this is a Join's first joinable: notify it before the messages of a module's forward pass."""
+        if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled() and self._join_config.enable:
+            self._notify()
+
+    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
+        """The hook of torch's Join: on a rank without input it steps with the gradients of the others.
+
+        The first call makes a process group, so that the hook's messages are independent of the module's.
+        """
+        if self._uneven is None and self.run is None:
+            # A second group: the module's messages and these are in no fixed order.
+            ranks = dist.get_process_group_ranks(self.process_group)
+            self._uneven = mesh_from_group(dist.new_group(ranks, use_local_synchronization=True))
+        if self._watch is not None:  # of a Join that an exception has ended
+            self._watch.remove()
+        before_forward = weakref.WeakMethod(self._before_forward)
+        self._watch = register_module_forward_pre_hook(
+            lambda module, args: None if (own := before_forward()) is None else own(module, args)
+        )
+        return ZeroHook(self, self._watch)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of a Join's own messages."""
+        return cast(torch.device, self.param_groups[0]["params"][0].device)
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group."""
+        return self.process_group
+
+
+class ZeroHook(torch_join.JoinHook):
+    """The work of a rank that is out of input.
+
+    A main hook only begins a step, in a thread: the gradients are those of a pass of the module, whose own main hook may
+    come after this one. The next main hook, or the post hook, waits for it.
+    """
+
+    def __init__(self, zero: StepsInAJoin, watch: Any) -> None:
+        self._zero, self._watch = zero, watch
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def main_hook(self) -> None:
+        self._finish()
+        if self._zero.run is None:  # else the shadow pass of the module steps
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._watch.remove()
+        self._finish()
+
+    def _run(self) -> None:
+        try:
+            self._zero.shadow_step()
+        except BaseException as error:
+            self._error = error
+
+    def _finish(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def gradients(axis: GroupAxis, shards: Sequence[Shard], live: bool) -> list[Gradients]:
+    """The gradients by group and path: those of this rank, or on a rank without input its slices of another's.
+
+    DistributedDataParallel leaves no gradients on a rank without input. The lowest of the other ranks sends it
+    those of its slices.
+    """
+    device = shards[0].pieces.buckets[0].device if shards[0].pieces.buckets else torch.device("cpu")
+    bits = torch.zeros(axis.size, device=device)
+    bits[axis.rank] = float(live)
+    with_input = axis.run("psum", bits, None).tolist()
+    own = own_gradients(shards)
+    if all(with_input):
+        return own
+    sender = with_input.index(1.0)
+    sends = axis.rank == sender
+    has = [[float(sends and grad is not None) for grad in of.values()] for of in own]
+    counts = [len(of) for of in has]
+    given = axis.run("psum", torch.tensor(sum(has, []), device=device), None).split(counts)
+    found = []
+    for shard, of, mask in zip(shards, own, given, strict=True):
+        present = dict(zip(shard.params, mask.tolist(), strict=True))
+        parts: Gradients = {}
+        for k in range(len(shard.pieces.buckets)):
+            parts.update(_receive(axis, shard, k, of, sender, with_input))
+        found.append(of if live else {path: part if present[path] else None for path, part in parts.items()})
+    return found
+
+
+def _receive(
+    axis: GroupAxis, shard: Shard, k: int, grads: Gradients, sender: int, with_input: list[float]
+) -> dict[str, Tensor]:
+    """The slices of one bucket's gradients on a rank without input; on the others empty slices."""
+    pieces, bucket, sizes = shard.pieces, shard.pieces.buckets[k], shard.pieces.sizes(k)
+    give, take = [0] * axis.size, [0] * axis.size
+    flat = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+    if axis.rank == sender:
+        give = [0 if with_input[r] else sizes[r] for r in range(axis.size)]
+        leaves = {p: torch.zeros_like(shard.params[p]) if grads[p] is None else grads[p] for p in bucket.paths}
+        whole = pieces.pack(k, leaves)  # type: ignore[arg-type]
+        flat = torch.cat([part for part, n in zip(whole.split(list(sizes)), give, strict=True) if n] or [flat])
+    if not with_input[axis.rank]:
+        take[sender] = sizes[axis.rank]
+    received = axis.run("all_to_all_single", flat, (tuple(give), tuple(take)))
+    return {} if with_input[axis.rank] else pieces.leaves_own(k, received)

@@ -1,0 +1,1 @@
+"""The backend "fjoin" of torch.distributed."""

@@ -1,0 +1,1 @@
+"""The forward and the backward pass of a step."""

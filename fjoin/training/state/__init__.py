@@ -1,0 +1,1 @@
+"""The state of training, and the transforms at the end of a step."""

@@ -1,0 +1,236 @@
+"""The state of a training run, which a step takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..._errors import DonatedState, TornState
+from ...buckets._flat_params import Storage
+from ...buckets._gather_pieces import gather_state
+from ...groups.failures._unfinished import StepEnd
+from ...reducer._hook_state import HookState
+from ...transforms.optimizers.wrappers._inject import with_hyperparameters
+from ...transforms.pipelines._tree_memory import PipelineState
+from ...transforms.tree._tree import path_string
+from ._ends import EndStates
+
+
+@dataclass
+class StateData:
+    """The data behind a `TrainState`. Steps change it in place; only the state with the same `version` may use it."""
+
+    storage: Storage
+    buffers: dict[str, Tensor] | None
+    hook: Any
+    ends: EndStates
+    rebuild: Callable[[dict[str, Any]], Any]  # from path -> leaf to the tree that the user gave
+    owner: object  # the token of the step that made it; only that step can run it
+    buffers_state: Any = ()  # of the transform of the buffers
+    gather: int = 0  # the number of gathers of encoded changes
+    buffers_before: dict[str, Tensor] | None = None  # the buffers before this step's first forward pass
+    batches_before: int = 0  # the batches before this step's first call
+    version_before: int = 0  # the version of the state given to this step's first call
+    step: int = 0  # the number of steps taken
+    batches: int = 0  # the number of batches consumed on this rank
+    calls: int = 0  # the number of calls of the step, larger than `step` where gradients are accumulated
+    window: dict[str, Any] = field(default_factory=dict)  # lane sums of an open window
+    unit: float = 1.0  # the factor that scales this window's gradients in messages
+    version: int = 0
+    torn: str = ""
+    lost: str = ""  # why the open window is lost; all else is intact, so the state can still be read
+    ended: StepEnd | None = None  # the end of its last step on a device; copies share it
+    outer: Any = None  # the state of a pipeline that leaves steps out, without that of its inner pipeline
+
+    def hook_state(self) -> Any:
+        """The hook's state; after a plain reduction it is made only on demand."""
+        if callable(self.hook):
+            self.hook = self.hook()
+        return self.hook.whole() if isinstance(self.hook, HookState) else self.hook
+
+    def lose_window(self, calls: int) -> None:
+        """Discard the micro-batches of an open window: the state is again that of the last completed step."""
+        self.window, self.calls = {}, calls
+        self.buffers, self.batches = self.buffers_before, self.batches_before
+        self.storage.clear_grads()
+
+    def clone(self) -> StateData:
+        buffers = None if self.buffers is None else {k: b.clone() for k, b in self.buffers.items()}
+        return replace(
+            self, storage=self.storage.clone(), buffers=buffers, window=dict(self.window), version=0, lost=""
+        )
+
+
+class TrainState:
+    """Parameters, optimizer state, buffers and counters; made by `step.init`, renewed by `step`.
+
+    A step takes the memory of the state it is given, as with JAX's donate_argnums: the old state
+    cannot be used afterwards. Tensors taken out of it are views that the next step overwrites;
+    `clone` makes copies to keep. Where only some tensors are saved, save copies of them, `tensor.clone()`: a file
+    gets the whole memory that a view is of.
+
+    Each read of `state.params` makes new containers, such as a dict, which no step reads: the next use of the state
+    detects an assigned entry. Write into the tensors, or start from other tensors by `step.init`.
+
+    Raises:
+        TypeError: on the next use after an entry of `state.params` has been assigned or deleted; where it is pickled.
+        DonatedState, TornState: on any use after a step has taken it, or has failed while changing it.
+
+    >>> from fjoin import transforms as tx
+    >>> step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
+    >>> state = step.init({"w": torch.ones(2)})
+    >>> kept = state.clone()
+    >>> state, _ = step(state, torch.tensor([1.0, 2.0]))
+    >>> kept.params["w"], state.params["w"], state.step
+    (tensor([1., 1.]), tensor([0.5000, 0.0000]), 1)
+    """
+
+    __slots__ = ("_body", "_read", "_version")
+
+    def __init__(self, body: StateData) -> None:
+        self._body, self._version = body, body.version
+        self._read: tuple[Any, list[Any], Any] | None = (
+            None  # the tree of parameters last read, with its leaves and structure at that time
+        )
+
+    def _claim(self, owner: object = None) -> StateData:
+        body = self._body
+        self._check_read()
+        if owner is not None and body.owner is not owner:
+            raise ValueError(
+                "this state was made by another train_step's init, or by an earlier init of this step; call init of this step "
+                "on its parameters: step.init(state.params)"
+            )
+        torn = body.torn or body.storage.arrivals.failed or (body.ended and body.ended.failed)
+        if torn or (owner is not None and body.lost):
+            raise TornState(torn or body.lost, step=body.step)
+        # A lost window has overwritten nothing: the states given to its calls are the state of the last completed step.
+        if self._version != body.version and not (body.lost and self._version >= body.version_before):
+            step = body.step if body.window else body.step - 1
+            raise DonatedState(
+                f"this state was donated to step {step}, which has overwritten it; use the state that the step "
+                f"returned (`state, metrics = step(state, batch)`), keep `state.clone()`, or pass donate=False to train_step",
+                step=body.step,
+            )
+        return body
+
+    def _arrived(self) -> StateData:
+        """The data, once all parameters have arrived."""
+        body = self._claim()
+        body.storage.arrivals.wait()
+        return body
+
+    @property
+    def params(self) -> Any:
+        """The parameters, in the tree given to `init`: views that the next step overwrites."""
+        body = self._arrived()
+        tree = body.rebuild({path: leaf.detach() for path, leaf in body.storage.leaves.items()})
+        self._read = tree, *optree.tree_flatten(tree)
+        return tree
+
+    def _check_read(self) -> None:
+        """Raise TypeError if the tree of parameters that was last read has been changed."""
+        if self._read is None:
+            return
+        tree, leaves, structure = self._read
+        now, structure_now = optree.tree_flatten(tree)
+        if structure == structure_now and all(a is b for a, b in zip(leaves, now, strict=True)):
+            return
+        self._read = None  # raise only once
+        before, after = (
+            dict(zip(map(path_string, optree.treespec_paths(form)), held, strict=True))
+            for form, held in ((structure, leaves), (structure_now, now))
+        )
+        changed = next((path for path in {**before, **after} if before.get(path) is not after.get(path)), "")
+        raise TypeError(
+            f"state.params was changed: {changed!r} was assigned or deleted, but no step looks at this container, which is made for "
+            f"whoever reads it; write into the tensor, state.params[{changed!r}].copy_(value), on all ranks alike, start from "
+            f"other parameters by step.init(params), or change a copy of it, dict(state.params)"
+        )
+
+    @property
+    def buffers(self) -> dict[str, Tensor] | None:
+        """The buffers that the last `loss_fn` returned, as transformed by `on_buffers`; or None."""
+        return self._claim().buffers
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline's state in the form of `pipeline.init` and `pipeline.step`: keyed by path, in views."""
+        body = self._arrived()
+        window = torch.as_tensor(body.window.get("weight", 0.0), dtype=torch.float64)
+        optimizer = body.rebuild(body.storage.optimizer_states())
+        gather = gather_state(body.storage, body.gather)
+        state = PipelineState(body.hook_state(), optimizer, *body.ends, body.step, window, gather)
+        return state if body.outer is None else body.outer._replace(inner=state)
+
+    @property
+    def on_buffers(self) -> Any:
+        """The state of the transform `on_buffers`; () without one."""
+        return self._claim().buffers_state
+
+    @property
+    def step(self) -> int:
+        """The number of steps taken."""
+        return self._claim().step
+
+    @property
+    def batches(self) -> int:
+        """The number of batches that this rank has consumed in all calls: the position at which to resume its loader.
+
+        After a call that failed within an accumulation window, the number up to the last completed step.
+        """
+        return self._claim().batches
+
+    def clone(self) -> TrainState:
+        """A copy in memory of its own, which steps of this state do not overwrite."""
+        return TrainState(self._arrived().clone())
+
+    def __copy__(self) -> TrainState:
+        return self.clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a TrainState cannot be pickled, since it belongs to its step and its ranks; save state.params, state.buffers, "
+            "tx.to_state_dict(state.pipeline) and tx.to_state_dict(state.on_buffers)"
+        )
+
+    def with_hyperparameters(self, **values: float) -> TrainState:
+        """The state with other hyperparameters, for an optimizer that is wrapped in `inject_hyperparameters`.
+
+        All ranks must do the same. The new state takes this state's memory, as a step does.
+
+        Args:
+            values: Name -> value, for all parameters whose optimizer has this hyperparameter.
+
+        Returns:
+            The new state, to use from now on.
+
+        Raises:
+            ValueError: no optimizer has a hyperparameter of this name (the message lists the existing ones), or a value
+                is not finite.
+            TypeError: a value that is no number.
+        """
+        body = self._claim()
+        body.storage.set_slots(with_hyperparameters(body.storage.slots, **values))
+        body.version += 1
+        return TrainState(body)
+
+    def __repr__(self) -> str:
+        body = self._body
+        how = "torn" if body.torn else "donated" if body.version != self._version else f"step={body.step}"
+        return f"TrainState({len(body.storage.leaves)} parameters, {how})"
+
+
+def check_state(state: Any) -> TrainState:
+    """The given state; raises TypeError if it is none."""
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state must be a TrainState from step.init or the last step, got a {type(state).__name__}")
+    return state

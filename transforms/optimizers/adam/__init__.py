@@ -1,0 +1,1 @@
+"""Adam and its variants."""

@@ -1,0 +1,1 @@
+"""Optimizers around other optimizers."""

@@ -1,0 +1,1 @@
+"""The record of the first run of a block."""

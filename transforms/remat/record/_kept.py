@@ -1,0 +1,239 @@
+"""The results of operations that a region keeps, below all transforms."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ..values._aten import draws, tensors_in
+from ..values._memory import Part, memory_of, part_of, tensor_of
+from ..values._policy import Keep, Policy, keep_of, keep_of_name
+from ..values._store import Handle, Store
+
+# Which occurrence of an operation: other operations between may differ between two runs.
+Place = tuple[Any, int]
+
+
+_LEAF = tree_flatten(0)[1]
+
+
+class Step(NamedTuple):
+    """An operation that has run."""
+
+    place: Place
+    shapes: tuple[torch.Size, ...]  # of its arguments
+    form: Any  # the structure of the result
+    parts: list[Any]  # of the result: tensors as `Part`s, other values as they are
+    number: int  # in the order of the run
+
+
+class Kept(NamedTuple):
+    """The result of an operation."""
+
+    shapes: tuple[torch.Size, ...]  # of its arguments, to be compared
+    form: Any  # the structure of the result
+    leaves: list[Any]  # its tensors as `Slot`s, other values as they are
+    number: int  # of the operation, in the order of the run
+    written: bool = False  # whether a later operation writes into it
+
+
+class Slot(NamedTuple):
+    """The place of a tensor among those kept."""
+
+    number: int
+
+
+class Keeper:
+    """Records a run's results that a policy keeps, for later runs.
+
+    Args:
+        policy: Which results to keep.
+        kept: What its True means.
+        store: Where values wait that it offloads.
+
+    Attributes:
+        kept: The operations whose results later runs get.
+        values: The results kept: tensors, or handles of those that wait elsewhere; None for what is not needed.
+        count: The number of operations so far.
+    """
+
+    def __init__(self, policy: Policy, kept: Keep, store: Store) -> None:
+        self._policy, self._meaning, self._store = policy, kept, store
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.kept: dict[Place, Kept] = {}
+        self.values: list[Tensor | Handle | None] = []
+        self._away: list[bool] = []  # whether a value is to wait elsewhere
+        self._moved: list[tuple[int, Handle]] = []
+        self._numbers: dict[int, list[int]] = {}  # memory -> numbers of the values in it
+        self._origins: dict[int, Step] = {}  # memory -> the operation that has made it
+        self.count = 0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context for the calls of `made`, `writes` and `named`."""
+        with _running(self):
+            yield
+
+    def finish(self, last: int | None = None) -> None:
+        """The run has ended: move what is to wait elsewhere, and forget what no backward pass uses.
+
+        Args:
+            last: The number of operations after which later runs stop; None where they run to the end.
+        """
+        for place, kept in list(self.kept.items()):
+            if last is not None and kept.number > last:
+                for leaf in self.kept.pop(place).leaves:
+                    if isinstance(leaf, Slot):
+                        self.values[leaf.number], self._away[leaf.number] = None, False
+        chosen = [i for i, away in enumerate(self._away) if away]
+        if chosen:
+            values: list[Any] = [self.values[i] for i in chosen]
+            for i, x, handle in zip(chosen, values, self._store.put(values), strict=True):
+                self.values[i] = handle
+                if isinstance(handle, Handle):
+                    note_moved(x, handle)
+                    self._moved.append((memory_of(x), handle))
+        self._numbers, self._origins = {}, {}
+
+    def settle(self, results: Sequence[Tensor]) -> None:
+        """The run's results are given to the caller, who may write into them."""
+        own = {memory_of(x) for x in results} if self._moved else set()
+        for memory, handle in self._moved:
+            if memory in own:
+                handle.settle()
+        self._moved = []
+
+    # -- while it records -----------------------------------------------------------------------
+
+    def made(self, place: Place, shapes: tuple[torch.Size, ...], op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation has run: keep its result if the policy says so."""
+        self.count += 1
+        if draws(op, args, kwargs):
+            return
+        leaves, form = ([out], _LEAF) if isinstance(out, Tensor) else tree_flatten(out)
+        if any(isinstance(x, Tensor) and x.layout is not torch.strided for x in leaves):
+            return
+        makes = {memory_of(x) for x in leaves if isinstance(x, Tensor)} - {
+            memory_of(x) for x in tensors_in(args, kwargs)
+        }
+        step = Step(place, shapes, form, [part_of(x) for x in leaves], self.count)
+        for memory in makes:
+            self._origins[memory] = step
+        keep = keep_of(self._policy, self._meaning, op, *args, **kwargs)
+        if keep is Keep.RECOMPUTE:
+            return
+        if makes:
+            self._keep(step, leaves, keep)
+        else:  # a view: the memory is kept
+            for x in leaves:
+                if isinstance(x, Tensor):
+                    self._keep_origin(memory_of(x), keep)
+
+    def writes(self, x: Tensor) -> None:
+        """An operation is about to write into a tensor: what is kept of its memory is copied."""
+        memory = memory_of(x)
+        self._origins.pop(memory, None)
+        numbers = set(self._numbers.pop(memory, ()))
+        for n in numbers:
+            value = self.values[n]
+            assert isinstance(value, Tensor)
+            self.values[n] = value.clone()
+        for place, kept in self.kept.items() if numbers else ():
+            if any(isinstance(leaf, Slot) and leaf.number in numbers for leaf in kept.leaves):
+                self.kept[place] = kept._replace(written=True)
+
+    def named(self, x: Tensor, name: str) -> None:
+        """A value has got a name: keep the result of the operation that made it, if the policy keeps values of this name."""
+        keep = keep_of_name(self._policy, self._meaning, name)
+        if keep is not Keep.RECOMPUTE:
+            self._keep_origin(memory_of(x), keep)
+
+    def _keep_origin(self, memory: int, keep: Keep) -> None:
+        step = self._origins.get(memory)
+        if step is None or step.place in self.kept:
+            return
+        leaves = []
+        for part in step.parts:
+            if isinstance(part, Part) and part.memory.expired():
+                return
+            leaves.append(tensor_of(part) if isinstance(part, Part) else part)
+        self._keep(step, leaves, keep)
+
+    def _keep(self, step: Step, leaves: list[Any], keep: Keep) -> None:
+        slots: list[Any] = []
+        for x in leaves:
+            if isinstance(x, Tensor):
+                self._numbers.setdefault(memory_of(x), []).append(len(self.values))
+                slots.append(Slot(len(self.values)))
+                self.values.append(x.detach())
+                self._away.append(keep is Keep.OFFLOAD)
+            else:
+                slots.append(x)
+        self.kept[step.place] = Kept(step.shapes, step.form, slots, step.number)
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.keepers: list[Keeper] = []
+        self.listeners: list[tuple[Callable[[Tensor, str], Any], Callable[[Tensor, Handle], Any]]] = []
+
+
+_THREADS = _Threads()
+
+
+@contextlib.contextmanager
+def _running(keeper: Keeper) -> Iterator[None]:
+    _THREADS.keepers.append(keeper)
+    try:
+        yield
+    finally:
+        _THREADS.keepers.pop()
+
+
+@contextlib.contextmanager
+def listening(name: Callable[[Tensor, str], Any], moved: Callable[[Tensor, Handle], Any]) -> Iterator[None]:
+    """A context in which functions are told of each value that gets a name, and of each that waits elsewhere."""
+    _THREADS.listeners.append((name, moved))
+    try:
+        yield
+    finally:
+        _THREADS.listeners.pop()
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """A context in which nobody is told of anything."""
+    outer = _THREADS.keepers, _THREADS.listeners
+    _THREADS.keepers, _THREADS.listeners = [], []
+    try:
+        yield
+    finally:
+        _THREADS.keepers, _THREADS.listeners = outer
+
+
+def note_name(x: Tensor, name: str) -> None:
+    """A value has got a name."""
+    if _THREADS.keepers:
+        _THREADS.keepers[-1].named(x, name)
+    note_label(x, name)
+
+
+def note_label(x: Tensor, label: str) -> None:
+    """A value has got a name that no policy sees."""
+    for named, _ in _THREADS.listeners:
+        named(x, label)
+
+
+def note_moved(x: Tensor, handle: Handle) -> None:
+    """A value waits elsewhere."""
+    for _, moved in _THREADS.listeners:
+        moved(x, handle)

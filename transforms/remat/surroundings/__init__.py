@@ -1,0 +1,1 @@
+"""What a block depends on beside its arguments."""

@@ -1,0 +1,1 @@
+"""Which values a block keeps for its backward pass, and where."""

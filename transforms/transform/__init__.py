@@ -1,0 +1,1 @@
+"""Transforms, and the context of their calls."""

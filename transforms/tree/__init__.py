@@ -1,0 +1,1 @@
+"""Trees of tensors by path, and their checks."""
