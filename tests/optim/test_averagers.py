@@ -224,7 +224,7 @@ def in_the_middle() -> Any:
 
 def test_three_levels_and_a_part_of_eight_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Consecutive ranks of a process group form the smaller groups."""
-    monkeypatch.setattr("pool.WORKERS", 8)
+    monkeypatch.setattr("tests.pool.WORKERS", 8)
     ranks = Pool()
     try:
         levels: Any = {1: 2, 2: 4, 6: 8}
