@@ -87,7 +87,7 @@ def refused() -> Any:
     return True
 
 
-def test_what_is_refused(pool: Any) -> None:
+def test_raises_on_bad_input(pool: Any) -> None:
     assert all(pool.run(2, refused))
 
 
@@ -149,5 +149,5 @@ def refused_later() -> bool:
     return True
 
 
-def test_what_is_refused_later(pool: Any) -> None:
+def test_raises_on_bad_parameters_and_states(pool: Any) -> None:
     assert all(pool.run(2, refused_later))

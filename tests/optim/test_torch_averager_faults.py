@@ -139,7 +139,7 @@ def skipped() -> Any:
     return counts
 
 
-def test_a_step_left_out_by_a_grad_scaler_is_still_not_counted(pool: Any) -> None:
+def test_torch_still_does_not_count_steps_skipped_by_a_grad_scaler(pool: Any) -> None:
     """Rank 1 leaves out a step, so from then on the ranks average in different steps."""
     assert pool.run(2, skipped) == [[3, 3], [2, 3]], "torch counts it now"
 

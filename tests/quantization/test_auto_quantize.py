@@ -167,7 +167,7 @@ def extremes(codec: str) -> Any:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_not_finite_arrives_so_and_what_is_large_arrives(pool: Any, codec: str) -> None:
+def test_nonfinite_and_large_values_are_preserved(pool: Any, codec: str) -> None:
     for ranks in (2, 3):
         pool.run(ranks, extremes, codec)
 
@@ -301,7 +301,7 @@ def test_mistakes_raise_before_the_first_message(pool: Any) -> None:
     pool.run(2, mistakes)
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.auto_quantize(dist.broadcast, "fp16"), "broadcast", "all_to_all_single")
     raises_text(TypeError, lambda: fjoin.auto_quantize(tx.psum, "fp16"), "psum")
     raises_text(ValueError, lambda: fjoin.auto_quantize(dist.all_gather, "int8"), "'int8'", "int8()")
@@ -313,7 +313,7 @@ def test_what_is_refused() -> None:
         raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, "fp16", wrong), repr(wrong))  # type: ignore[arg-type]  # noqa: B023
 
 
-def test_it_has_the_signature_of_what_it_wraps() -> None:
+def test_signature_matches_the_wrapped_collective() -> None:
     for name in (
         "all_gather",
         "all_to_all",
@@ -341,5 +341,5 @@ def with_torchs_names() -> Any:
     return outs[1].tolist()
 
 
-def test_split_sizes_by_the_names_of_torchs_auto_quantize(pool: Any) -> None:
+def test_split_sizes_accept_the_argument_names_of_torch(pool: Any) -> None:
     assert pool.run(2, with_torchs_names) == [[0.0, 10.0, 11.0], [1.0, 2.0, 3.0, 12.0, 13.0]]

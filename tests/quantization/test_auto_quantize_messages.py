@@ -118,7 +118,7 @@ def lets_go() -> None:
     until(gone)  # gloo's own thread lets go of them a little later
 
 
-def test_what_a_handle_keeps_is_dropped_when_it_has_been_waited_for(pool: Any) -> None:
+def test_wait_frees_the_tensors_of_a_handle(pool: Any) -> None:
     pool.run(2, lets_go)
 
 

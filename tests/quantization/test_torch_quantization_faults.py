@@ -42,7 +42,7 @@ def lists() -> Any:
     return [[gathered(quantize, qtype, x, dtype=dtype) for quantize in BOTH] for qtype, dtype in kinds]
 
 
-def test_tensors_in_a_list_still_stay_as_they_were(pool: Any) -> None:
+def test_torch_still_does_not_fill_tensors_in_a_list(pool: Any) -> None:
     """The list gets other tensors, of float32 for any given dtype; bfloat16 takes only float32."""
     for rank in pool.run(2, lists):
         for (theirs, ours), dtype in zip(rank, (torch.float64, torch.float32), strict=True):
@@ -169,6 +169,6 @@ def sums() -> Any:
     return reported, x.tolist()
 
 
-def test_sums_are_still_not_served(pool: Any) -> None:
+def test_torch_still_does_not_support_sums(pool: Any) -> None:
     for reported, ours in pool.run(2, sums):
         assert "not supported" in reported and ours == [3.0] * 4
