@@ -259,7 +259,7 @@ def test_a_rank_that_fails_while_setting_up_is_reported() -> None:
         ("timed out waiting for the data server", "RuntimeError"),
     ],
 )
-def test_what_is_taken_for_a_lost_peer(pool: Any, text: str, kind: str) -> None:
+def test_errors_that_count_as_a_lost_peer(pool: Any, text: str, kind: str) -> None:
     """Not an error of the user's own code, which only sounds like one."""
     assert pool.run(1, account_of, text) == [kind]
 
