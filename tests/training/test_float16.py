@@ -97,7 +97,7 @@ def test_two_levels() -> None:
     assert all(w == out[0] for w in out) and out[0] == pytest.approx([-48.0] * 3, rel=2e-3)
 
 
-def test_a_sum_is_what_it_is() -> None:
+def test_sum_is_not_divided() -> None:
     """Without a division at the end it must fit float16 by itself."""
     for seen in of(2, BEHIND["sum"], [4.0] * 2):
         assert [w for w, _, _ in seen] == [-24.0, -48.0]
@@ -120,7 +120,7 @@ def test_weights_that_change_from_step_to_step() -> None:
     assert a == b and [w for w, _, _ in a] == [0.0, -28.0, -44.0, -60.0]
 
 
-def test_the_result_does_not_depend_on_a_power_of_two() -> None:
+def test_scaling_all_weights_by_a_power_of_two_changes_nothing() -> None:
     """To the bit, wherever float16 holds the result in full precision: so a resumed run gives the same result."""
     gradients = [0.3, 1.7, 11.1, 130.0]
 
@@ -133,7 +133,7 @@ def test_the_result_does_not_depend_on_a_power_of_two() -> None:
         assert [[seen[:2] for seen in rank] for rank in run(times)] == want
 
 
-def test_other_dtypes_meet_nowhere_else() -> None:
+def test_other_dtypes_exchange_no_weights() -> None:
     """The ranks exchange weights in the store before the first step of float16 parameters, and only there."""
     met = []
 

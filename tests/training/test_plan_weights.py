@@ -34,7 +34,7 @@ def test_an_average_of_parameters_counts_its_window() -> None:
     assert tx.simulate(one, {"data": 2}, [[1.0, 1.0], [10.0]]) == [(2 * -2.0 + 1 * -10.0) / 3] * 2
 
 
-def test_a_rank_without_input_takes_no_step_of_its_own() -> None:
+def test_rank_without_input_takes_no_local_step() -> None:
     """Where nothing is reduced its momentum does not move it."""
     pipeline = tx.fuse(tx.noop(), tx.sgd(1.0, momentum=0.9))
 
@@ -49,7 +49,7 @@ def test_a_rank_without_input_takes_no_step_of_its_own() -> None:
     assert tx.simulate(one, {"data": 2}, [[1.0, 1.0, 1.0], [1.0]]) == [[-1.0, -2.9, -5.61], [-1.0, -1.0, -1.0]]
 
 
-def test_ranks_of_a_node_stay_equal_whatever_their_weights() -> None:
+def test_ranks_of_a_node_stay_equal_for_all_weights() -> None:
     """`after` is given the weight of the node, not of the rank: local weights (1, 0) and (1, 1)."""
     pipeline = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node"))
     for batches in ([[1.0], [None], [2.0], [4.0]],):

@@ -57,7 +57,7 @@ def test_on_all_ranks(pool: Any, sizes: list[int]) -> None:
     assert all(text.startswith("PeerLost") for text, n in zip(texts, sizes, strict=True) if n == 0)
 
 
-def test_ranks_and_steps_without_weight_are_not_blamed() -> None:
+def test_ranks_and_steps_without_weight_do_not_raise() -> None:
     def one_rank(n: int) -> int:
         step, state = make(calls_module=False, weight=lambda batch: float(batch.sum() > 0))
         for batch in step.join([torch.zeros(4, 3), X, X][: n and n + 1]):
