@@ -66,7 +66,7 @@ def test_it_is_optax(name: str, dtype: torch.dtype, room: float, alone: int, mon
         assert (params[k] - start[k] - want[k]).abs().max() < room, k
 
 
-def test_several_dtypes_and_nothing_at_all() -> None:
+def test_several_dtypes_and_empty_trees() -> None:
     """Tensors of each dtype cross together; optax's own state, counters included, comes back as tensors."""
     grads = {
         "a": torch.tensor([3.0, -0.5]),
@@ -142,7 +142,7 @@ def test_a_stage_in_optax(jit: bool) -> None:
     assert [3.0, 0.25] in seen and [0.5, 0.25] in seen
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raises_on_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     raises_text(TypeError, lambda: tx.from_optax(tx.mean("data")), "GradientTransformation", "mean('data')")
     raises_text(TypeError, lambda: tx.from_optax(optax.adam), "GradientTransformation")
     raises_text(TypeError, lambda: tx.to_optax(tx.sgd(0.1)), "fuse(hook, optimizer)")  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ TOTALS = {"live": "2 nodes, not 3 ranks", "world": "2 nodes, not 4 ranks"}
         "world",
     ],
 )
-def test_the_total_of_a_chain_is_that_of_all_its_ranks(over: Any) -> None:
+def test_total_of_a_chain_covers_all_ranks(over: Any) -> None:
     for make in (CHAINS["mean"], CHAINS["gathered"], CHAINS["encoded"]):
 
         def one_rank(weight: float) -> float:

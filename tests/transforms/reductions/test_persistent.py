@@ -65,7 +65,7 @@ def test_a_node_without_weight_takes_the_others_average() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_of_gradients_nothing_is_still_zero(name: str) -> None:
+def test_gradients_without_weight_are_zero(name: str) -> None:
     """As a hook: a gradient for which no rank has weight changes no parameter."""
 
     def one_rank() -> Any:
