@@ -138,7 +138,7 @@ def accumulated(kind: Any, zero_grad: Any, by_world: Any) -> list[float]:
 
 @pytest.mark.parametrize("by_world", [True, False])
 @pytest.mark.parametrize("zero_grad", [True, False])
-def test_gradients_that_add_up_over_iterations_are_torchs(pool: Any, zero_grad: bool, by_world: bool) -> None:
+def test_gradients_accumulated_over_iterations_match_torch(pool: Any, zero_grad: bool, by_world: bool) -> None:
     torchs = pool.run(2, accumulated, "torch", zero_grad, by_world)
     assert pool.run(2, accumulated, "fjoin", zero_grad, by_world) == torchs
     if not by_world and not zero_grad:
