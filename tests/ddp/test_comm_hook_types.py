@@ -83,7 +83,7 @@ def uneven(whose: str, over: str) -> Any:
 
 
 def test_ranks_have_equal_weights_as_in_torch(pool: Any) -> None:
-    """Whatever their weights; one without input too, with zeros. With over="weight" weights count."""
+    """All ranks have equal weights, one without input sends zeros; over="weight" uses the ranks' weights."""
     theirs = pool.run(2, uneven, "torch's", "")
     for mine, torchs in zip(pool.run(2, uneven, "ours", "world"), theirs, strict=True):
         assert len(mine) == len(torchs) and all(map(torch.allclose, mine, torchs))

@@ -191,7 +191,7 @@ def after_999(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in TYPES if "POWER" in name])
 def test_compression_begins_after_a_thousand_passes(pool: Any, name: str) -> None:
-    """In torch's hook too, or it raises there. Random factors are others: the ranks of the matrices are compared."""
+    """Torch's hook does the same or raises. The ranks of the matrices are compared, since random factors differ."""
     (ours, theirs, *later), other = pool.run(2, after_999, name)
     assert torch.equal(ours, theirs) and same_bits([ours, theirs, *later], other)
     assert len(later) == (2 if "BATCHED" in name else 4)
@@ -221,7 +221,7 @@ def local(whose: str, still: bool) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("still", [True, False], ids=["in the subgroup", "nowhere"])
 def test_post_local_sgd(pool: Any, still: bool) -> None:
-    """Two passes on all four ranks, then two on pairs: equal to torch's, to the bit."""
+    """Two passes average over four ranks, then two over pairs; results are bitwise equal to torch's."""
     grads = [oracle.flats(rank, SIZES, "whole") for rank in range(4)]
     ours, theirs = pool.run(4, local, "ours", still), pool.run(4, local, "torch's", still)
     for rank, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):

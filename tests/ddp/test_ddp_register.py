@@ -91,7 +91,7 @@ ORACLES = ["mean", "mean, clip", "mean, two stages", "by hand"]
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "hook"])
 @pytest.mark.parametrize("hook", ORACLES)
 def test_uneven_inputs_equal_one_process(pool: Any, hook: str, fused: bool, options: Any) -> None:
-    """On three ranks in our Join; one of them has no batch at all."""
+    """Three ranks train in fjoin.Join; one of them has no batch."""
     check(pool.run(3, train, SIZES, hook, fused, "ours", options), reference(SIZES, hook))
 
 

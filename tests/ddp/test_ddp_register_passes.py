@@ -69,7 +69,7 @@ def unused(ours: bool) -> Any:
 
 
 def test_parameters_unused_on_all_ranks_do_not_change(pool: Any) -> None:
-    """As by torch.optim, which skips parameters without gradient: no decay, no ageing."""
+    """Parameters without gradient get no decay and no step count, as in torch.optim."""
     ours, theirs = pool.run(2, unused, True), pool.run(2, unused, False)
     assert max_diff(ours[0], theirs[0]) < 1e-14 and same_bits(ours[0], ours[1])
 

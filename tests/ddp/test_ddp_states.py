@@ -117,6 +117,6 @@ def _cut_anew() -> Any:
 
 
 def test_batched_power_sgd_resumes_with_other_buckets(pool: Any) -> None:
-    """Also where a step has no effect and the old state is kept."""
+    """This includes a skipped step, which keeps the old state."""
     (skipped, steps, one), (_, _, other) = pool.run(2, _cut_anew)
     assert (skipped, steps) == (1, 5) and all(torch.isfinite(p).all() for p in one) and same_bits(one, other)

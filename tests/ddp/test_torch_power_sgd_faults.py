@@ -170,7 +170,7 @@ print("fine")
 
 @pytest.mark.long
 def test_torch_hangs_or_aborts_with_several_buckets_on_gloo(tmp_path: Path) -> None:
-    """Its callbacks send later messages in an order of their own; ours runs in several buckets in test_power_sgd.py."""
+    """The order of its later messages differs between ranks; ours runs in several buckets in test_power_sgd.py."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HANGS]
     ranks = [

@@ -155,7 +155,7 @@ def test_state_is_torn_if_its_messages_never_arrive() -> None:
 
 
 def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
-    """Each abort waits for the device, where the messages of the other group wait too."""
+    """Each abort waits for the device, on which messages of the other group wait too."""
     import threading
 
     from fjoin.groups import _teardown

@@ -78,7 +78,7 @@ def test_error_names_a_rank_killed_at_a_meeting_point(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["before init", "first loss"])
 def test_waits_time_out_if_the_store_host_stops(place: str) -> None:
-    """Rank 0 hosts the store, whose clients wait for its answers without end."""
+    """Rank 0 hosts the store; clients wait for its answers without a time-out."""
     with Ranks(3, die_at, place, True, 2.0) as run:
         for _, seconds, (kind, text, _) in run.after("now", 2):
             assert kind == "CollectiveTimeout" and "within 2 s" in text, text

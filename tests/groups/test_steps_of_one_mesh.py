@@ -52,7 +52,7 @@ def in_another_order(rank: int, hook: str, on_device: bool, mesh: Any = None) ->
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_different_step_order_raises_before_any_change(hook: str, on_device: bool) -> None:
-    """In the simulator the first rank's error ends all."""
+    """In the simulator the error of the first rank ends all ranks."""
     for ranks in (2, 3):
         with pytest.raises(AssertionError, match="all saw it"):
 
@@ -101,7 +101,7 @@ def out_of_order_on_a_process(hook: str) -> Any:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_same_order_is_fine(hook: str) -> None:
-    """Also after a second init, with 70 steps of one mesh, and with ranks that have no input."""
+    """This includes a second init, 70 steps of one mesh, and ranks without input."""
 
     def one_rank(n: int) -> Any:
         mesh = fjoin.mesh({"data": -1})

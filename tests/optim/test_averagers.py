@@ -126,7 +126,7 @@ def unused() -> Any:
 
 
 def test_parameters_without_gradients_are_averaged(pool: Any) -> None:
-    """Also where other ranks use other parameters; the parameters come from a generator."""
+    """Ranks may use different parameters; the parameters come from a generator."""
     for params in pool.run(3, unused):
         for i, p in enumerate(params):
             assert torch.equal(p, torch.full((2 + i,), 1.0 + i))
@@ -206,7 +206,7 @@ def large() -> Any:
 
 
 def test_large_and_small_numbers_in_float16(pool: Any) -> None:
-    """Neither does the sum overflow, nor is anything divided first, as torch does."""
+    """The sum does not overflow, and values are not divided before it, as torch does."""
     assert pool.run(2, large) == [True] * 2
 
 

@@ -93,7 +93,7 @@ def test_by_path_and_master_copies() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_training_resumes_after_save_and_load(dtype: torch.dtype) -> None:
-    """Through a file of plain tensors, master copies in their own dtype, and parameters that share a step count do so again."""
+    """A file of plain tensors keeps the dtype of master copies; parameters share a step count again after loading."""
 
     def fresh(model: nn.Module) -> fjoin.Optimizer:
         return fjoin.Optimizer(model.parameters(), tx.mixed_precision(tx.adamw(0.01)))
@@ -268,7 +268,7 @@ def test_groups_and_states_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("what", ["parameters", "states"])
 def test_inference_tensors_are_refused(what: str) -> None:
-    """torch would refuse the second only, in the midst of a step."""
+    """Torch raises on the second only, in the middle of a step."""
     param = nn.Parameter(torch.ones(3))
     with torch.inference_mode():
         if what == "parameters":

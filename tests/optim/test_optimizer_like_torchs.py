@@ -40,7 +40,7 @@ CYCLES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("cycle", CYCLES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_schedulers_that_cycle_the_momentum(name: str, cycle: str) -> None:
-    """Also of an optimizer that had none, whose states get it when it comes."""
+    """An optimizer without momentum gets momentum buffers when a scheduler sets it."""
     make, torchs, options = PAIRS[name]
     a, b = make_model(), make_model()
     if name == "rmsprop" and cycle == "CyclicLR":  # torch's own, made without momentum, has no place for one
@@ -231,7 +231,7 @@ def test_step_with_a_bad_schedule_value_changes_nothing(rate: Any) -> None:
 
 
 def test_a_count_may_be_a_number() -> None:
-    """As torch's before 1.12 was, and that of others."""
+    """Torch before 1.12 saved numbers, and other libraries do."""
     model = make_model()
     optimizer = fjoin.Optimizer(model.parameters(), tx.adam(0.1))
     train(model, optimizer, 2)

@@ -350,7 +350,7 @@ def no_host() -> Any:
 
 
 def test_the_state_of_the_hook(pool: Any) -> None:
-    """Without a subgroup it takes the ranks of the host."""
+    """The default subgroup is the ranks of the host."""
     runs = pool.run(4, no_host)
     for rank, (reported, shape, step, (first, second)) in enumerate(runs):
         assert reported and shape == {"node": 2, "local": 2} and step == 2

@@ -61,7 +61,7 @@ def test_steps_match_torch_optim(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_in_a_training_step(name: str) -> None:
-    """On flat buffers, fused into the mean: as the counterpart of ours."""
+    """On flat buffers, fused into the mean, results match our counterpart."""
     batches = make_batches(1, [[3, 2, 4], [5], []])
     opt = fjoin.as_step_param(torchs(name))
     ours = tx.as_functional_optim(KINDS[name][2], **KINDS[name][3])
@@ -113,7 +113,7 @@ def test_raises_on_bad_input() -> None:
     ],
 )
 def test_every_class_has_a_counterpart(cls: str) -> None:
-    """With its own defaults: one step from them is the same."""
+    """One step with the defaults of the class gives the same result."""
     made = getattr(torch.optim, cls)
     p, g = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 4)
     opt = tx.as_functional_optim(made)
@@ -179,7 +179,7 @@ def test_torchs_registration_is_still_silent() -> None:
 
 
 def test_torchs_state_is_still_lost_in_a_copy() -> None:
-    """Its keys are other tensors then. Ours is a tree of tensors."""
+    """The keys of a copy are other tensors. Our state is a tree of tensors."""
     p = torch.ones(2)
     one = torchs("sgd", [p])
     one.step([torch.ones(2)])

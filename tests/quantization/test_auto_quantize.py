@@ -135,7 +135,7 @@ def in_a_part() -> Any:
 
 
 def test_groups_of_some_of_the_ranks(pool: Any) -> None:
-    """By position or by name; a rank that is not in the group gets a warning, and its tensors stay unchanged."""
+    """The group is given by position or by name; a rank outside it gets a warning and keeps its tensors."""
     first, _, last = pool.run(3, in_a_part)
     for gathered in (0, 1, 5):  # both ranks have the same results
         assert same_bits(first[gathered], last[gathered])
@@ -189,7 +189,7 @@ def divided(codec: str) -> Any:
 
 @pytest.mark.parametrize("codec", ["fp16", "bfp16", "int8"])
 def test_results_are_divided_by_quant_loss(pool: Any, codec: str) -> None:
-    """In every collective, lists too, and with every codec."""
+    """This holds for every collective, including lists, and every codec."""
     for ranks in (1, 2, 3):
         pool.run(ranks, divided, codec)
 

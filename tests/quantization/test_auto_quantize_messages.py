@@ -32,7 +32,7 @@ def payload(codec: str) -> Any:
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
 def test_bytes_travel(pool: Any, codec: str) -> None:
-    """A row for each receiver, as wide as the codec says, and nothing else."""
+    """A message has one row for each receiver, of the codec's width, and nothing else."""
     width = {"fp16": tx.float16(), "int8": tx.int8()}[codec].width
     for n in (1, 2, 3):
         for me, sent in enumerate(pool.run(n, payload, codec)):

@@ -76,7 +76,7 @@ def alone() -> Any:
 
 
 def test_a_group_by_position_is_still_ignored(pool: Any) -> None:
-    """Each rank asks its own group of one, and gets the values of all."""
+    """Each rank passes its own group of one, and gets the values of all ranks."""
     for rank, (theirs, ours, reported) in enumerate(pool.run(2, alone)):
         assert theirs == [1.0, 2.0], "torch heeds the group now"
         assert ours == [rank + 1.0] and "2 tensors" in reported and "1 ranks" in reported
@@ -96,7 +96,7 @@ def split() -> Any:
 
 
 def test_split_sizes_are_still_ignored(pool: Any) -> None:
-    """Known are only `out_splits` and `in_splits`, which no collective has; other names are taken without a word."""
+    """Torch reads only `out_splits` and `in_splits`, which no collective has, and ignores other names silently."""
     (plain, theirs, ours), (other, *_) = pool.run(2, split)
     assert plain == ours == [0.0, 10.0, 11.0, 12.0] and other == [1.0, 2.0, 3.0, 13.0]
     assert theirs == [0.0, 1.0, 10.0, 11.0], "torch knows the split sizes by their names now"

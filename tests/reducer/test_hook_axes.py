@@ -105,7 +105,7 @@ def test_lane_uses_only_the_axes_of_the_hook() -> None:
 
 
 def test_options_named_like_an_axis_are_not_axes() -> None:
-    """`over`, a pattern and a logger's name are no axes, for any mesh; of others' factories any word may be an axis."""
+    """`over`, a pattern and a logger's name are never axes; in factories of other packages any string may be one."""
     axes = {"world": 2, "data": 2}
     assert make_plan(tx.mean("data", over="world"), axes).reduce is not None
     for hook in (tx.masked(tx.mean("data"), "world"), tx.logged(tx.mean("data"), logger="world"), tx.mean("data")):

@@ -106,7 +106,7 @@ def test_a_state_that_was_kept_is_not_written_into() -> None:
 
 
 def test_values_by_path_that_are_no_buffers() -> None:
-    """Of a flat bucket's state only values of its size are split by path; other values belong to every leaf."""
+    """Only values of the size of a flat bucket are split by path; other values belong to every leaf."""
     step = fjoin.train_step(net_loss, tx.fuse(tx.chain(_smooth(), tx.mean("data")), tx.sgd(0.1)))
     state, _ = step(step.init(net_params()), net_batch(0, 0))
     memory, calls = state.pipeline.hook[0]
@@ -247,7 +247,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("where", ["acquire", "release"])
 def test_interrupted_step_ends_its_threads_silently(monkeypatch: Any, where: str) -> None:
-    """Wherever the main thread is when the interrupt arrives, for any state of the hook."""
+    """This holds at both places at which the main thread can be interrupted."""
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     waves = Interleaver({})
@@ -311,7 +311,7 @@ thread.join()
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep, or do not, by rules of their own")
 @pytest.mark.long
 def test_threads_keep_freed_memory() -> None:
-    """24 MB, which glibc gives back to the kernel."""
+    """The threads free 24 MB, which glibc returns to the kernel by default."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRE"))}
     given_back = {}
     for how in ("kept", "as it is"):

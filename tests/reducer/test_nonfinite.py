@@ -137,7 +137,7 @@ def test_skip_if_nonfinite_leaves_the_step_out() -> None:
 
 
 def test_nonfinite_step_on_a_device_changes_nothing_and_raises_later() -> None:
-    """The way of accelerators, where the host does not wait, on tensors of the CPU."""
+    """CPU tensors take the path of accelerators, on which the host does not wait."""
     for hook in (
         tx.mean("data"),
         tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
@@ -228,7 +228,7 @@ def test_a_lost_window_is_lost_for_a_state_that_was_kept() -> None:
 
 
 def test_host_waits_for_skipped_steps(monkeypatch: Any) -> None:
-    """On a device the host looks, while it waits, whether a rank has failed: of a pipeline that raises nothing too."""
+    """While it waits for a device, the host checks for failed ranks, also in a pipeline that never raises."""
     waited: list[Any] = []
     monkeypatch.setattr(DeviceReads, "_await", lambda reads, event: waited.append(event))
     step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))

@@ -182,7 +182,7 @@ def steps_of(clip: str | None, overlap_step: bool) -> list[list[str]]:
 
 @pytest.mark.gloo
 def test_clipping_by_the_norm_before_waits_for_no_other_bucket(pool: Any) -> None:
-    """Where buckets are stepped as they come; the first step, which has no norm yet, waits for all."""
+    """Buckets are stepped as they arrive; the first step has no norm yet and waits for all."""
     all_first = ["arrived"] * 4 + ["stepped"] * 4
     for _, second in pool.run(2, steps_of, None, True):
         assert second.index("stepped") < 3, second

@@ -150,7 +150,7 @@ def test_what_is_announced_is_sent(pool: Any, codec: str, hook: str, bucket_byte
 
 @pytest.mark.parametrize("ranks", [2, 8, 64, 512])
 def test_bytes_do_not_grow_with_the_ranks(ranks: int) -> None:
-    """Two messages of codes at most, whatever the number of ranks; torch's hooks gather ranks - 1 times the codes."""
+    """At most two messages of codes are sent for any number of ranks; torch gathers ranks - 1 times the codes."""
     params = {"w": torch.ones(1_000_000)}
     whole = tx.explain(tx.mean("data"), params, {"data": ranks}).sent_bytes
     for codec, most in ((tx.bfloat16(), 0.51), (tx.int8(), 0.26), (tx.int4(), 0.15), (tx.fp8(), 0.26)):
@@ -195,7 +195,7 @@ def registered(hook: str, codec: str) -> Any:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("codec", "hook"), table([*CODECS], ["mean", "fed back", "fed back by path", *METHODS]))
 def test_in_distributed_data_parallel(pool: Any, codec: str, hook: str) -> None:
-    """In other buckets from the second pass on."""
+    """DDP changes the buckets from the second pass on."""
     start = {path: p.float() for path, p in parameters(make_model()).items()}
     (want, total), _ = pool.run(2, registered, "", "")
     for params, coded_total in (results := pool.run(2, registered, hook, codec)):

@@ -266,7 +266,7 @@ def test_bad_input() -> None:
 
 @pytest.mark.parametrize("name", ["checkpoint_wrapper", "apply_activation_checkpointing", "offload_wrapper"])
 def test_arguments_match_torch(name: str) -> None:
-    """By their names, order and kinds; offload_wrapper has one more, for the place."""
+    """Names, order and kinds are equal; offload_wrapper has one more argument, for the place."""
     ours, theirs = (inspect.signature(getattr(owner, name)).parameters.values() for owner in (fjoin, torchs))
     of_torch = [(one.name, one.kind) for one in theirs]
     assert [(one.name, one.kind) for one in ours][: len(of_torch)] == of_torch

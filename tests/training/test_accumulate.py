@@ -61,7 +61,7 @@ WHOLE_TREE = {
 
 @pytest.mark.parametrize("hook", WHOLE_TREE)
 def test_a_hook_on_the_whole_tree_is_given_the_mean_of_the_window(hook: str) -> None:
-    """As in one step on all of a window's batches together."""
+    """The result equals that of one step on all batches of the window."""
     batches = make_batches(3, [[3, 2, 4, 1], [5, 1, 2, 2]])
     together = [[_together(b[:2]), _together(b[2:])] for b in batches]
     start = parameters(make_model())

@@ -84,7 +84,7 @@ def test_periods_advance_in_steps_without_input(on_device: bool) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_due_average_is_taken_in_a_skipped_step(on_device: bool) -> None:
-    """On the rank whose gradients are not finite too, with the weight of the steps it has trained on before."""
+    """The rank with nonfinite gradients takes part, with the weight of its earlier steps."""
 
     def pure(batches: list[Any]) -> Any:
         return by_pipeline(averaged(tx.noop()), batches)[0]
@@ -116,7 +116,7 @@ def test_nonfinite_step_changes_nothing(on_device: bool) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_buffers_are_transformed_in_every_step_too(on_device: bool) -> None:
-    """In a step that is left out from those before it."""
+    """A skipped step transforms the buffers of the step before it."""
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         return (params["w"] * batch).sum(), None, {"n": buffers["n"] + 10}

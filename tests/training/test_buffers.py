@@ -156,7 +156,7 @@ def test_skipped_window_changes_no_buffer(on_device: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_average_of_equal_buffers_is_exact(dtype: torch.dtype) -> None:
-    """Whatever the weights, up to the largest number of its dtype."""
+    """This holds for all weights and values up to the largest number of the dtype."""
     values = torch.tensor([1.0, 30.0, 0.1, torch.finfo(dtype).min]).to(dtype)
 
     def one_rank(weight: float) -> Any:

@@ -131,7 +131,7 @@ def test_losses_that_cannot_be_used(loss: Any, kind: Any, texts: list[str]) -> N
 
 @pytest.mark.parametrize("rows", [2, 2_000_000])
 def test_sparse_gradients_are_refused(rows: int) -> None:
-    """In a bucket of many, and as a message of its own."""
+    """This holds in a bucket with other leaves and in a separate message."""
 
     def loss(params: Any, batch: Any) -> Tensor:
         return torch.nn.functional.embedding(torch.tensor([0]), params["table"], sparse=True).sum()

@@ -167,7 +167,7 @@ def test_checkpoints_inside_the_module(how: str, reentrant: bool) -> None:
 
 
 def test_torch_functional_call_gives_wrong_gradients_of_a_checkpoint() -> None:
-    """The fault of torch that copies avoid: what is computed again sees the module's own tensors."""
+    """The recomputation uses the module's own tensors; fjoin.functional avoids this fault by copies."""
     model, plain = Checkpointed("method"), Checkpointed("plain method")
     given = {path: (2 * p).detach().requires_grad_() for path, p in model.named_parameters()}
     found = []
@@ -285,7 +285,7 @@ def test_results_match_torch_functional_call(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_scripted_module_is_refused() -> None:
-    """As by torch's functional_call."""
+    """Torch's functional_call raises too."""
     scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 3)))
     raises_text(TypeError, lambda: fjoin.functional(scripted), "torch.jit")
 

@@ -122,7 +122,7 @@ def test_small_gradients_survive_in_float16() -> None:
     "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["plain", "other"]
 )
 def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> None:
-    """The mean of equal gradients is theirs, whatever the loss can hold of weights and scales."""
+    """The mean of equal gradients is their value, even if the loss dtype rounds weights and scales."""
 
     def one_rank(n: int) -> Any:
         step = fjoin.train_step(
@@ -154,7 +154,7 @@ def test_rank_that_ends_within_a_window_still_counts() -> None:
 
 
 def test_a_window_that_overflows_is_lost_whole() -> None:
-    """In the pure pipelines with accumulate too: a NaN of one window does not carry over into the next."""
+    """A NaN of one window does not enter the next, also in pure pipelines with accumulate."""
     step, state = step_of(pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5))), accumulate=2)
     for batch in (X * NAN, X, X, X):
         state, _ = step(state, batch)

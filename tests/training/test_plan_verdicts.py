@@ -54,7 +54,7 @@ def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loo
 
 
 def test_ranks_with_local_steps_raise_together() -> None:
-    """In the second call after the step that one of them has left out; the others took it, and the text says so."""
+    """They raise in the second call after a step that one rank skipped; the text says that the others took it."""
     out = tx.simulate(
         lambda b: not_finite(tx.noop(), False, b, True), {"data": 3}, [[1.0] * 4, [1.0, NAN, 1.0, 1.0], [1.0] * 4]
     )

@@ -68,7 +68,7 @@ def test_batch_norm_over_all_ranks_matches_one_process(sizes: list[int], shape: 
 
 
 def test_a_rank_of_weight_zero_is_not_counted() -> None:
-    """Not even where its batch holds NaN; with no weight at all the statistics stay."""
+    """This holds for a batch of NaN; if no rank has weight, the statistics do not change."""
     xs = inputs([3, 2], (4,))
     y, (mean, var), (grad, *_) = one_process(xs)
     bad = torch.full((2, 4), float("nan"), dtype=torch.float64)
@@ -97,7 +97,7 @@ def test_batch_norm_of_16_bits_is_computed_in_32(dtype: torch.dtype) -> None:
 
 
 def test_nan_loss_of_a_rank_without_weight_is_ignored() -> None:
-    """0 / 0 under an empty mask, on a rank of weight 0: not even through the statistics does it reach the others."""
+    """An empty mask gives the loss 0 / 0, which does not reach the other ranks, even through the statistics."""
 
     def loss(params: Any, batch: Any) -> Tensor:
         x, mask = batch
@@ -175,7 +175,7 @@ def test_training_with_batch_norm_on_uneven_inputs(pool: Any, sizes: list[list[i
 
 
 def test_replayed_batches_do_not_count() -> None:
-    """Not its loss, its gradients, its sums; and NaN in them changes nothing."""
+    """Loss, gradients and sums of a replayed batch are ignored, even if they are NaN."""
 
     def one_rank(batches: list[float]) -> Any:
         weights = []

@@ -87,7 +87,7 @@ def test_the_parameters_given_stay_as_they_were() -> None:
 
 
 def test_backward_raises_if_a_step_overwrote_its_parameters() -> None:
-    """Stepping in place must not go unseen by a graph that still needs the old values."""
+    """A graph that still needs the old values must detect the in-place step."""
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     w = state.params["w"].requires_grad_()
     other = (w * w).sum()
@@ -186,7 +186,7 @@ def freed_without_looking_for_cycles() -> list[bool]:
 
 
 def test_process_groups_go_with_the_step(pool: Any) -> None:
-    """Left to the end of the interpreter, gloo's threads may abort the process."""
+    """If they lived until the interpreter ends, gloo's threads could abort the process."""
     assert pool.run(2, freed_without_looking_for_cycles) == [[True] * 3] * 2
 
 

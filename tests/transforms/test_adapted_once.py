@@ -94,7 +94,7 @@ def test_a_function_written_in_c() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_accepts_refers_to_the_given_function(kind: str) -> None:
-    """`accepts` asks the function that was given, and not what is around it."""
+    """`accepts` inspects the given function, not its wrappers."""
     for part in three_times(kind):
         assert part.accepts("weight") and not part.accepts("flush") and not part.accepts("donated")
 

@@ -157,7 +157,7 @@ def test_a_stage_at_the_end_of_the_step(where: str, run: Any) -> None:
 
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_stage_gets_only_the_keywords_it_names(name: Any) -> None:
-    """It names one keyword, or none, and all others are there to be given."""
+    """The stage names one keyword or none; all others are available."""
     for wrap in (*BEFORE.values(), *BEHIND.values()):
         seen: list[Any] = []
         tx.simulate(lambda: purely(tx.fuse(wrap(stage(name, seen)), tx.sgd(0.1))), {"data": 1})  # noqa: B023
@@ -168,7 +168,7 @@ def test_stage_gets_only_the_keywords_it_names(name: Any) -> None:
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_donated(donate: bool) -> None:
-    """Only the first stage of a step whose caller gives the gradients up may write into them."""
+    """Only the first stage may write into the gradients, and only if the caller donates them."""
     for wrap, expected in ((BEFORE["alone"], donate), (BEFORE["chain"], donate), (BEHIND["chain"], False)):
         seen: list[Any] = []
         pipeline = tx.fuse(wrap(stage("donated", seen)), tx.sgd(0.1))
@@ -179,7 +179,7 @@ def test_donated(donate: bool) -> None:
 
 @pytest.mark.parametrize("run", [purely, by_step])
 def test_sharded_over(run: Any) -> None:
-    """Behind a scatter_mean, as a stage of the chain and inside another one."""
+    """The stage follows a scatter_mean, in the chain and inside another stage."""
     for wrap in (lambda t: t, lambda t: tx.every(1, t)):
 
         def make(own: tx.Transform) -> tx.Pipeline:

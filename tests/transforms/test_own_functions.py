@@ -27,7 +27,7 @@ STAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_needs_no_keywords(name: str) -> None:
-    """In every wrapper and pipeline the result is that without the stage."""
+    """In every wrapper and pipeline the result equals that without the stage."""
     own = tx.Transform(lambda p: (), STAGES[name])
     around = {
         "alone": lambda t: t, "chain": lambda t: tx.chain(t, tx.mean("data")), "masked": lambda t: tx.masked(t, "w"),

@@ -55,7 +55,7 @@ def weighted(trees: list[dict[str, Tensor]], weights: list[float]) -> dict[str, 
 def test_an_encoded_mean_is_near_the_mean(
     codec: Any, shapes: Any, weights: list[float], seed: int, size: float
 ) -> None:
-    """On all ranks to the bit; and values of ranks of weight 0 have no effect."""
+    """Results are bitwise equal on all ranks, and values of ranks of weight 0 have no effect."""
     made, room = codec
     hook, trees = (
         tx.quantized_mean("data", made, seed=seed),
@@ -82,7 +82,7 @@ def test_an_encoded_mean_is_near_the_mean(
 def test_nonfinite_gradients_raise_on_all_ranks(
     codec: tx.Codec, shapes: Any, ranks: int, seed: int, bad: float
 ) -> None:
-    """Wherever it stands, every rank gets something that is not finite."""
+    """A nonfinite value at any position gives a nonfinite result on every rank."""
     hook, trees = tx.quantized_mean("data", codec, seed=seed), [leaves_of(shapes, seed + r) for r in range(ranks)]
     count = sum(t.numel() for t in trees[0].values())
     if not count:

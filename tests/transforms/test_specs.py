@@ -120,7 +120,7 @@ def _by_hand(update: Any) -> tx.Transform:
 
 
 def test_custom_parts_are_identified_by_their_function() -> None:
-    """Functions, partials with their arguments, objects that are called and methods: two ranks' must not be taken for equal."""
+    """Different functions, partials, callable objects and methods have different fingerprints."""
     made = [_Negates(), _Negates().method, *(functools.partial(_times, k) for k in (2.0, 3.0)),
             functools.partial(_times, k=2.0), functools.partial(_times, object())]  # fmt: skip
     for wrap in (lambda t: t, lambda t: tx.chain(tx.mean("data"), t), lambda t: tx.fuse(t, tx.sgd(0.1))):
@@ -173,7 +173,7 @@ def test_functions_that_do_something_else_are_other_functions(name: str) -> None
 
 
 def test_fingerprint_is_equal_in_another_process() -> None:
-    """Sets of texts have another order there."""
+    """Sets of strings have another order there."""
     program = "from fjoin import transforms as tx; print(tx.fingerprint(tx.stateless(lambda g: g * ('a' in {'b', 'c', 'd', 'e'}))))"
     found = {
         subprocess.run(

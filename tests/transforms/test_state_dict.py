@@ -20,7 +20,7 @@ HOOK = tx.chain(
 
 
 def test_pipeline_resumes_in_the_middle_of_a_window() -> None:
-    """Windows, host counters, a lane that init knows nothing of, hyperparameters, masters, parts by path."""
+    """The state has windows, host counters, a lane unknown to init, hyperparameters, masters and parts by path."""
     optimizer = tx.inject_hyperparameters(
         tx.partition({"*bias": tx.mixed_precision(tx.sgd(0.1, momentum=0.9)), "scale": tx.frozen(), "*": tx.adam(0.01)})
     )

@@ -191,7 +191,7 @@ def messages(join: str, settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_one_message_in_each_iteration(pool: Any) -> None:
-    """Ours sends one, with throw_on_early_termination too; torch one, and two with it."""
+    """Ours always sends one; torch sends two with throw_on_early_termination."""
     assert pool.run(2, messages, "fjoin", {}) == [(1, 1)] * 2
     assert pool.run(2, messages, "fjoin", {"throw_on_early_termination": True}) == [(1, 1)] * 2
     assert pool.run(2, messages, "torch", {}) == [(1, 1)] * 2

@@ -226,7 +226,7 @@ def unused_parameters(options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("option", "once"), [("find_unused_parameters", 1), ("static_graph", 4)])
 def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, option: str, once: int) -> None:
-    """In a static graph every iteration uses the same."""
+    """A static graph uses the same parameters in every iteration."""
     (steps, a), (steps_1, b) = pool.run(2, unused_parameters, {option: True})
     assert steps == steps_1 == {"once": once, "a.weight": 4, "a.bias": 4} and same_bits(a, b)
 

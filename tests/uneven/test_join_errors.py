@@ -66,7 +66,7 @@ def raise_in_loop(rank: int, report: Any, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
-    """Also those that wait in the messages of the module itself."""
+    """This includes ranks that wait in messages of the module."""
     with Ranks(3, raise_in_loop, where) as run:
         for rank, seconds, (kind, text, failed, step) in run.after("raising", 3):
             if rank == 1:

@@ -73,7 +73,7 @@ def test_maximum_has_no_gradient() -> None:
 
 @pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
 def test_collectives_inside_torch_vmap(op: str, engine: Any) -> None:
-    """torch.func.vmap over an ensemble of 4, inside each rank."""
+    """Each rank calls torch.func.vmap over an ensemble of 4."""
     call, shape, expected = OPS[op]
     n = 3
     xs = [torch.stack(inputs(4, shape(n), seed=r)) for r in range(n)]
@@ -130,7 +130,7 @@ def test_control_flow_on_a_sum(engine: Any) -> None:
 
 
 def test_trees_travel_packed() -> None:
-    """One message per dtype, whatever the tree."""
+    """A tree of any form is sent in one message per dtype."""
     from fjoin.transforms._axis_env import bind_axes
     from fjoin.transforms.pipelines.explain._recorder import Recorder
 
@@ -211,7 +211,7 @@ def test_error_messages_name_the_cause() -> None:
 
 
 def test_split_sizes_that_do_not_fit() -> None:
-    """An exchange of rows that the ranks do not agree on is named, whichever rank is wrong."""
+    """The error names row counts on which the ranks do not agree, for any wrong rank."""
 
     def run(gives: Any, takes: Any, x: Any = None) -> Any:
         def one_rank(r: Any) -> Any:

@@ -114,7 +114,7 @@ def gathers() -> Any:
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_two_ranks_send_large_messages_in_chunks(pool: Any, n: int) -> None:
-    """Of at most 512 KiB: gloo fills a link only while several messages are under way, as they are between three ranks."""
+    """Chunks of at most 512 KiB let gloo use the full bandwidth, which needs several messages at a time."""
     for result in pool.run(n, gathers):
         assert all(equal for equal, _ in result)
         one = 131_072 * 4
@@ -213,7 +213,7 @@ def raw_trap() -> float:
 
 
 def test_torch_still_compiles_vmapped_collectives_wrongly(pool: Any) -> None:
-    """If torch mends its vmap over functional collectives under compile, our refusal can go."""
+    """If torch fixes vmap over functional collectives under compile, our error can be removed."""
     assert any(wrong != 0 for wrong in pool.run(2, raw_trap))
 
 

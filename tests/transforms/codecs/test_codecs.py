@@ -63,7 +63,7 @@ def test_error_stays_within_the_stated_bound(make: Any, part: float) -> None:
 
 
 def test_largest_value_does_not_overflow_the_largest_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rounding the scale lifts it slightly: 127.00001 with random bits near 1 would be 128, a byte of -128."""
+    """A rounded scale may give 127.00001, which random bits near 1 would round to 128, a byte of -128."""
     x = torch.rand(3000, 8, generator=torch.Generator().manual_seed(0)) + 1.0
     monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.positions.shape, 1 - 2.0**-24))
     over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
@@ -157,7 +157,7 @@ def test_as_torch_encodes() -> None:
 
 
 def test_float16_holds_very_large_and_very_small_values() -> None:
-    """Where a cast alone makes infinity and 0 of it."""
+    """A cast alone gives infinity or 0."""
     for x in (torch.tensor([[1e37, -3e38, 2e36]]), torch.tensor([[1e-9, -3e-10, 2e-14]])):
         assert not torch.allclose(x.half().float(), x, rtol=0.01, atol=0.0)
         assert torch.allclose(tx.float16().decode(tx.float16().encode(x), 3), x, rtol=1e-3, atol=0.0)
@@ -245,7 +245,7 @@ def test_stochastic_bfloat16_with_flushed_denormals() -> None:
 
 
 def test_custom_codecs_are_distinguished() -> None:
-    """So ranks with different ones get an error before the first message."""
+    """Ranks with different codecs get an error before the first message."""
 
     def halves() -> tx.Codec:
         plain = tx.float32()

@@ -136,7 +136,7 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
 
 
 def test_infinite_weight_does_not_enter_the_state() -> None:
-    """Of a tensor that Python cannot read, as on a device: here one that requires a gradient."""
+    """The weight is a tensor that Python does not read, here one that requires a gradient."""
     hook = tx.error_feedback(tx.quantized_mean("data", tx.int4()))
 
     def one_rank(rank: int) -> Any:
@@ -166,7 +166,7 @@ WEIGHTS: dict[str, list[tuple[float, float]]] = {
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("how", ["error_feedback", "loco", "dgc", "power_sgd"])
 def test_residuals_are_bounded_when_weights_change(how: str, weights: str) -> None:
-    """However weights change, a result is at most as large as if each residual had been sent with the batch it is from."""
+    """A result is at most as large as if each residual had been sent with its own batch."""
     encoded, matrix = tx.quantized_mean("data", tx.top_k(0.1)), tx.power_sgd("data", 2, min_compression_rate=1.0)
     hook: tx.Transform = {
         "error_feedback": tx.error_feedback(encoded), "loco": tx.loco(encoded, beta=0.5),
@@ -215,7 +215,7 @@ def trained(hook: str) -> Any:
 
 
 def test_train_step_matches_the_simulation_and_reduces_the_error(pool: Any) -> None:
-    """On processes as simulated, to the bit; ten times nearer to the run without a code than without feedback."""
+    """Processes match the simulation bitwise; feedback reduces the error of the codec more than ten times."""
     real, simulated = pool.run(2, trained, "fed back"), tx.simulate(lambda: trained("fed back"), {"data": 2})
     for (w, loss, _), (sim_w, sim_loss, _) in zip(real, simulated, strict=True):
         assert same_bits(w, sim_w) and same_bits(w, real[0][0]) and loss == sim_loss
@@ -251,7 +251,7 @@ def test_only_encoded_leaves_have_residuals() -> None:
 
 
 def test_raises_if_one_feedback_wraps_two_means() -> None:
-    """Two means behind each other inside one feedback would overwrite each other's errors."""
+    """Two successive means inside one feedback would overwrite each other's errors."""
     int4 = tx.int4()
     parts = [tx.quantized_mean(axis, int4) for axis in ("local", "node")]
     x = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(4)]
@@ -293,7 +293,7 @@ def test_ef21_raises_on_unsupported_hooks() -> None:
 @pytest.mark.parametrize("flush", ["freeze", "flush"])
 @pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21, tx.loco])
 def test_call_without_input_gives_zeros_or_the_estimate(make: Any, flush: Any, over: Any) -> None:
-    """And changes no residual and no estimate; the next call gives the same result as without it."""
+    """It changes no residual and no estimate; the next call gives the same result as without it."""
     hook = make(tx.quantized_mean("data", tx.int4(), over), without_input=flush)
     xs = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(3)]
 

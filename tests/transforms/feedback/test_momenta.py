@@ -132,7 +132,7 @@ def test_a_call_without_input_on_any_rank_is_none(make: Any, over: Any) -> None:
 
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb], ids=["adam", "lamb"])
 def test_weights_count_in_momenta_too(make: Any) -> None:
-    """Without a lossy code: three ranks with weights, one of 0 that holds NaN, are one rank with their mean."""
+    """With a lossless codec three ranks, one of weight 0 with NaN, match one rank with their mean."""
     weights, grads = [2.0, 0.0, 1.0], [[g[0], g[1] * float("nan"), g[1]] for g in GRADS]
     hook = make("data", 3, codec=tx.float32())
 
@@ -203,7 +203,7 @@ def test_dgc_clears_the_momentum_of_sent_elements() -> None:
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 def test_momenta_where_not_all_ranks_have_input(make: Any, over: Any) -> None:
-    """They stay where none has; and one rank's input alone gives the momentum of the mean, whatever that is divided by."""
+    """Momenta do not change if no rank has input; the input of one rank alone gives the momentum of the mean."""
     hook, x = make("data", 2, codec=tx.float32(), over=over), torch.tensor([1.0, -2.0])
     ranks = 3
 

@@ -28,7 +28,7 @@ def _steps(opt: tx.Optimizer, params: Any, state: Any, grads: list[Any]) -> tupl
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.matrices])
 def test_injected_optimizer_matches_the_plain_one(name: str) -> None:
-    """Every third combination of options, to the bit."""
+    """Every third combination of options gives bitwise equal results."""
     params, grads = _trees(4)
     for options in KINDS[name].options[::3]:
         plain = KINDS[name].ours(**options)
@@ -120,7 +120,7 @@ def test_raises_on_a_hyperparameter_out_of_range(value: Any) -> None:
 
 
 def test_a_hyperparameter_that_is_a_tensor() -> None:
-    """Of any shape with one element; one can differentiate by it."""
+    """The tensor may have any shape with one element and can be differentiated by."""
     opt, params = tx.inject_hyperparameters(tx.sgd(0.1)), {"w": torch.ones(2), "v": torch.ones(3)}
     state, lr = opt.init(params), torch.tensor([0.5])
     new = tx.with_hyperparameters(state, lr=lr)
@@ -225,7 +225,7 @@ def test_masters_in_a_training_step() -> None:
 
 
 def test_custom_parts_are_stepped_separately() -> None:
-    """Two optimizers whose functions differ only in their closures."""
+    """The functions of two optimizers differ only in their closures."""
 
     def by_hand(rate: float) -> tx.Optimizer:
         def step_param(param: Tensor, grad: Tensor, state: Any) -> Any:

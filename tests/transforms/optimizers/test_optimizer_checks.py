@@ -117,7 +117,7 @@ GAPS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
 def test_tensors_with_gaps_in_memory_are_supported(name: str, make: Callable[[], tx.Optimizer], gap: str) -> None:
-    """Of parameters, gradients and states: with the result of contiguous ones, and nothing written between."""
+    """Parameters, gradients and states may have gaps: results match contiguous tensors, and the gaps do not change."""
     part, p = at(make), GAPS[gap]()
     if p.dim() < 2 and "muon" in repr(part):
         pytest.skip("muon takes matrices only")
@@ -225,7 +225,7 @@ def test_raises_on_a_bad_step_count(name: str, make: Callable[[], tx.Optimizer],
 
 
 def test_step_count_is_not_checked_under_transforms() -> None:
-    """Not while something maps, differentiates or traces: there the formula runs as it is."""
+    """Under vmap, grad and tracing the formula runs without the check."""
     opt, p = tx.adam(0.1), torch.ones(3)
     state = opt.init({"w": p})
     late = {"w": state["w"]._replace(step=torch.tensor(-1.0))}
@@ -277,7 +277,7 @@ def test_inference_tensors_are_not_stepped_in_place(name: str, make: Callable[[]
 
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
 def test_a_scaled_gradient_may_be_expanded(name: str, make: Callable[[], tx.Optimizer]) -> None:
-    """As that of a sum is."""
+    """The gradient of a sum is expanded, for example."""
     part, p, q = at(make), torch.ones(3, 4), torch.ones(3, 4)
     for param, grad in ((p, torch.ones(()).expand(3, 4)), (q, torch.ones(3, 4))):
         part.step_param_(param, grad, part.init_param(p), grad_scale=torch.tensor(2.0))

@@ -92,7 +92,7 @@ def test_step_matches_torch_optim_in_float32_rounded_once(name: str, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KINDS)
 def test_ordinary_gradients_step_as_torch_optim_does(name: str, dtype: torch.dtype) -> None:
-    """To one rounding of the parameter for each step, since torch rounds within a step too."""
+    """Results agree to one rounding per step, since torch rounds within a step too."""
     param, grads = _problem(dtype, 1.0, steps=4)
     moved, _ = _in_place(KINDS[name].ours(), param, grads)
     (want,) = optim.run(lambda params: KINDS[name].torchs(params), [param], [[g] for g in grads])

@@ -62,7 +62,7 @@ def test_explain_of_nested_axes() -> None:
 
 
 def test_explain_finds_periodic_stages_inside_others() -> None:
-    """As many messages, and in the same steps, whichever of two wrappers is the outer one."""
+    """Messages and steps do not depend on the order of two wrappers."""
     params, mean = {"w": torch.zeros(1000), "v": torch.zeros(10)}, tx.mean("data")
 
     def rows(hook: tx.Transform) -> list[Any]:
@@ -93,7 +93,7 @@ def test_explain_finds_periodic_stages_inside_others() -> None:
 
 @pytest.mark.long
 def test_explain_of_stages_that_change_with_the_step() -> None:
-    """A row for each phase, also inside others; the state once, all of it."""
+    """Each phase has a row, also inside wrappers; the first row has the whole state."""
     params = {"w": torch.zeros(1000, 4), "v": torch.zeros(16, dtype=torch.bfloat16)}
     grads = 4016 * 4  # in float32, momenta's dtype
 

@@ -148,7 +148,7 @@ ODD = {"a": (37, 53), "b": (53, 37), "c": (37, 53), "d": (5, 3, 7), "e": (64, 33
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
 def test_results_do_not_depend_on_the_buckets(rank: int) -> None:
-    """In any buckets the same, to the bit; shapes whose memory ends off the cache lines."""
+    """Results are bitwise equal in any buckets, for shapes that do not fill cache lines."""
 
     def one_rank() -> None:
         hook = tx.error_feedback(made(rank, over="world"))

@@ -52,7 +52,7 @@ def test_columns_that_have_become_zero_are_drawn_afresh() -> None:
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nonfinite_gradients_do_not_affect_the_next_step(bad: float, coded: bool) -> None:
-    """Every rank sees it, in that matrix alone; the next step's gradients come as if it had not been."""
+    """Every rank gets nonfinite values in that matrix only; later results and residuals are finite."""
 
     def one_rank(poison: bool) -> Any:
         rank, outs = int(tx.axis_index("data")), []

@@ -47,7 +47,7 @@ def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: A
 
 
 def test_custom_codec() -> None:
-    """In its bytes, zeros are no zeros; a rank that gets nothing has zeros nevertheless."""
+    """The codec does not encode zeros as zero bytes; a rank that receives nothing still gets zeros."""
     base = tx.bfloat16()
     flipped = tx.Codec(lambda x: base.encode(x) ^ 255, lambda data, n: base.decode(data ^ 255, n), base.width)
     for n in (2, 3):
@@ -134,7 +134,7 @@ def test_single_rank_does_not_encode(name: str) -> None:
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ["psum", "all_gather", "all_to_all"])
 def test_quantized_collectives_inside_torch_vmap(name: str, codec: str, engine: Any) -> None:
-    """torch.func.vmap over an ensemble of 4, inside each rank: each of them is encoded alone."""
+    """Each rank calls torch.func.vmap over an ensemble of 4, whose members are encoded separately."""
     f = tx.quantized(getattr(tx, name), CODECS[codec][0])
     xs = [torch.randn(4, 3, 5) for _ in range(3)]
     mapped = tx.simulate(lambda x: torch.func.vmap(lambda v: f(v, "data"))(x), {"data": 3}, xs, engine=engine)

@@ -114,7 +114,7 @@ def test_adasum_is_pairwise(n: int) -> None:
 
 
 def test_ef21_matches_the_reference() -> None:
-    """Two ranks encode once, so that nothing stands between a rank's choice and the mean."""
+    """Two ranks encode once, so the mean is that of the encoded values."""
     grads = [[grads_of(r, step)["a"].flatten() for r in range(2)] for step in range(6)]
     hook = tx.ef21(tx.quantized_mean("data", tx.top_k(3)))
 

@@ -276,7 +276,7 @@ def test_results_that_have_not_been_computed_are_refused() -> None:
 
 
 def test_parameters_may_be_stepped_in_the_backward_pass() -> None:
-    """As soon as each has its gradient: before the block is computed again, which does not need the last bias."""
+    """Each is stepped when it has its gradient, before the recomputation, which does not need the last bias."""
 
     def run(wrap: Any) -> list[Tensor]:
         torch.manual_seed(0)

@@ -126,7 +126,7 @@ def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_steps_can_be_differentiated(ranks: int) -> None:
-    """By a factor of the gradients of two steps, as in an unsharded pipeline."""
+    """The derivative by a factor of the gradients of two steps matches the unsharded pipeline."""
 
     def derivative(hook: tx.Transform) -> Callable[[int], Tensor]:
         pipeline = tx.fuse(hook, tx.sgd(0.1, momentum=0.9))
@@ -292,7 +292,7 @@ def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
 
 
 def test_explain_reports_the_balance_of_matrices() -> None:
-    """Of a GPT with four kinds of matrices in each block, over 8 ranks."""
+    """The model is a GPT with four kinds of matrices per block on 8 ranks."""
     shapes = {"qkv": (96, 32), "out": (32, 32), "up": (128, 32), "down": (32, 128)}
     params = {f"{i}.{name}.weight": torch.zeros(shape) for i in range(6) for name, shape in shapes.items()}
     what = tx.explain(tx.zero(tx.mean("data"), tx.muon(0.1), "data"), params, {"data": 8})
