@@ -254,7 +254,7 @@ def test_nothing_is_lost_by_an_error_in_a_step() -> None:
 
 
 @pytest.mark.long
-def test_what_is_just_within_its_bounds() -> None:
+def test_values_just_within_the_limits_are_accepted() -> None:
     for weight in (1e-30, 1e30, torch.tensor(2.0), True, 0):
         assert run(weight=lambda b, w=weight: w).loss == pytest.approx(3.0 if weight else NAN, rel=1e-6, nan_ok=True)
     assert run(lambda p, b: (loss(p, b), {"sum": {"a": 1e40}})).sums == {"a": pytest.approx(1e40, rel=1e-6)}

@@ -36,7 +36,7 @@ def test_the_structure_stays_within_its_limits(name: str) -> None:
     assert COUNTS[name] <= LIMITS[name]
 
 
-def test_the_counts_see_what_they_count(tmp_path: Path) -> None:
+def test_counts_of_a_small_example(tmp_path: Path) -> None:
     (tmp_path / "transforms").mkdir()
     (tmp_path / "fjoin").mkdir()
     (tmp_path / "fjoin" / "_x.py").write_text(

@@ -19,13 +19,13 @@ HEAVY = {
 }  # fmt: skip
 
 
-def test_the_import_is_light() -> None:
+def test_import_loads_no_heavy_modules() -> None:
     """torch's compiler takes seconds, and fully_shard as long as torch; they are imported where they are used."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert not HEAVY & set(done.stdout.split())
 
 
-def test_the_heavy_parts_are_there_once_they_are_used() -> None:
+def test_heavy_modules_are_imported_on_first_use() -> None:
     program = """
 import sys, torch, fjoin
 from fjoin import transforms as tx

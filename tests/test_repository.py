@@ -80,7 +80,7 @@ def test_imports_between_rooms_run_one_way() -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "transforms").rglob("*.py")), ids=lambda f: f.stem)
-def test_the_pure_part_knows_no_network_and_no_shell(file: Path) -> None:
+def test_pure_part_does_not_import_distributed_or_fjoin(file: Path) -> None:
     for name in _imports(file):
         assert not name.startswith(("torch.distributed", "fjoin")), f"{file.name} imports {name}"
     code = "\n".join(line.split("#")[0] for line in file.read_text().splitlines() if ">>>" not in line)

@@ -27,7 +27,7 @@ def loss_fn(p: Any, x: Tensor, *, scale: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_it_is_torchs(dtype: torch.dtype) -> None:
+def test_results_match_torch_func(dtype: torch.dtype) -> None:
     p = torch.utils._pytree.tree_map(lambda leaf: leaf.to(dtype), params())
     x = torch.randn(4).to(dtype)
     want, value = torch.func.grad_and_value(loss_fn)(p, x, scale=2.0)

@@ -82,8 +82,8 @@ def uneven(whose: str, over: str) -> Any:
     return seen
 
 
-def test_ranks_count_alike_as_in_torch(pool: Any) -> None:
-    """Whatever their weights; one without input too, with zeros. With over="weight" weights count."""
+def test_ranks_have_equal_weights_as_in_torch(pool: Any) -> None:
+    """All ranks have equal weights, one without input sends zeros; over="weight" uses the ranks' weights."""
     theirs = pool.run(2, uneven, "torch's", "")
     for mine, torchs in zip(pool.run(2, uneven, "ours", "world"), theirs, strict=True):
         assert len(mine) == len(torchs) and all(map(torch.allclose, mine, torchs))
@@ -147,12 +147,12 @@ def without_torchs(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
-def test_torchs_hooks_are_not_asked(pool: Any, name: str) -> None:
+def test_torch_hooks_are_not_called(pool: Any, name: str) -> None:
     for with_them, without in zip(pool.run(2, trained, name, "ours"), pool.run(2, without_torchs, name), strict=True):
         assert same_bits(with_them, without)
 
 
-def test_every_type_of_torch_is_there() -> None:
+def test_every_torch_hook_type_is_supported() -> None:
     assert len(TYPES) == 10
     for name in TYPES:
         assert fjoin.ddp.comm_hook(name, "x") == fjoin.ddp.comm_hook(DDPCommHookType[name], "x")
@@ -185,7 +185,7 @@ def refused() -> bool:
     return True
 
 
-def test_what_is_refused(pool: Any) -> None:
+def test_raises_on_bad_input(pool: Any) -> None:
     assert all(pool.run(2, refused))
     raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(-1), "-1")
     raises_text(ValueError, lambda: fjoin.ddp.post_localSGD_hook(1, subgroup="lokal"), "'lokal'", "('node', 'local')")

@@ -63,7 +63,7 @@ def both(pool: Any, name: str, ranks: int, kind: str, dtype: torch.dtype = torch
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in QUANTIZED])
-def test_equal_to_the_bit_where_nothing_is_rounded(pool: Any, name: str, ranks: int) -> None:
+def test_results_are_exact_without_rounding(pool: Any, name: str, ranks: int) -> None:
     for theirs, ours, grads, mean in both(pool, name, ranks, "whole"):
         want = grads[0].double() if name == "NOOP" else mean
         assert torch.equal(theirs.double(), want) and ours.dtype == theirs.dtype
@@ -87,7 +87,7 @@ def test_means_differ_by_the_order_of_rounding(pool: Any, name: str, ranks: int,
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", HALF)
-def test_halves_are_nearer_to_the_mean_than_torchs(pool: Any, name: str, ranks: int) -> None:
+def test_half_precision_hooks_are_more_accurate_than_torch(pool: Any, name: str, ranks: int) -> None:
     """Each value is rounded once, and the mean once more on three ranks; torch rounds quotients and partial sums too."""
     for theirs, ours, grads, mean in both(pool, name, ranks, "any"):
         most = sum(flat.double().abs() for flat in grads) / ranks  # errors are proportional to this
@@ -125,7 +125,7 @@ def empty_or_zero(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_little_and_nothing(pool: Any, name: str) -> None:
+def test_single_numbers_and_zero_gradients(pool: Any, name: str) -> None:
     for rank, seen in enumerate(pool.run(2, empty_or_zero, name)):
         want = rank + 1.0 if name == "NOOP" else 1.5
         for (n, low, high), value, size in zip(seen, (0.0, want) * 3, (1, 1, 1, 1, 1600, 1600), strict=True):
@@ -160,7 +160,7 @@ def compressed(whose: str, rank: int, feedback: bool, passes: int) -> list[Tenso
 @pytest.mark.parametrize("feedback", [True, False], ids=["fed back", "alone"])
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_power_sgd_as_torchs(pool: Any, ranks: int, rank: int, feedback: bool) -> None:
+def test_power_sgd_matches_torch(pool: Any, ranks: int, rank: int, feedback: bool) -> None:
     """Orthogonalised in another way, which is the same but for rounding."""
     theirs = pool.run(ranks, compressed, "torch's", rank, feedback, 7)[0]
     for mine in pool.run(ranks, compressed, "ours", rank, feedback, 7):
@@ -191,7 +191,7 @@ def after_999(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in TYPES if "POWER" in name])
 def test_compression_begins_after_a_thousand_passes(pool: Any, name: str) -> None:
-    """In torch's hook too, or it raises there. Random factors are others: the ranks of the matrices are compared."""
+    """Torch's hook does the same or raises. The ranks of the matrices are compared, since random factors differ."""
     (ours, theirs, *later), other = pool.run(2, after_999, name)
     assert torch.equal(ours, theirs) and same_bits([ours, theirs, *later], other)
     assert len(later) == (2 if "BATCHED" in name else 4)
@@ -221,7 +221,7 @@ def local(whose: str, still: bool) -> list[list[Tensor]]:
 
 @pytest.mark.parametrize("still", [True, False], ids=["in the subgroup", "nowhere"])
 def test_post_local_sgd(pool: Any, still: bool) -> None:
-    """Two passes on all four ranks, then two on pairs: equal to torch's, to the bit."""
+    """Two passes average over four ranks, then two over pairs; results are bitwise equal to torch's."""
     grads = [oracle.flats(rank, SIZES, "whole") for rank in range(4)]
     ours, theirs = pool.run(4, local, "ours", still), pool.run(4, local, "torch's", still)
     for rank, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
@@ -232,6 +232,6 @@ def test_post_local_sgd(pool: Any, still: bool) -> None:
                 assert torch.equal(bucket, sum(flat[i] for flat in among) / len(among))
 
 
-def test_shapes_are_what_the_tests_say() -> None:
+def test_table_shapes_have_the_stated_sizes() -> None:
     sizes = [sum(torch.zeros(shape).numel() for shape in shapes) for shapes in SHAPES]
     assert sizes == SIZES and SIZES[1] % 512 == 0 and SIZES[0] % 512

@@ -90,5 +90,5 @@ def noticed_in_a_join() -> Any:
     return seen
 
 
-def test_a_join_says_so_on_its_modules(pool: Any) -> None:
+def test_join_sets_the_module_attributes_of_torch(pool: Any) -> None:
     assert pool.run(2, noticed_in_a_join) == [[True, False]] * 2

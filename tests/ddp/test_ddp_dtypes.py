@@ -93,13 +93,13 @@ def layouts(how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["fused", "views"])
-def test_parameters_that_lie_otherwise_in_memory(pool: Any, how: str) -> None:
+def test_parameters_with_other_memory_layouts(pool: Any, how: str) -> None:
     """torch's views in a bucket have other strides than the parameters."""
     ours, theirs = pool.run(2, layouts, how), pool.run(2, layouts, "plain")
     assert max_diff(ours[0], theirs[0]) < 1e-12 and same_bits(ours[0], ours[1])
 
 
-def test_they_do_so_in_our_join_too(pool: Any) -> None:
+def test_parameters_with_other_memory_layouts_in_a_join(pool: Any) -> None:
     """A rank without input steps with the gradients it receives: the optimizer's state stays equal too."""
     a, b = pool.run(2, layouts, "join")
     assert len(a) == 6 and same_bits(a, b)
@@ -143,7 +143,7 @@ def widely_weighted(hook: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hook", ["mean", "mean, clip"])
-def test_weights_of_any_size_and_few_bits(pool: Any, hook: str, dtype: torch.dtype) -> None:
+def test_weights_of_any_size_in_low_precision(pool: Any, hook: str, dtype: torch.dtype) -> None:
     """The scale of gradients in messages is removed once; sums fit when weights suddenly grow."""
     for grads, param in pool.run(2, widely_weighted, hook, dtype):
         assert grads == pytest.approx([0.5] * 12, rel=1e-3) and param == 0.5

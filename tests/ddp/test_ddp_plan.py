@@ -79,7 +79,7 @@ def test_a_registered_pipeline_is_the_pure_one(pool: Any, name: str) -> None:
             assert steps == 4 and max_diff(seen, wanted) < 1e-12
 
 
-def test_modules_that_take_their_own_steps_raise_together(pool: Any) -> None:
+def test_modules_with_local_steps_raise_together(pool: Any) -> None:
     for rank, (seen, error) in enumerate(
         pool.run(2, in_module, "local steps", [[1.0] * 4, [1.0, NAN, 1.0, 1.0]], False)
     ):
@@ -103,7 +103,7 @@ def flushed_after_a_bad_pass() -> Any:
     return bool(text), model.module.w[0].item()
 
 
-def test_flush_raises_for_a_last_pass_that_one_rank_left_out(pool: Any) -> None:
+def test_flush_raises_if_one_rank_skipped_the_last_pass(pool: Any) -> None:
     assert pool.run(2, flushed_after_a_bad_pass) == [(True, 1 - (3 * 3 + 2 * 2) / 5)] * 2
 
 
@@ -186,7 +186,7 @@ def in_a_join(which: str) -> Any:
 
 
 @pytest.mark.parametrize("which", JOINS)
-def test_each_rank_keeps_its_own_training_at_the_end_of_a_join(pool: Any, which: str) -> None:
+def test_join_end_does_not_overwrite_local_training(pool: Any, which: str) -> None:
     """torch's Join sends the last rank's parameters to all; of buffers that stays so."""
     first, second = pool.run(2, in_a_join, which)
     scale = (1 + 1e-5) ** -0.5  # of the normalisation

@@ -91,7 +91,7 @@ ORACLES = ["mean", "mean, clip", "mean, two stages", "by hand"]
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "hook"])
 @pytest.mark.parametrize("hook", ORACLES)
 def test_uneven_inputs_equal_one_process(pool: Any, hook: str, fused: bool, options: Any) -> None:
-    """On three ranks in our Join; one of them has no batch at all."""
+    """Three ranks train in fjoin.Join; one of them has no batch."""
     check(pool.run(3, train, SIZES, hook, fused, "ours", options), reference(SIZES, hook))
 
 
@@ -100,7 +100,7 @@ def test_the_divisor_of_a_join_has_no_effect(pool: Any) -> None:
 
 
 @pytest.mark.parametrize("hook", ["mean", "by hand"])
-def test_in_torchs_join(pool: Any, hook: str) -> None:
+def test_uneven_inputs_in_a_torch_join(pool: Any, hook: str) -> None:
     """A fused pipeline keeps all ranks equal there too: a rank without input takes the same steps."""
     check(
         pool.run(2, train, [[3, 2, 4, 1], [5, 1]], hook, True, "torch", SMALL),

@@ -37,7 +37,7 @@ def nonfinite(skips: bool) -> Any:
 
 
 def test_a_step_that_is_not_finite(pool: Any) -> None:
-    """Left out on all ranks, or raised on all, out of backward."""
+    """All ranks skip the step, or all raise in backward."""
     assert pool.run(2, nonfinite, True) == [("", 3, 1)] * 2
     for reported, step, _ in pool.run(2, nonfinite, False):
         assert "NonFinite" in reported and "step 1" in reported and "unchanged" in reported and step == 2
@@ -57,7 +57,7 @@ def failing() -> Any:
 
 
 def test_an_exception_in_a_hook_comes_out_of_backward(pool: Any) -> None:
-    """In torch's fused hook it is lost (H2)."""
+    """Torch's fused hook loses the exception (H2)."""
     assert all("no such thing" in reported for reported in pool.run(2, failing))
 
 
@@ -87,7 +87,7 @@ def refused() -> Any:
     return True
 
 
-def test_what_is_refused(pool: Any) -> None:
+def test_raises_on_bad_input(pool: Any) -> None:
     assert all(pool.run(2, refused))
 
 
@@ -149,5 +149,5 @@ def refused_later() -> bool:
     return True
 
 
-def test_what_is_refused_later(pool: Any) -> None:
+def test_raises_on_bad_parameters_and_states(pool: Any) -> None:
     assert all(pool.run(2, refused_later))

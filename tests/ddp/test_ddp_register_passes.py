@@ -68,8 +68,8 @@ def unused(ours: bool) -> Any:
     return {path: p.detach().clone() for path, p in ddp.module.named_parameters()}
 
 
-def test_what_no_rank_uses_is_left_alone(pool: Any) -> None:
-    """As by torch.optim, which skips parameters without gradient: no decay, no ageing."""
+def test_parameters_unused_on_all_ranks_do_not_change(pool: Any) -> None:
+    """Parameters without gradient get no decay and no step count, as in torch.optim."""
     ours, theirs = pool.run(2, unused, True), pool.run(2, unused, False)
     assert max_diff(ours[0], theirs[0]) < 1e-14 and same_bits(ours[0], ours[1])
 
@@ -106,7 +106,7 @@ def fed_back_now_and_then(fused: bool) -> float:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_residual_of_a_parameter_waits_until_it_is_used(pool: Any, fused: bool) -> None:
+def test_residual_of_an_unused_parameter_is_kept(pool: Any, fused: bool) -> None:
     assert max(pool.run(2, fed_back_now_and_then, fused)) < 1e-5
 
 
@@ -141,7 +141,7 @@ def resume(hook: str) -> Any:
 
 
 @pytest.mark.parametrize("hook", ["mean", "clip, mean", "by path"])
-def test_a_saved_state_goes_on(pool: Any, hook: str) -> None:
+def test_training_resumes_from_a_saved_state(pool: Any, hook: str) -> None:
     for going_on, resumed in pool.run(2, resume, hook):
         assert same_bits(going_on, resumed)
 

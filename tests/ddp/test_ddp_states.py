@@ -47,7 +47,7 @@ def _three_ways() -> list[list[float]]:
     return [pure, stepped, module]
 
 
-def test_a_step_that_is_left_out_has_been_called(pool: Any) -> None:
+def test_skipped_steps_count_as_calls(pool: Any) -> None:
     for ways in pool.run(2, _three_ways):
         assert ways == [[-1.0, -1.0, 0.0, 1.0, 2.0]] * 3
 
@@ -77,7 +77,7 @@ def _differences(options: dict[str, bool], later: bool) -> Any:
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_ef21_with_parameters_that_nobody_uses(pool: Any, option: str, later: bool) -> None:
+def test_ef21_with_unused_parameters(pool: Any, option: str, later: bool) -> None:
     got = pool.run(2, _differences, {option: True}, later)
     for step in range(4):
         want: dict[str, Tensor] = {}
@@ -116,7 +116,7 @@ def _cut_anew() -> Any:
     return handle.skipped, resumed.step, [p.detach().clone() for p in other.parameters()]
 
 
-def test_one_matrix_for_a_bucket_goes_on_in_other_buckets(pool: Any) -> None:
-    """Also where a step has no effect and the old state is kept."""
+def test_batched_power_sgd_resumes_with_other_buckets(pool: Any) -> None:
+    """This includes a skipped step, which keeps the old state."""
     (skipped, steps, one), (_, _, other) = pool.run(2, _cut_anew)
     assert (skipped, steps) == (1, 5) and all(torch.isfinite(p).all() for p in one) and same_bits(one, other)

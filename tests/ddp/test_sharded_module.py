@@ -128,7 +128,7 @@ def fail(how: str) -> Any:
     return same, all(p.grad is None for p in model.parameters())
 
 
-def test_a_failed_step_leaves_no_gradients_of_pieces(pool: Any) -> None:
+def test_failed_step_leaves_no_gradients_of_shards(pool: Any) -> None:
     assert pool.run(2, fail, "not finite") == [(True, True)] * 2
 
 

@@ -45,7 +45,7 @@ def stepped_twice(kind: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["the same", "only a hook", "another model", "a part"])
-def test_an_optimizer_beside_a_registered_pipeline_is_warned_of_once(pool: Pool, kind: str) -> None:
+def test_warns_once_about_an_optimizer_beside_a_registered_pipeline(pool: Pool, kind: str) -> None:
     for found in pool.run(2, stepped_twice, kind):
         assert len(found) == (kind == "the same") and all("remove optimizer.step()" in text for text in found)
 

@@ -91,8 +91,8 @@ def small(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"])
-def test_small_gradients_are_still_quantized_to_nothing(pool: Any, name: str) -> None:
-    """Steps are never below 1.2e-7. The result is float32, whatever the dtype of the gradients."""
+def test_torch_still_quantizes_small_gradients_to_zero(pool: Any, name: str) -> None:
+    """Quantization steps are at least 1.2e-7, and the result is float32 for every dtype of gradients."""
     for (theirs, ours), dtypes in pool.run(2, small, name):
         assert theirs == 0.0, "torch has smaller steps now"
         assert abs(ours - 5e-8) < 1e-12
@@ -107,8 +107,8 @@ def padded(n: int) -> Any:
     return sum(sent), what.payload_bytes
 
 
-def test_whole_channels_still_travel_with_an_empty_one(pool: Any) -> None:
-    """For 512 elements 1024 bytes and two scales of 8; ours 512, a scale of 5, and the weight and counts in words of 8."""
+def test_torch_still_sends_an_empty_channel(pool: Any) -> None:
+    """512 elements take 1024 bytes and two scales of 8; ours 512, a scale of 5, and weight and counts of 8 each."""
     ((theirs, ours),) = pool.run(1, padded, 512)
     assert theirs == 1024 + 16, "torch pads to whole channels now"
     assert 512 + 5 < ours <= 512 + 8 + 6 * 8
@@ -121,7 +121,7 @@ def no_subgroup() -> str:
 
 
 def test_a_subgroup_is_still_not_found_without_a_gpu(pool: Any) -> None:
-    """Not when the state is made, but in the first backward pass that needs it; ours is an axis of a mesh from the beginning."""
+    """The first backward pass that needs the subgroup fails. Ours is an axis of a mesh from the beginning."""
     for reported in pool.run(2, no_subgroup):
         assert "only takes effect when CUDA" in reported, "torch finds one now"
 
@@ -137,13 +137,13 @@ def forgets() -> Any:
     return sorted(state.p_memory_dict), sorted(state.q_memory_dict)
 
 
-def test_a_cold_bucket_still_clears_the_others(pool: Any) -> None:
+def test_torch_still_clears_the_state_of_other_buckets(pool: Any) -> None:
     """H7: the callback of one bucket empties both dicts, from which the others' callbacks have yet to read."""
     assert pool.run(1, forgets) == [([], [])], "torch forgets one bucket now"
 
 
-def test_an_overlapped_optimizer_is_still_replaced_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """H8: it looks for the class that is registered among the keys, which are optimizers; ours refuses a key that is taken."""
+def test_torch_still_replaces_an_overlapped_optimizer_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H8: torch looks for the registered class among the keys, which are optimizers; ours raises if a key exists."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit.script, which its import calls
         from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap

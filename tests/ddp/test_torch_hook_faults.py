@@ -81,7 +81,7 @@ def with_ours(kind: str) -> Any:
         return str(error)
 
 
-def test_what_a_hook_returns_still_does_not_reach_the_optimizer(pool: Any) -> None:
+def test_torch_optimizer_still_ignores_the_result_of_a_hook(pool: Any) -> None:
     """H1: each rank steps with its own gradient, 1 and 2, where their mean is 1.5."""
     assert [weight for weight, _ in pool.run(2, with_torch, "new")] == [-1.0, -2.0], "torch steps with the result now"
     assert pool.run(2, with_ours, "new") == [-1.5, -1.5]
@@ -93,7 +93,7 @@ def test_an_error_in_a_hook_is_still_lost(pool: Any) -> None:
     assert all("lost" in reported for reported in pool.run(2, with_ours, "raises"))
 
 
-def test_a_compressed_gradient_is_still_stepped_with_as_it_is(pool: Any) -> None:
+def test_torch_still_steps_with_the_compressed_gradient(pool: Any) -> None:
     """H3: behind the fp16 wrapper float32 parameters are stepped with float16 gradients."""
     assert all(seen == [torch.float16] for _, seen in pool.run(2, with_torch, "fp16")), "torch casts back first now"
     assert pool.run(2, with_ours, "fp16") == [-1.5, -1.5]

@@ -60,7 +60,7 @@ def zeros_then_ones(feedback: bool) -> Any:
     return first, [run(state, torch.ones(6, 6)) for _ in range(3)]
 
 
-def test_a_gradient_of_zeros_is_nan_from_then_on(pool: Any) -> None:
+def test_torch_returns_nan_from_a_zero_gradient_on(pool: Any) -> None:
     for feedback in (False, True):
         ((first, later),) = pool.run(1, zeros_then_ones, feedback)
         assert first.isnan().all() and all(out.isnan().all() for out in later)
@@ -83,7 +83,7 @@ def biases(steps: int) -> float:
     return float(state.error_dict[0][36:].abs().max())
 
 
-def test_what_travels_whole_owes_more_in_every_step(pool: Any) -> None:
+def test_torch_error_of_uncompressed_gradients_grows(pool: Any) -> None:
     ten, twenty = (pool.run(2, biases, steps)[0] for steps in (10, 20))
     assert twenty - ten == 10.0
     params = {"w": torch.zeros(6, 6), "b": torch.zeros(3)}
@@ -99,7 +99,7 @@ def messages(kind: str) -> list[int]:
     return [one.elements for one in sent]
 
 
-def test_three_messages_also_where_there_is_nothing_in_them(pool: Any) -> None:
+def test_torch_sends_three_messages_even_if_empty(pool: Any) -> None:
     """Ours: one or two; see test_power_sgd.py."""
     assert pool.run(1, messages, "both") == [[3, 6, 6]]
     assert pool.run(1, messages, "matrix") == [[0, 6, 6]]
@@ -169,8 +169,8 @@ print("fine")
 
 
 @pytest.mark.long
-def test_with_several_buckets_it_hangs_or_aborts_on_gloo(tmp_path: Path) -> None:
-    """Its callbacks send later messages in an order of their own; ours runs in several buckets in test_power_sgd.py."""
+def test_torch_hangs_or_aborts_with_several_buckets_on_gloo(tmp_path: Path) -> None:
+    """The order of its later messages differs between ranks; ours runs in several buckets in test_power_sgd.py."""
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HANGS]
     ranks = [

@@ -142,7 +142,7 @@ def fail_while_the_device_is_behind(rank: int, report: Report) -> None:
             report(str(error))
 
 
-def test_a_state_whose_messages_never_arrived_is_torn() -> None:
+def test_state_is_torn_if_its_messages_never_arrive() -> None:
     with Ranks(2, fail_while_the_device_is_behind) as run:
         said: dict[int, list[Any]] = {0: [], 1: []}
         for _ in range(6):
@@ -155,7 +155,7 @@ def test_a_state_whose_messages_never_arrived_is_torn() -> None:
 
 
 def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
-    """Each abort waits for the device, where the messages of the other group wait too."""
+    """Each abort waits for the device, on which messages of the other group wait too."""
     import threading
 
     from fjoin.groups import _teardown
@@ -172,7 +172,7 @@ def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
     assert not both.broken
 
 
-def test_a_step_on_a_device_that_changed_nothing_raises_at_the_end_of_the_loop() -> None:
+def test_loop_end_raises_for_a_nonfinite_step_on_a_device() -> None:
     import pytest
     import torch
 

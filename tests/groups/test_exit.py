@@ -30,7 +30,7 @@ assert dist.is_initialized()
 
 
 def test_groups_are_taken_down_when_the_program_ends(tmp_path: pathlib.Path) -> None:
-    """Left to the interpreter, their threads can abort the process: "terminate called without an active exception"."""
+    """Otherwise their threads can abort the process: "terminate called without an active exception"."""
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(file)]

@@ -71,7 +71,7 @@ def raise_in_step(rank: int, report: Report, who: int, when: int, amid_backward:
     ("who", "when", "ranks", "amid_backward"), [(1, 0, 2, False), (0, 2, 3, False), (2, 3, 3, False), (0, 1, 3, True)]
 )
 def test_an_exception_on_one_rank_ends_the_others_at_once(who: int, when: int, ranks: int, amid_backward: bool) -> None:
-    """The failed process stays alive, and the groups' time-out is 300 s: only the shell's word gets around."""
+    """The failed process stays alive and the groups' time-out is 300 s, so only fjoin's report can end the others."""
     with Ranks(ranks, raise_in_step, who, when, amid_backward) as run:
         for rank, seconds, (kind, text, failed, step, steps) in run.after("raising", ranks):
             assert steps == when, "the state is that of the last completed step"
@@ -259,8 +259,8 @@ def test_a_rank_that_fails_while_setting_up_is_reported() -> None:
         ("timed out waiting for the data server", "RuntimeError"),
     ],
 )
-def test_what_is_taken_for_a_lost_peer(pool: Any, text: str, kind: str) -> None:
-    """Not an error of the user's own code, which only sounds like one."""
+def test_errors_that_count_as_a_lost_peer(pool: Any, text: str, kind: str) -> None:
+    """An error of user code with a similar text does not count."""
     assert pool.run(1, account_of, text) == [kind]
 
 

@@ -88,7 +88,7 @@ def fail_alone(rank: int, report: Report) -> None:
             report(time.monotonic() - begin)
 
 
-def test_a_failure_does_not_wait_for_messages_that_others_never_take_part_in() -> None:
+def test_failure_does_not_wait_for_pending_messages() -> None:
     with Ranks(3, fail_alone) as run:
         seconds = run.next()[2]
     assert seconds < 20, "it is the mesh's time-out otherwise"

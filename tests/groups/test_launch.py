@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_process_knows_its_place(name: str) -> None:
+def test_rank_and_size_are_read_from_the_environment(name: str) -> None:
     environ, want = KNOWN[name]
     assert read_launch(environ) == want
 

@@ -69,7 +69,7 @@ def die_at(rank: int, report: Report, place: str, stop: bool, timeout_s: float) 
 
 
 @pytest.mark.parametrize("place", ["before init", "first loss", "evaluate"])
-def test_a_rank_that_is_killed_while_others_meet_it_is_named(place: str) -> None:
+def test_error_names_a_rank_killed_at_a_meeting_point(place: str) -> None:
     with Ranks(3, die_at, place, False, LONG_S) as run:
         for _, seconds, (kind, text, rank) in run.after("now", 2):
             assert (kind, rank) == ("PeerLost", 1), text
@@ -77,8 +77,8 @@ def test_a_rank_that_is_killed_while_others_meet_it_is_named(place: str) -> None
 
 
 @pytest.mark.parametrize("place", ["before init", "first loss"])
-def test_no_wait_outlasts_the_timeout_where_the_host_of_the_store_stops(place: str) -> None:
-    """Rank 0 hosts the store, whose clients wait for its answers without end."""
+def test_waits_time_out_if_the_store_host_stops(place: str) -> None:
+    """Rank 0 hosts the store; clients wait for its answers without a time-out."""
     with Ranks(3, die_at, place, True, 2.0) as run:
         for _, seconds, (kind, text, _) in run.after("now", 2):
             assert kind == "CollectiveTimeout" and "within 2 s" in text, text
@@ -155,7 +155,7 @@ def blame(rank: int, report: Report) -> None:
     ended(report, run)
 
 
-def test_a_rank_that_leaves_its_loop_for_a_lost_one_is_not_blamed() -> None:
+def test_error_names_the_lost_rank_not_one_that_left_its_loop() -> None:
     with Ranks(3, blame) as run:
         for _, _, (kind, text, rank) in run.after("now", 2):
             assert (kind, rank) == ("PeerLost", 1), text
@@ -256,7 +256,7 @@ def report_without_ending(rank: int, report: Report, what: str) -> None:
         ("late", "CollectiveTimeout", 2, "rank 2 is stopped"),
     ],
 )
-def test_a_rank_that_waits_for_a_message_looks_at_reports(what: str, kind: str, rank: int, text: str) -> None:
+def test_rank_that_waits_for_a_message_reads_failure_reports(what: str, kind: str, rank: int, text: str) -> None:
     with Ranks(3, report_without_ending, what) as run:
         ends = {who: end for who, _, end in (run.next(30) for _ in range(3))}
         assert ends[0][::2] == (kind, rank) and text in ends[0][1]
@@ -321,7 +321,7 @@ def interrupt(rank: int, report: Report) -> None:
         ended(lambda end: report((first, end)), lambda: step(state, torch.ones(2)))
 
 
-def test_a_step_that_was_interrupted_says_so() -> None:
+def test_error_names_the_interrupt_of_a_failed_step() -> None:
     with Ranks(2, interrupt) as run:
         for _ in range(2):
             rank, _, (first, (_, text, _)) = run.next(30)

@@ -51,8 +51,8 @@ def in_another_order(rank: int, hook: str, on_device: bool, mesh: Any = None) ->
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_another_order_on_one_rank_is_noticed_before_anything_changes(hook: str, on_device: bool) -> None:
-    """In the simulator the first rank's error ends all."""
+def test_different_step_order_raises_before_any_change(hook: str, on_device: bool) -> None:
+    """In the simulator the error of the first rank ends all ranks."""
     for ranks in (2, 3):
         with pytest.raises(AssertionError, match="all saw it"):
 
@@ -76,7 +76,7 @@ def apart(pipeline: tx.Pipeline) -> str:
     return raises_text(fjoin.DesyncError, odd, "step 0", "different train_steps", "each has taken its own step")
 
 
-def test_ranks_that_step_apart_notice_another_order_a_step_later() -> None:
+def test_different_order_of_local_steps_raises_one_step_later() -> None:
     with pytest.raises(AssertionError, match="all saw it"):
 
         def one_rank() -> None:
@@ -101,7 +101,7 @@ def out_of_order_on_a_process(hook: str) -> Any:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_same_order_is_fine(hook: str) -> None:
-    """Also after a second init, with 70 steps of one mesh, and with ranks that have no input."""
+    """This includes a second init, 70 steps of one mesh, and ranks without input."""
 
     def one_rank(n: int) -> Any:
         mesh = fjoin.mesh({"data": -1})
@@ -163,7 +163,7 @@ def test_two_threads_are_refused(late: str) -> None:
             assert run.next(60)[2] == (1, 2, [-3.0] * 3)
 
 
-def test_on_one_rank_nothing_travels() -> None:
+def test_single_rank_may_step_in_two_threads() -> None:
     steps, states = two_steps("mean", fjoin.mesh({"data": -1}))
 
     def inner(params: Any, batch: Any) -> Any:

@@ -68,7 +68,7 @@ def test_a_failure_is_typed_inside_the_block(call: str, transport: str, how: str
     assert (inside, outside) == ((kind, 1), kind), text
 
 
-def test_a_rank_that_has_lost_another_one_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_does_not_name_a_rank_that_lost_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a mesh of two axes rank 2 sees rank 0 close its connections, since rank 0 has lost rank 1."""
 
     class Nothing:

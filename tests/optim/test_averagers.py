@@ -41,12 +41,12 @@ def test_periodic_averages_are_torchs(pool: Any, ranks: int, period: int, warmup
     assert averaged(runs, list(range(ranks))) == list(range(warmup, 20, period))
 
 
-def test_a_period_of_one_is_torchs(pool: Any) -> None:
+def test_period_of_one_matches_torch(pool: Any) -> None:
     assert averaged(same_runs(pool, 3, "periodic", 1, 2), [0, 1, 2]) == list(range(2, 20))
 
 
 @pytest.mark.parametrize("warmup", [0, 5, 9])
-def test_hierarchical_averages_are_torchs(pool: Any, warmup: int) -> None:
+def test_hierarchical_averages_match_torch(pool: Any, warmup: int) -> None:
     """The warm-up is no multiple of the periods: it is not subtracted, as in torch."""
     runs = same_runs(pool, 4, "hierarchical", {2: 2, 4: 4}, warmup)
     due = [s for s in range(20) if s >= warmup]
@@ -126,7 +126,7 @@ def unused() -> Any:
 
 
 def test_parameters_without_gradients_are_averaged(pool: Any) -> None:
-    """Also where other ranks use other parameters; the parameters come from a generator."""
+    """Ranks may use different parameters; the parameters come from a generator."""
     for params in pool.run(3, unused):
         for i, p in enumerate(params):
             assert torch.equal(p, torch.full((2 + i,), 1.0 + i))
@@ -206,7 +206,7 @@ def large() -> Any:
 
 
 def test_large_and_small_numbers_in_float16(pool: Any) -> None:
-    """Neither does the sum overflow, nor is anything divided first, as torch does."""
+    """The sum does not overflow, and values are not divided before it, as torch does."""
     assert pool.run(2, large) == [True] * 2
 
 

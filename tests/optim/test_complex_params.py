@@ -67,7 +67,7 @@ def test_a_group_of_complex_parameters_is_not_added() -> None:
     assert [group["params"] for group in optimizer.param_groups] == [[real]]
 
 
-def test_the_real_view_is_torchs_step_of_the_complex_parameter() -> None:
+def test_step_on_the_real_view_matches_torch() -> None:
     """The remedy that the error names."""
     grad = torch.tensor([1 + 2j, -1j])
     param = torch.nn.Parameter(torch.view_as_real(_complex()).clone())

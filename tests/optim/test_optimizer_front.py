@@ -48,7 +48,7 @@ def test_it_trains_as_torch_does(name: str) -> None:
 @pytest.mark.parametrize(
     "make", [make for name, rows in OPTIMIZERS.items() if name != "inject_hyperparameters" for make in rows]
 )
-def test_it_is_the_pure_optimizer(make: Callable[[], tx.Optimizer]) -> None:
+def test_training_matches_the_pure_optimizer(make: Callable[[], tx.Optimizer]) -> None:
     model, opt = make_model(), make()
     start = {path: p.detach().clone() for path, p in model.named_parameters()}
     state, params = opt.init(start), start
@@ -92,8 +92,8 @@ def test_by_path_and_master_copies() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_saved_and_loaded_it_goes_on(dtype: torch.dtype) -> None:
-    """Through a file of plain tensors, master copies in their own dtype, and parameters that share a step count do so again."""
+def test_training_resumes_after_save_and_load(dtype: torch.dtype) -> None:
+    """A file of plain tensors keeps the dtype of master copies; parameters share a step count again after loading."""
 
     def fresh(model: nn.Module) -> fjoin.Optimizer:
         return fjoin.Optimizer(model.parameters(), tx.mixed_precision(tx.adamw(0.01)))
@@ -115,7 +115,7 @@ def test_saved_and_loaded_it_goes_on(dtype: torch.dtype) -> None:
     raises_text(ValueError, lambda: wrong.load_state_dict(saved), "momentum", "exp_avg")
 
 
-def test_a_state_of_torchs_adamw_goes_on() -> None:
+def test_training_resumes_from_a_torch_adamw_state() -> None:
     """Its fields have torch's names, step counts and moments."""
     a, b = make_model(), make_model()
     torchs, ours = torch.optim.AdamW(a.parameters(), 0.01, fused=True), fjoin.Optimizer(b.parameters(), tx.adamw(0.01))
@@ -125,7 +125,7 @@ def test_a_state_of_torchs_adamw_goes_on() -> None:
     assert max_diff(train(a, torchs, first=6), train(b, ours, first=6)) < 1e-14
 
 
-def test_parameters_without_gradient_are_left_alone() -> None:
+def test_parameters_without_gradient_do_not_change() -> None:
     """Their step counts stay too, as in torch; parameters that shared a step count with them continue counting."""
     a, b = make_model(), make_model()
     pairs = [
@@ -199,7 +199,7 @@ def test_closures_copies_and_errors() -> None:
     raises_text(TypeError, front.step, "(3, 2)", "sparse")
 
 
-def test_a_copy_goes_on() -> None:
+def test_deepcopy_trains_like_the_original() -> None:
     model = make_model()
     optimizer = fjoin.Optimizer(model.parameters(), tx.adamw(0.1))
     train(model, optimizer, 2)
@@ -268,7 +268,7 @@ def test_groups_and_states_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("what", ["parameters", "states"])
 def test_inference_tensors_are_refused(what: str) -> None:
-    """torch would refuse the second only, in the midst of a step."""
+    """Torch raises on the second only, in the middle of a step."""
     param = nn.Parameter(torch.ones(3))
     with torch.inference_mode():
         if what == "parameters":

@@ -40,7 +40,7 @@ CYCLES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("cycle", CYCLES)
 @pytest.mark.parametrize("name", PAIRS)
 def test_schedulers_that_cycle_the_momentum(name: str, cycle: str) -> None:
-    """Also of an optimizer that had none, whose states get it when it comes."""
+    """An optimizer without momentum gets momentum buffers when a scheduler sets it."""
     make, torchs, options = PAIRS[name]
     a, b = make_model(), make_model()
     if name == "rmsprop" and cycle == "CyclicLR":  # torch's own, made without momentum, has no place for one
@@ -51,7 +51,7 @@ def test_schedulers_that_cycle_the_momentum(name: str, cycle: str) -> None:
     assert len({id(state[f"{'inner.' * (name == 'a master')}step"]) for state in ours.state.values()}) == 1
 
 
-def test_a_momentum_that_comes_and_goes() -> None:
+def test_momentum_may_be_turned_on_and_off() -> None:
     a, b = make_model(), make_model()
     ours, theirs = fjoin.Optimizer(a.parameters(), tx.sgd(0.1)), torch.optim.SGD(b.parameters(), 0.1, foreach=False)
     for i, momentum in enumerate((0.0, 0.9, 0.0, 0.5)):
@@ -67,7 +67,7 @@ def test_a_momentum_that_comes_and_goes() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda opt: opt, tx.mixed_precision])
-def test_a_momentum_with_dampening_comes_before_the_first_step_or_not(wrap: Any) -> None:
+def test_raises_if_momentum_with_dampening_starts_late(wrap: Any) -> None:
     model = make_model()
     late = fjoin.Optimizer(model.parameters(), wrap(tx.sgd(0.1, dampening=0.5)))
     before = train(model, late, 2)
@@ -77,7 +77,7 @@ def test_a_momentum_with_dampening_comes_before_the_first_step_or_not(wrap: Any)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_groups_may_repeat_what_is_the_same_for_all(name: str) -> None:
+def test_groups_may_hold_all_options_of_torch(name: str) -> None:
     make, torchs, options = PAIRS[name]
     a, b = make_model(), make_model()
     theirs = torchs(b.parameters(), lr=0.01, **options)
@@ -86,7 +86,7 @@ def test_groups_may_repeat_what_is_the_same_for_all(name: str) -> None:
     assert max_diff(train(a, ours), train(b, theirs)) < 1e-13
 
 
-def test_groups_with_betas_of_their_own() -> None:
+def test_groups_with_different_betas() -> None:
     def parts(model: Any) -> list[dict[str, Any]]:
         return [
             {"params": list(model[0].parameters()), "betas": [0.5, 0.6]},
@@ -131,7 +131,7 @@ def test_betas_that_are_tensors(name: str, shape: tuple[int, ...]) -> None:
     assert opt.step_param(p.new_ones(()), p.new_ones(()), opt.init_param(p.new_ones(())))[0].shape == ()
 
 
-def test_betas_that_cannot_be() -> None:
+def test_raises_on_bad_betas() -> None:
     one = torch.tensor(0.9)
     for make in (tx.adam, tx.adamw, tx.lion, tx.lamb):
         raises_text(ValueError, lambda make=make: make(betas=(0.9, one)), "two numbers or two tensors")  # type: ignore[misc]
@@ -213,7 +213,7 @@ def test_a_step_that_is_refused_changes_nothing(make: Callable[[], tx.Optimizer]
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), "x", None, torch.ones(2)])
-def test_a_schedule_that_returns_no_number_changes_nothing(rate: Any) -> None:
+def test_step_with_a_bad_schedule_value_changes_nothing(rate: Any) -> None:
     a, b = (torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.float32, torch.float64))
 
     def spoils(step: Any) -> Any:
@@ -231,7 +231,7 @@ def test_a_schedule_that_returns_no_number_changes_nothing(rate: Any) -> None:
 
 
 def test_a_count_may_be_a_number() -> None:
-    """As torch's before 1.12 was, and that of others."""
+    """Torch before 1.12 saved numbers, and other libraries do."""
     model = make_model()
     optimizer = fjoin.Optimizer(model.parameters(), tx.adam(0.1))
     train(model, optimizer, 2)

@@ -113,7 +113,7 @@ def steps(model: nn.Module, optimizer: Any, n: int = 3, first: int = 0) -> dict[
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_groups_states_and_defaults_are_the_optimizers() -> None:
+def test_groups_state_and_defaults_are_those_of_the_optimizer() -> None:
     model, optimizer = small()
     assert isinstance(optimizer, torch.optim.Optimizer)
     steps(model, optimizer)
@@ -226,7 +226,7 @@ def torchs_states() -> Any:
     return ours.averager.step, theirs_again.averager.step, max_diff(ours.state_dict(), theirs.state_dict())
 
 
-def test_torchs_own_states_are_loaded_and_the_other_way_round(pool: Any) -> None:
+def test_states_are_interchangeable_with_torch(pool: Any) -> None:
     assert pool.run(1, torchs_states) == [(3, 3, 0)]
 
 
@@ -268,7 +268,7 @@ def test_copies(how: str, ours: bool) -> None:
     copied.register_step_post_hook(lambda *args: None)
 
 
-def test_an_averager_of_ones_own() -> None:
+def test_custom_averager() -> None:
     averager = Counted()
     model, optimizer = small(averager)
     steps(model, optimizer)
@@ -350,7 +350,7 @@ def no_host() -> Any:
 
 
 def test_the_state_of_the_hook(pool: Any) -> None:
-    """Without a subgroup it takes the ranks of the host."""
+    """The default subgroup is the ranks of the host."""
     runs = pool.run(4, no_host)
     for rank, (reported, shape, step, (first, second)) in enumerate(runs):
         assert reported and shape == {"node": 2, "local": 2} and step == 2

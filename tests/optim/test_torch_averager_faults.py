@@ -56,7 +56,7 @@ def no_gradients() -> Any:
 
 
 def test_parameters_without_gradients_are_still_refused(pool: Any) -> None:
-    """As after `zero_grad()`, or where all trained ones belong to another optimizer."""
+    """This happens after `zero_grad()`, or if all trained parameters belong to another optimizer."""
     for rank, (reported, theirs, ours) in enumerate(pool.run(2, no_gradients)):
         assert "non-empty" in reported, "torch takes them now"
         assert theirs == rank and ours == 0.5
@@ -72,7 +72,7 @@ def other_gradients(whose: str) -> Any:
 
 
 def test_different_parameters_are_still_averaged_with_each_other(pool: Any) -> None:
-    """Where ranks use different parameters of one size: 10 on rank 0 with 21 on rank 1. With other sizes the ranks abort."""
+    """Different parameters of one size are averaged: 10 on rank 0, 21 on rank 1. With other sizes ranks abort."""
     assert pool.run(2, other_gradients, "torch's") == [[15.5, 20.0], [11.0, 15.5]], "torch averages others now"
     assert pool.run(2, other_gradients, "ours") == [[10.5, 20.5]] * 2
 
@@ -139,7 +139,7 @@ def skipped() -> Any:
     return counts
 
 
-def test_a_step_left_out_by_a_grad_scaler_is_still_not_counted(pool: Any) -> None:
+def test_torch_still_does_not_count_steps_skipped_by_a_grad_scaler(pool: Any) -> None:
     """Rank 1 leaves out a step, so from then on the ranks average in different steps."""
     assert pool.run(2, skipped) == [[3, 3], [2, 3]], "torch counts it now"
 
@@ -157,7 +157,7 @@ def warmed_up(whose: str, kind: str) -> list[int]:
 
 
 def test_the_warm_up_of_hierarchies_is_still_not_subtracted(pool: Any) -> None:
-    """So a hierarchy of one level is not the periodic averager. Ours have the same schedules."""
+    """A hierarchy of one level differs from the periodic averager; ours have the same schedule."""
     for whose in ("torch's", "ours"):
         assert pool.run(2, warmed_up, whose, "periodic") == [[10, 14, 18, 22]] * 2
         assert pool.run(2, warmed_up, whose, "hierarchical") == [[12, 16, 20]] * 2, "torch subtracts it now"
@@ -177,7 +177,7 @@ def unchecked() -> Any:
 
 
 def test_periods_of_a_hierarchy_are_still_hardly_checked(pool: Any) -> None:
-    """Only the first is; in a descending order the longer period never has an effect."""
+    """Only the first period is checked; in descending order the longer period never has an effect."""
     assert pool.run(1, unchecked) == [[True, False, True, False]], "torch checks them now"
 
 

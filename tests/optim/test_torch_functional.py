@@ -41,7 +41,7 @@ def torchs(name: str, params: list[Tensor] | None = None, **options: Any) -> Any
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_they_step_as_torch_optim_does(name: str) -> None:
+def test_steps_match_torch_optim(name: str) -> None:
     params = {k: v for k, v in params_like().items() if v.numel()}
     grads = [{k: v for k, v in params_like(10 + i).items() if v.numel()} for i in range(6)]
     want = optim.run(
@@ -61,7 +61,7 @@ def test_they_step_as_torch_optim_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_in_a_training_step(name: str) -> None:
-    """On flat buffers, fused into the mean: as the counterpart of ours."""
+    """On flat buffers, fused into the mean, results match our counterpart."""
     batches = make_batches(1, [[3, 2, 4], [5], []])
     opt = fjoin.as_step_param(torchs(name))
     ours = tx.as_functional_optim(KINDS[name][2], **KINDS[name][3])
@@ -72,7 +72,7 @@ def test_in_a_training_step(name: str) -> None:
     assert max_diff(a, b) < 1e-12
 
 
-def test_a_step_that_is_left_out() -> None:
+def test_step_with_found_inf_is_skipped() -> None:
     opt, p = fjoin.as_step_param(torchs("sgd")), torch.ones(3)
     state = opt.init_param(p)
     opt.step_param_(p, torch.ones(3), state, grad_scale=torch.tensor(2.0), found_inf=torch.tensor(1.0))
@@ -81,7 +81,7 @@ def test_a_step_that_is_left_out() -> None:
     assert torch.allclose(p, torch.full((3,), 1 - 0.1 * 1.1)) and state.step == 1
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.as_step_param(torch.optim.SGD), "functional optimizers", "SGD")
     opt = fjoin.as_step_param(torchs("adam"))
     p = torch.ones(2)
@@ -113,7 +113,7 @@ def test_what_is_refused() -> None:
     ],
 )
 def test_every_class_has_a_counterpart(cls: str) -> None:
-    """With its own defaults: one step from them is the same."""
+    """One step with the defaults of the class gives the same result."""
     made = getattr(torch.optim, cls)
     p, g = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 4)
     opt = tx.as_functional_optim(made)
@@ -179,7 +179,7 @@ def test_torchs_registration_is_still_silent() -> None:
 
 
 def test_torchs_state_is_still_lost_in_a_copy() -> None:
-    """Its keys are other tensors then. Ours is a tree of tensors."""
+    """The keys of a copy are other tensors. Our state is a tree of tensors."""
     p = torch.ones(2)
     one = torchs("sgd", [p])
     one.step([torch.ones(2)])
@@ -187,7 +187,7 @@ def test_torchs_state_is_still_lost_in_a_copy() -> None:
     assert p not in copy.deepcopy(one).state, "a copy knows the parameter now"
 
 
-def test_torchs_rate_is_still_out_of_reach_of_schedulers() -> None:
+def test_torch_schedulers_still_reject_functional_optimizers() -> None:
     """A scheduler needs param_groups; the optimizer reads its rate from defaults."""
     one = torchs("sgd, plain", [torch.ones(1)])
     assert not hasattr(one, "param_groups")

@@ -136,7 +136,7 @@ def both(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_it_trains_saves_and_loads_as_in_torchs(pool: Any, kind: Any) -> None:
+def test_training_saving_and_loading_match_torch(pool: Any, kind: Any) -> None:
     # A rank moves its own parameters only, so that a second point depends on who owns which.
     for ranks in (1,) if kind is TwoPoints else (1, 2):
         pool.run(ranks, both, kind.__name__)

@@ -170,5 +170,5 @@ def refused() -> None:
     raises_text(RuntimeError, late.step, "dynamic_loss_scale")
 
 
-def test_what_cannot_be_served_is_refused_and_changes_nothing(pool: Any) -> None:
+def test_raises_on_unsupported_input(pool: Any) -> None:
     pool.run(2, refused)

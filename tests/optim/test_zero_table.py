@@ -169,7 +169,7 @@ def same(got: tuple[Any, Any], want: tuple[Any, Any], frozen_or_unused: set[int]
 
 
 @pytest.mark.parametrize(("name", "hooked"), [(name, False) for name in CLASSES] + [(name, True) for name in HOOKED])
-def test_it_is_torchs_optimizer_and_its_states_load_anywhere(pool: Any, name: str, hooked: bool) -> None:
+def test_training_matches_torch_and_states_load_anywhere(pool: Any, name: str, hooked: bool) -> None:
     own = model(name)
     order = [p for group in groups(own) for p in group["params"]]
     idle = [own.frozen, *own.unused.parameters()]
@@ -221,7 +221,7 @@ def bad_states(hooked: bool) -> None:
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_bad_state_is_refused_on_all_ranks_and_nothing_is_loaded(pool: Any, hooked: bool) -> None:
+def test_bad_state_raises_on_all_ranks_and_loads_nothing(pool: Any, hooked: bool) -> None:
     pool.run(3, bad_states, hooked)
 
 

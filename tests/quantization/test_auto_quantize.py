@@ -135,7 +135,7 @@ def in_a_part() -> Any:
 
 
 def test_groups_of_some_of_the_ranks(pool: Any) -> None:
-    """By position or by name; a rank that is not in the group gets a warning, and its tensors stay unchanged."""
+    """The group is given by position or by name; a rank outside it gets a warning and keeps its tensors."""
     first, _, last = pool.run(3, in_a_part)
     for gathered in (0, 1, 5):  # both ranks have the same results
         assert same_bits(first[gathered], last[gathered])
@@ -167,7 +167,7 @@ def extremes(codec: str) -> Any:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_not_finite_arrives_so_and_what_is_large_arrives(pool: Any, codec: str) -> None:
+def test_nonfinite_and_large_values_are_preserved(pool: Any, codec: str) -> None:
     for ranks in (2, 3):
         pool.run(ranks, extremes, codec)
 
@@ -189,7 +189,7 @@ def divided(codec: str) -> Any:
 
 @pytest.mark.parametrize("codec", ["fp16", "bfp16", "int8"])
 def test_results_are_divided_by_quant_loss(pool: Any, codec: str) -> None:
-    """In every collective, lists too, and with every codec."""
+    """This holds for every collective, including lists, and every codec."""
     for ranks in (1, 2, 3):
         pool.run(ranks, divided, codec)
 
@@ -301,7 +301,7 @@ def test_mistakes_raise_before_the_first_message(pool: Any) -> None:
     pool.run(2, mistakes)
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: fjoin.auto_quantize(dist.broadcast, "fp16"), "broadcast", "all_to_all_single")
     raises_text(TypeError, lambda: fjoin.auto_quantize(tx.psum, "fp16"), "psum")
     raises_text(ValueError, lambda: fjoin.auto_quantize(dist.all_gather, "int8"), "'int8'", "int8()")
@@ -313,7 +313,7 @@ def test_what_is_refused() -> None:
         raises_text(TypeError, lambda: fjoin.auto_quantize(dist.all_gather, "fp16", wrong), repr(wrong))  # type: ignore[arg-type]  # noqa: B023
 
 
-def test_it_has_the_signature_of_what_it_wraps() -> None:
+def test_signature_matches_the_wrapped_collective() -> None:
     for name in (
         "all_gather",
         "all_to_all",
@@ -341,5 +341,5 @@ def with_torchs_names() -> Any:
     return outs[1].tolist()
 
 
-def test_split_sizes_by_the_names_of_torchs_auto_quantize(pool: Any) -> None:
+def test_split_sizes_accept_the_argument_names_of_torch(pool: Any) -> None:
     assert pool.run(2, with_torchs_names) == [[0.0, 10.0, 11.0], [1.0, 2.0, 3.0, 12.0, 13.0]]

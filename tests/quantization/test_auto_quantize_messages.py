@@ -32,7 +32,7 @@ def payload(codec: str) -> Any:
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
 def test_bytes_travel(pool: Any, codec: str) -> None:
-    """A row for each receiver, as wide as the codec says, and nothing else."""
+    """A message has one row for each receiver, of the codec's width, and nothing else."""
     width = {"fp16": tx.float16(), "int8": tx.int8()}[codec].width
     for n in (1, 2, 3):
         for me, sent in enumerate(pool.run(n, payload, codec)):
@@ -118,7 +118,7 @@ def lets_go() -> None:
     until(gone)  # gloo's own thread lets go of them a little later
 
 
-def test_what_a_handle_keeps_is_dropped_when_it_has_been_waited_for(pool: Any) -> None:
+def test_wait_frees_the_tensors_of_a_handle(pool: Any) -> None:
     pool.run(2, lets_go)
 
 

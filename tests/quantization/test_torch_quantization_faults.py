@@ -42,7 +42,7 @@ def lists() -> Any:
     return [[gathered(quantize, qtype, x, dtype=dtype) for quantize in BOTH] for qtype, dtype in kinds]
 
 
-def test_tensors_in_a_list_still_stay_as_they_were(pool: Any) -> None:
+def test_torch_still_does_not_fill_tensors_in_a_list(pool: Any) -> None:
     """The list gets other tensors, of float32 for any given dtype; bfloat16 takes only float32."""
     for rank in pool.run(2, lists):
         for (theirs, ours), dtype in zip(rank, (torch.float64, torch.float32), strict=True):
@@ -76,7 +76,7 @@ def alone() -> Any:
 
 
 def test_a_group_by_position_is_still_ignored(pool: Any) -> None:
-    """Each rank asks its own group of one, and gets the values of all."""
+    """Each rank passes its own group of one, and gets the values of all ranks."""
     for rank, (theirs, ours, reported) in enumerate(pool.run(2, alone)):
         assert theirs == [1.0, 2.0], "torch heeds the group now"
         assert ours == [rank + 1.0] and "2 tensors" in reported and "1 ranks" in reported
@@ -96,7 +96,7 @@ def split() -> Any:
 
 
 def test_split_sizes_are_still_ignored(pool: Any) -> None:
-    """Known are only `out_splits` and `in_splits`, which no collective has; other names are taken without a word."""
+    """Torch reads only `out_splits` and `in_splits`, which no collective has, and ignores other names silently."""
     (plain, theirs, ours), (other, *_) = pool.run(2, split)
     assert plain == ours == [0.0, 10.0, 11.0, 12.0] and other == [1.0, 2.0, 3.0, 13.0]
     assert theirs == [0.0, 1.0, 10.0, 11.0], "torch knows the split sizes by their names now"
@@ -169,6 +169,6 @@ def sums() -> Any:
     return reported, x.tolist()
 
 
-def test_sums_are_still_not_served(pool: Any) -> None:
+def test_torch_still_does_not_support_sums(pool: Any) -> None:
     for reported, ours in pool.run(2, sums):
         assert "not supported" in reported and ours == [3.0] * 4

@@ -156,7 +156,7 @@ def test_a_choice_of_states_waits_for_no_device() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.0, torch.tensor(2.0)])
-def test_what_is_called_beside_steps_does_not_wait(weight: Any, sent: list[str]) -> None:
+def test_helpers_outside_steps_do_not_wait_for_the_device(weight: Any, sent: list[str]) -> None:
     def one_rank(last: bool) -> None:
         x, channels = torch.empty(4, 3, device="meta"), torch.empty(3, device="meta")
         with NoWaiting():
@@ -195,7 +195,7 @@ def with_one_gpu(rank: int, report: Any) -> None:
     report((dist.get_backend(mesh.group), [str(w.message) for w in said if "gloo" in str(w.message)]))
 
 
-def test_ranks_without_a_gpu_each_say_so() -> None:
+def test_every_rank_warns_if_there_are_too_few_gpus() -> None:
     with Ranks(2, with_one_gpu) as run:
         for _ in range(2):
             _, _, (backend, (text,)) = run.next(60)

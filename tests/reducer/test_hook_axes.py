@@ -88,7 +88,7 @@ def test_the_lane_covers_all_axes_that_a_hook_may_use(first: str, over_nodes: tx
     assert out == [(2, -4.0)] * 4  # (2 + 2) / 2, then (0 + 4) / 2
 
 
-def test_the_lane_stays_within_the_axes_of_a_hook() -> None:
+def test_lane_uses_only_the_axes_of_the_hook() -> None:
     hook = tx.chain(tx.clip_by_value(1e9), tx.mean("local"))
 
     def one_rank(n: int) -> Any:
@@ -104,8 +104,8 @@ def test_the_lane_stays_within_the_axes_of_a_hook() -> None:
     assert tx.simulate(one_rank, {"node": 2, "local": 2}, [2, 2, 3, 3]) == [(2, 2)] * 2 + [(2, 3)] * 2
 
 
-def test_a_word_that_is_also_an_axis() -> None:
-    """`over`, a pattern and a logger's name are no axes, for any mesh; of others' factories any word may be an axis."""
+def test_options_named_like_an_axis_are_not_axes() -> None:
+    """`over`, a pattern and a logger's name are never axes; in factories of other packages any string may be one."""
     axes = {"world": 2, "data": 2}
     assert make_plan(tx.mean("data", over="world"), axes).reduce is not None
     for hook in (tx.masked(tx.mean("data"), "world"), tx.logged(tx.mean("data"), logger="world"), tx.mean("data")):

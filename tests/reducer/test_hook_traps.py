@@ -37,7 +37,7 @@ def _smooth() -> tx.Transform:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("order", ["before", "behind"])
-def test_a_first_step_that_is_not_finite_leaves_no_trace(order: str, on_device: bool) -> None:
+def test_nonfinite_first_step_does_not_change_the_hook_state(order: str, on_device: bool) -> None:
     """The first step adds names to the lane in the state; even so, the hook's memory must stay unchanged."""
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
@@ -75,7 +75,7 @@ def _grows(g: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [_unit, _grows])
-def test_what_lies_between_leaves_is_not_looked_at(function: Any) -> None:
+def test_padding_between_leaves_is_ignored(function: Any) -> None:
     """Leaves begin on 64 bytes; a hook may make NaN of the zeros between them, or more and more."""
     hook = tx.chain(tx.stateless(function, elementwise=True), tx.mean("data"))
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() + p["v"].sum(), tx.fuse(hook, tx.sgd(1.0)))
@@ -106,7 +106,7 @@ def test_a_state_that_was_kept_is_not_written_into() -> None:
 
 
 def test_values_by_path_that_are_no_buffers() -> None:
-    """Of a flat bucket's state only values of its size are split by path; other values belong to every leaf."""
+    """Only values of the size of a flat bucket are split by path; other values belong to every leaf."""
     step = fjoin.train_step(net_loss, tx.fuse(tx.chain(_smooth(), tx.mean("data")), tx.sgd(0.1)))
     state, _ = step(step.init(net_params()), net_batch(0, 0))
     memory, calls = state.pipeline.hook[0]
@@ -127,7 +127,7 @@ def _anchored() -> tx.Transform:
     return tx.Transform(init, update)
 
 
-def test_a_state_may_keep_what_it_was_lent() -> None:
+def test_state_may_keep_the_parameters_it_was_given() -> None:
     """Parameters in the state of a parameter transform keep their values when the step overwrites the parameters."""
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1), after=_anchored())
 
@@ -246,8 +246,8 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("where", ["acquire", "release"])
-def test_an_interrupted_step_ends_its_threads_without_a_word(monkeypatch: Any, where: str) -> None:
-    """Wherever the main thread is when the interrupt arrives, for any state of the hook."""
+def test_interrupted_step_ends_its_threads_silently(monkeypatch: Any, where: str) -> None:
+    """This holds at both places at which the main thread can be interrupted."""
     said: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     waves = Interleaver({})
@@ -310,8 +310,8 @@ thread.join()
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep, or do not, by rules of their own")
 @pytest.mark.long
-def test_threads_keep_what_they_free() -> None:
-    """24 MB, which glibc gives back to the kernel."""
+def test_threads_keep_freed_memory() -> None:
+    """The threads free 24 MB, which glibc returns to the kernel by default."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRE"))}
     given_back = {}
     for how in ("kept", "as it is"):

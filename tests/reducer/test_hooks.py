@@ -177,9 +177,7 @@ MIXED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("hook", MIXED)
-def test_a_stage_that_looks_at_leaves_is_given_leaves_before_one_that_looks_at_the_message(
-    hook: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaf_stage_before_a_message_stage_gets_leaves(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one bucket, whose layout is that of the whole tree."""
     monkeypatch.setitem(HOOKS, hook, MIXED[hook])
     want = tx.simulate(lambda: by_pipeline(hook), {"data": 2})

@@ -56,7 +56,7 @@ def _poisoned_sqrt(batch: Tensor, loss: Any) -> Any:
     return text, None
 
 
-def test_stepping_early_a_loss_that_is_not_finite_changes_nothing_a_gradient_tears() -> None:
+def test_early_steps_with_a_nonfinite_loss_or_gradient() -> None:
     def loss(params: Any, batch: Tensor) -> Tensor:
         return (params["w"] * batch).sum() + torch.sqrt(params["v"] - batch).sum()
 
@@ -115,7 +115,7 @@ def test_a_failure_within_a_window_is_reported() -> None:
     raises_text(fjoin.TornState, lambda: step(state, X), "accumulation window")
 
 
-def test_values_whose_sum_overflows_are_still_finite() -> None:
+def test_finite_values_with_an_overflowing_sum_are_accepted() -> None:
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum() * 1e-30, tx.fuse(tx.mean("data"), tx.sgd(1e-38)))
     state = step.init({"w": torch.ones(4)})
     step = fjoin.train_step(lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(1e-38)))
@@ -136,8 +136,8 @@ def test_skip_if_nonfinite_leaves_the_step_out() -> None:
     assert not torch.equal(state.params["w"], torch.ones(2)) and metrics.loss == 2.0
 
 
-def test_a_verdict_on_the_device_changes_nothing_and_raises_later() -> None:
-    """The way of accelerators, where the host does not wait, on tensors of the CPU."""
+def test_nonfinite_step_on_a_device_changes_nothing_and_raises_later() -> None:
+    """CPU tensors take the path of accelerators, on which the host does not wait."""
     for hook in (
         tx.mean("data"),
         tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)),
@@ -170,7 +170,7 @@ LOCAL_HOOKS = {
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", LOCAL_HOOKS)
-def test_ranks_that_keep_their_own_gradients_agree(hook: str, on_device: bool) -> None:
+def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_device: bool) -> None:
     """A gradient that is not finite on one rank alone is an error on all, and skipped by all."""
 
     def loss(params: Any, batch: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def test_ranks_that_keep_their_own_gradients_agree(hook: str, on_device: bool) -
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_host_counters_go_on_in_a_step_that_changes_nothing(on_device: bool) -> None:
+def test_host_counters_advance_in_steps_without_effect(on_device: bool) -> None:
     """They count all calls, in a skipped step as in the pure pipeline, and where no rank has weight."""
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(tx.mean("data"), tx.every(2, tx.clip_by_value(1.0))), tx.sgd(0.1)))
     step = fjoin.train_step(product, pipeline, weight=lambda b: float(b[1] != 0))
@@ -227,8 +227,8 @@ def test_a_lost_window_is_lost_for_a_state_that_was_kept() -> None:
     assert metrics.stepped and torch.allclose(middle.params["w"], torch.full((2,), 0.9))
 
 
-def test_steps_that_are_left_out_are_waited_for_too(monkeypatch: Any) -> None:
-    """On a device the host looks, while it waits, whether a rank has failed: of a pipeline that raises nothing too."""
+def test_host_waits_for_skipped_steps(monkeypatch: Any) -> None:
+    """While it waits for a device, the host checks for failed ranks, also in a pipeline that never raises."""
     waited: list[Any] = []
     monkeypatch.setattr(DeviceReads, "_await", lambda reads, event: waited.append(event))
     step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))

@@ -104,7 +104,7 @@ def a_step(hook: str) -> tuple[list[str], int]:
         ("two messages", ["sum"] * 4 + ["max"] * 4, 4 + 2 + 1),  # 4 and 8, and 1 of the lane, which travels alone
     ],
 )
-def test_messages_travel_while_backward_goes_on(pool: Any, hook: str, messages: list[str], time: int) -> None:
+def test_messages_overlap_with_backward(pool: Any, hook: str, messages: list[str], time: int) -> None:
     """First messages hide behind backward, second ones behind each other."""
     for order, took in pool.run(2, a_step, hook):
         assert order.index("sum") < order.index("gradient of p0"), order
@@ -149,7 +149,7 @@ def a_pass(hook: str) -> tuple[list[str], int]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("hook", "time"), [("mean", 4 + 1), ("two messages", 4 + 2)])
-def test_they_do_so_in_a_module_too(pool: Any, hook: str, time: int) -> None:
+def test_messages_overlap_with_backward_in_a_module(pool: Any, hook: str, time: int) -> None:
     for order, took in pool.run(2, a_pass, hook):
         assert order.index("sum") < order.index("gradient of p0"), order
         assert took == time, order
@@ -182,7 +182,7 @@ def steps_of(clip: str | None, overlap_step: bool) -> list[list[str]]:
 
 @pytest.mark.gloo
 def test_clipping_by_the_norm_before_waits_for_no_other_bucket(pool: Any) -> None:
-    """Where buckets are stepped as they come; the first step, which has no norm yet, waits for all."""
+    """Buckets are stepped as they arrive; the first step has no norm yet and waits for all."""
     all_first = ["arrived"] * 4 + ["stepped"] * 4
     for _, second in pool.run(2, steps_of, None, True):
         assert second.index("stepped") < 3, second

@@ -137,7 +137,7 @@ def test_buckets_do_not_matter(hook: str) -> None:
             assert same_bits(params, params2) and seen == seen2 and same_bits(kept, kept2)
 
 
-def test_only_what_is_compressed_has_a_memory() -> None:
+def test_only_compressed_leaves_have_residuals() -> None:
     _, _, kept = tx.simulate(lambda: trained("fed back", 300), {"data": 2})[0]
     matrices = {"a.weight", "b.weight", "c.weight"}
     assert {name.removeprefix("error.") for name in kept if name.startswith("error.")} == matrices

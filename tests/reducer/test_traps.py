@@ -51,7 +51,7 @@ def test_a_gradient_that_arrives_twice_is_refused() -> None:
     raises_text(RuntimeError, lambda: step(state, torch.ones(2)), "'w' arrived twice", "use_reentrant=False")
 
 
-def test_a_users_own_backward_does_not_leak_in() -> None:
+def test_backward_inside_the_loss_adds_no_gradients() -> None:
     def loss(params: Any, batch: Any) -> Tensor:
         (params["w"] * 100).sum().backward()
         return _linear(params, batch)
@@ -61,7 +61,7 @@ def test_a_users_own_backward_does_not_leak_in() -> None:
     assert state.params["w"].tolist() == [-1.0, -1.0]
 
 
-def test_windows_are_weighted_by_what_they_hold() -> None:
+def test_accumulate_raises_without_over_weight() -> None:
     for over in ("live", "world"):
         pipeline = tx.fuse(tx.mean("data", over=over), tx.sgd(1.0))  # type: ignore[arg-type]
         raises_text(
@@ -103,7 +103,7 @@ def test_optimizers_start_from_the_parameters_that_all_have() -> None:
     assert tx.simulate(one_rank, {"data": 3}, [1.0, 2.0, 3.0]) == [1.0] * 3
 
 
-def test_a_misused_state_does_not_tear_the_good_one() -> None:
+def test_rejected_state_does_not_affect_the_current_one() -> None:
     step = fjoin.train_step(_linear, MEAN_SGD, accumulate=2)
     first = step.init(_w())
     second, _ = step(first, 1.0)
@@ -124,7 +124,7 @@ def test_a_state_of_an_earlier_init_is_refused() -> None:
     assert new.step == 1
 
 
-def test_the_names_of_sums_may_come_later() -> None:
+def test_sum_names_may_first_appear_in_a_later_step() -> None:
     step = fjoin.train_step(lambda p, b: (_linear(p, b), {"sum": {"n": 1}}), MEAN_SGD, weight=lambda b: b)
     state = step.init(_w())
     state, metrics = step(state, 0.0)
@@ -190,7 +190,7 @@ def test_torch_adds_shared_gradients_twice() -> None:
     "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["mean", "other"]
 )
 @pytest.mark.parametrize("window", [1, 2])
-def test_a_16_bit_loss_divides_by_the_weights_that_it_could_hold(hook: tx.Transform, window: int) -> None:
+def test_16_bit_loss_divides_by_the_rounded_weights(hook: tx.Transform, window: int) -> None:
     """bfloat16 makes 1000 of the weight 1001: divided by 1001 the mean of equal gradients would not be theirs."""
 
     def one_rank(n: int) -> Any:

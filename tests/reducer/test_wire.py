@@ -150,7 +150,7 @@ def test_what_is_announced_is_sent(pool: Any, codec: str, hook: str, bucket_byte
 
 @pytest.mark.parametrize("ranks", [2, 8, 64, 512])
 def test_bytes_do_not_grow_with_the_ranks(ranks: int) -> None:
-    """Two messages of codes at most, whatever the number of ranks; torch's hooks gather ranks - 1 times the codes."""
+    """At most two messages of codes are sent for any number of ranks; torch gathers ranks - 1 times the codes."""
     params = {"w": torch.ones(1_000_000)}
     whole = tx.explain(tx.mean("data"), params, {"data": ranks}).sent_bytes
     for codec, most in ((tx.bfloat16(), 0.51), (tx.int8(), 0.26), (tx.int4(), 0.15), (tx.fp8(), 0.26)):
@@ -175,7 +175,7 @@ def nonfinite(codec: str, bad: float) -> str:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("codec", CODECS)
-def test_what_is_not_finite_reaches_every_rank(codec: str, bad: float) -> None:
+def test_nonfinite_gradients_raise_on_every_rank(codec: str, bad: float) -> None:
     for ranks in (2, 3, 5):
         for text in tx.simulate(lambda: nonfinite(codec, bad), {"data": ranks}):
             assert "rank 1" in text and "'w'" in text
@@ -195,7 +195,7 @@ def registered(hook: str, codec: str) -> Any:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("codec", "hook"), table([*CODECS], ["mean", "fed back", "fed back by path", *METHODS]))
 def test_in_distributed_data_parallel(pool: Any, codec: str, hook: str) -> None:
-    """In other buckets from the second pass on."""
+    """DDP changes the buckets from the second pass on."""
     start = {path: p.float() for path, p in parameters(make_model()).items()}
     (want, total), _ = pool.run(2, registered, "", "")
     for params, coded_total in (results := pool.run(2, registered, hook, codec)):
@@ -204,7 +204,7 @@ def test_in_distributed_data_parallel(pool: Any, codec: str, hook: str) -> None:
             assert (params[path] - p).norm() < ROOM[codec] * (p - start[path]).norm(), path
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: tx.compress(tx.int8, tx.mean("data")), "compress: codec must be a Codec", "int8()")  # type: ignore[arg-type]
     raises_text(TypeError, lambda: tx.compress(tx.int8(), tx.clip_by_value(1.0)), "clip_by_value(1.0)", "keyword wire")
     raises_text(TypeError, lambda: tx.cast(torch.bfloat16, tx.sgd(0.1)), "cast: hook")  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def test_a_code_has_no_derivative(hook: tx.Transform) -> None:
         raises_text(RuntimeError, lambda: tx.simulate(run, {"data": 2, "local": 1}, two), "no derivative")  # noqa: B023
 
 
-def test_weights_that_overflow_are_not_taken_for_none() -> None:
+def test_overflowing_weights_give_nan() -> None:
     hook = tx.cast(torch.bfloat16, tx.mean("data"))
     for ranks in (2, 3):
         out = tx.simulate(

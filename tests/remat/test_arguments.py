@@ -71,7 +71,7 @@ def test_the_tables_have_all_arguments_of_torch() -> None:
     assert named | {"preserve_rng_state"} | of_newer_torch == {*SERVED} == {*REFUSED}
 
 
-def test_hooks_around_a_module_get_what_a_policy_keeps() -> None:
+def test_saved_tensor_hooks_receive_the_tensors_of_a_policy() -> None:
     seen: list[torch.Size] = []
     module = fjoin.checkpoint_wrapper(model(), policy=tx.dots_saveable)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (seen.append(x.shape), x)[1], lambda x: x):
@@ -81,7 +81,7 @@ def test_hooks_around_a_module_get_what_a_policy_keeps() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SERVED.items() for value in values])
-def test_served(name: str, value: Any) -> None:
+def test_supported_arguments(name: str, value: Any) -> None:
     wrapped = fjoin.checkpoint_wrapper(model(), **{name: value})
     for _ in range(2):
         torch.testing.assert_close(gradients(wrapped), gradients(model()), rtol=0, atol=0)
@@ -89,12 +89,12 @@ def test_served(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in REFUSED.items() for case in cases])
-def test_refused(name: str, case: tuple[Any, type[Exception], str]) -> None:
+def test_raises_on_unsupported_arguments(name: str, case: tuple[Any, type[Exception], str]) -> None:
     value, kind, text = case
     raises_text(kind, lambda: fjoin.checkpoint_wrapper(model(), **{name: value}), text)
 
 
-def test_contexts_that_are_no_policy_are_refused_by_the_call() -> None:
+def test_raises_on_contexts_without_a_policy() -> None:
     both = fjoin.checkpoint_wrapper(model(), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
     raises_text(TypeError, lambda: both(torch.ones(3, 4)), "create_selective_checkpoint_contexts", "policy=")
     raises_text(
@@ -123,7 +123,7 @@ def products(module: nn.Module) -> int:
     return products.count
 
 
-def test_a_policy_of_torch_keeps_what_it_keeps_there() -> None:
+def test_torch_policy_saves_the_same_tensors() -> None:
     own, of_torch = fjoin.checkpoint_wrapper(model(), context_fn=selective), OfTorch(model(), selective)
     assert products(own) == 1 < products(fjoin.checkpoint_wrapper(model())) == 2
     assert products(of_torch) == 1

@@ -68,7 +68,7 @@ def trained(own: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor]]
 
 
 @pytest.mark.parametrize("how", WRAPS)
-def test_training_is_that_of_the_plain_model(how: str) -> None:
+def test_training_matches_the_plain_model(how: str) -> None:
     want, own = trained(model()), model()
     fjoin.apply_activation_checkpointing(own, WRAPS[how], is_block)
     got = trained(own)
@@ -79,7 +79,7 @@ def test_training_is_that_of_the_plain_model(how: str) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_torchs_own_names_and_statistics_differ() -> None:
+def test_torch_wrapper_changes_names() -> None:
     own = model()
     torchs.apply_activation_checkpointing(own, check_fn=is_block)
     assert any("_checkpoint_wrapped_module" in name for name, _ in own.named_modules())
@@ -90,7 +90,7 @@ def test_torchs_own_names_and_statistics_differ() -> None:
 
 
 @pytest.mark.parametrize("how", WRAPS)
-def test_all_names_are_those_of_the_plain_model(how: str) -> None:
+def test_names_match_the_plain_model(how: str) -> None:
     plain, own = model(), model()
     fjoin.apply_activation_checkpointing(own, WRAPS[how], is_block)
     for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
@@ -128,7 +128,7 @@ def test_functional_call_and_functional() -> None:
     assert apply is not None
 
 
-def test_a_wrapper_and_its_module_are_one() -> None:
+def test_wrapper_shares_all_attributes_with_its_module() -> None:
     block = Block()
     own = fjoin.checkpoint_wrapper(block)
     block.eval()
@@ -162,7 +162,7 @@ def test_forward_of_the_module_itself() -> None:
     assert next(calls) == 2
 
 
-def test_which_modules_are_wrapped() -> None:
+def test_wraps_the_same_modules_as_torch() -> None:
     def wrapped(**options: Any) -> list[str]:
         own = nn.Sequential(Block(), nn.Sequential(Block(), nn.Linear(4, 64)))
         fjoin.apply_activation_checkpointing(own, **options)
@@ -189,7 +189,7 @@ def test_a_module_in_two_places() -> None:
     assert own[0] is own[1] and type(own[0]).__name__ == "CheckpointedBlock"
 
 
-def test_they_run_on_remat_and_not_on_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrappers_do_not_call_torch_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("torch's own ran")
 
@@ -265,8 +265,8 @@ def test_bad_input() -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoint_wrapper", "apply_activation_checkpointing", "offload_wrapper"])
-def test_the_arguments_are_torchs(name: str) -> None:
-    """By their names, order and kinds; offload_wrapper has one more, for the place."""
+def test_arguments_match_torch(name: str) -> None:
+    """Names, order and kinds are equal; offload_wrapper has one more argument, for the place."""
     ours, theirs = (inspect.signature(getattr(owner, name)).parameters.values() for owner in (fjoin, torchs))
     of_torch = [(one.name, one.kind) for one in theirs]
     assert [(one.name, one.kind) for one in ours][: len(of_torch)] == of_torch

@@ -60,7 +60,7 @@ CALLERS: dict[str, Callable[[Doorway], bytes]] = {
 
 @pytest.mark.parametrize("times", [1, 200])
 @pytest.mark.parametrize("kind", CALLERS)
-def test_processes_of_the_same_user_hold_up_nobody(kind: str, times: int) -> None:
+def test_other_processes_of_the_same_user_do_not_delay_ranks(kind: str, times: int) -> None:
     """200 are more than wait at once."""
     with contextlib.ExitStack() as stack:
         doors = [stack.enter_context(Doorway()) for _ in range(3)]
@@ -79,7 +79,7 @@ def test_processes_of_the_same_user_hold_up_nobody(kind: str, times: int) -> Non
                 connection.close()
 
 
-def test_the_silent_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_are_closed_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_doorway, "_GREETING_S", 0.2)
     with Doorway() as door, Doorway() as late, caller(door) as silent:
         result: list[Any] = []
@@ -93,7 +93,7 @@ def test_the_silent_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_processes_of_another_user_are_not_heard(pool: Any) -> None:
+def test_processes_of_another_user_are_ignored(pool: Any) -> None:
     with Doorway() as first, Doorway() as second:
         at, stop = os.pipe(), os.pipe()
         if (child := os.fork()) == 0:
@@ -113,7 +113,7 @@ def test_processes_of_another_user_are_not_heard(pool: Any) -> None:
             connections[next(iter(connections))].close()
 
 
-def test_a_full_door_is_tried_again() -> None:
+def test_connect_retries_if_the_queue_is_full() -> None:
     """The system queues a limited number of connections; a rank that comes later waits for its turn."""
     with contextlib.ExitStack() as stack:
         doors = [stack.enter_context(Doorway()) for _ in range(2)]

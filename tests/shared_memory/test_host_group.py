@@ -142,7 +142,7 @@ def both(table: str) -> list[list[tuple[Any, Any]]]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("table", TABLES)
-def test_collectives_are_those_of_gloo(pool: Any, table: str, n: int) -> None:
+def test_collectives_match_gloo(pool: Any, table: str, n: int) -> None:
     if n == 1 and table == "rank to rank":
         pytest.skip("one rank has no peer")
     for ours, of_gloo in pool.run(n, both, table):
@@ -323,7 +323,7 @@ def waits_for_others(rank: int, report: Report) -> None:
     report((texts, time.process_time() - busy))
 
 
-def test_a_lost_rank_ends_polls_and_leaves_waits_asleep() -> None:
+def test_lost_rank_raises_in_polls_and_waits_without_busy_waiting() -> None:
     with Ranks(3, waits_for_others) as run:
         found = [run.next(30) for _ in range(3)]
     ((lost, late), busy) = next(what for who, _, what in found if who == 0)

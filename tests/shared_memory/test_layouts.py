@@ -210,7 +210,7 @@ def every_layout(transport: str | None) -> dict[Any, Any]:
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_collectives_over_axes_on_every_layout(pool: Any, n: int, transport: str) -> None:
-    """As simulated, to the bit."""
+    """Results are bitwise equal to the simulation."""
     want = tx.simulate(lambda: every_layout(None), {"data": n})
     for own, simulated in zip(pool.run(n, every_layout, transport), want, strict=True):
         for key in simulated:

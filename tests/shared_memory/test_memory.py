@@ -157,7 +157,7 @@ def test_memory_is_lent_to_one_thread_at_a_time() -> None:
 
 
 def test_a_forked_process_frees_nothing() -> None:
-    """Such as a worker of a DataLoader, which drops the tensors that it has inherited."""
+    """A DataLoader worker, for example, drops the tensors that it has inherited."""
     memory = HostMemory()
     held = [memory.zeros(5_000, torch.float32).fill_(3.0), memory.lend(5_000, torch.float32).fill_(4.0)]
     if (child := os.fork()) == 0:

@@ -56,7 +56,7 @@ def test_arguments_that_differ(pool: Any, ranks: int, what: str, n: int) -> None
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_the_simulator_refuses_them_too(what: str) -> None:
+def test_simulator_raises_on_mismatched_arguments(what: str) -> None:
     with pytest.raises(tx.CollectiveMismatch):
         tx.simulate(lambda r: CALLS[what](r, 3), {"data": 2}, [0, 1])
 

@@ -168,7 +168,7 @@ def test_a_refused_packet_is_an_error_at_once_on_both_ranks(
 
 @pytest.mark.parametrize("code", ["EPIPE", "ECONNRESET", "ENOTCONN", "ESHUTDOWN"])
 def test_a_closed_peer_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    """What the peer has sent before is still read."""
+    """Data sent before the close is still read."""
     first, second = linked()
     sent = HostChannel(second, 0, [0, 1], 1).exchange("all_gather", torch.ones(5), [(0, 5)] * 2, lambda parts: None)
 

@@ -42,7 +42,7 @@ def trained(transport: str, name: str) -> Any:
 
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("n", [2, 3])
-def test_it_is_the_step_over_gloo(pool: Any, n: int, name: str) -> None:
+def test_training_matches_gloo(pool: Any, n: int, name: str) -> None:
     want, got = pool.run(n, trained, "gloo", name), pool.run(n, trained, "auto", name)
     # Three ranks of gloo do not add in the order of ranks; the codec rounds what differs to other codes.
     tolerance = {"rtol": 0, "atol": 0} if n == 2 or name == "zero" else {"rtol": 1e-5, "atol": 1e-4}

@@ -70,7 +70,7 @@ def on_real_ranks(transport: str) -> Any:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_collectives_are_those_of_gloo_in_rank_order(pool: Any, n: int) -> None:
+def test_collectives_match_gloo_in_rank_order(pool: Any, n: int) -> None:
     shared, gloo = pool.run(n, on_real_ranks, "shared"), pool.run(n, on_real_ranks, "gloo")
     for (kind, own, flat), (other, want, filled) in zip(shared, gloo, strict=True):
         assert (kind, other) == ("HostAxis", "GroupAxis")

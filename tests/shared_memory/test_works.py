@@ -208,7 +208,7 @@ def on(backend: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_works_do_what_those_of_gloo_do(pool: Any, name: str) -> None:
+def test_works_match_those_of_gloo(pool: Any, name: str) -> None:
     for ours, of_gloo in zip(pool.run(2, on, "fjoin", name), pool.run(2, on, "gloo", name), strict=True):
         torch.testing.assert_close(ours, of_gloo, rtol=0, atol=0)
 

@@ -41,7 +41,7 @@ def _together(batches: list[Any]) -> Any:
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
-def test_accumulation_under_a_hook_that_runs_as_it_stands() -> None:
+def test_accumulation_with_a_custom_stage() -> None:
     sizes = [[3, 2, 4], [5, 1]]
     batches = make_batches(3, sizes)
     a = tx.simulate(
@@ -61,7 +61,7 @@ WHOLE_TREE = {
 
 @pytest.mark.parametrize("hook", WHOLE_TREE)
 def test_a_hook_on_the_whole_tree_is_given_the_mean_of_the_window(hook: str) -> None:
-    """As in one step on all of a window's batches together."""
+    """The result equals that of one step on all batches of the window."""
     batches = make_batches(3, [[3, 2, 4, 1], [5, 1, 2, 2]])
     together = [[_together(b[:2]), _together(b[2:])] for b in batches]
     start = parameters(make_model())
@@ -75,7 +75,7 @@ def test_a_hook_on_the_whole_tree_is_given_the_mean_of_the_window(hook: str) -> 
     assert max_diff(moved(batches, 2), want) < 1e-13 and want[0]["0.weight"].abs().max() > 1e-3
 
 
-def test_within_a_window_nothing_is_reported() -> None:
+def test_calls_within_a_window_report_no_loss() -> None:
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), accumulate=2)
     state, metrics = step(state, X)
     assert not metrics.stepped and metrics.loss != metrics.loss and state.step == 0

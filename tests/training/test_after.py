@@ -55,7 +55,7 @@ def by_pipeline(pipeline: tx.Pipeline, batches: list[Any]) -> Any:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("batches", [[1.0, NAN, 1.0, 1.0], [NAN, 1.0, 1.0, NAN], [1.0, 1.0, NAN, NAN]])
-def test_periods_go_on_in_steps_that_are_left_out(batches: list[Any], on_device: bool) -> None:
+def test_periods_advance_in_skipped_steps(batches: list[Any], on_device: bool) -> None:
     pipeline = counted(tx.mean("data"))
     with fjoin.bind(fjoin.mesh({"data": -1})):
         want, pure = by_pipeline(pipeline, batches)
@@ -66,7 +66,7 @@ def test_periods_go_on_in_steps_that_are_left_out(batches: list[Any], on_device:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_periods_go_on_in_steps_without_input(on_device: bool) -> None:
+def test_periods_advance_in_steps_without_input(on_device: bool) -> None:
     """An average that is due leaves the parameters as they are; other transforms run as in any step."""
     batches = [1.0, None, 1.0, None, None, 1.0]
     with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -83,8 +83,8 @@ def test_periods_go_on_in_steps_without_input(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_due_average_is_taken_in_a_step_that_is_left_out(on_device: bool) -> None:
-    """On the rank whose gradients are not finite too, with the weight of the steps it has trained on before."""
+def test_due_average_is_taken_in_a_skipped_step(on_device: bool) -> None:
+    """The rank with nonfinite gradients takes part, with the weight of its earlier steps."""
 
     def pure(batches: list[Any]) -> Any:
         return by_pipeline(averaged(tx.noop()), batches)[0]
@@ -100,7 +100,7 @@ def test_a_due_average_is_taken_in_a_step_that_is_left_out(on_device: bool) -> N
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_step_that_an_error_is_raised_for_changes_nothing(on_device: bool) -> None:
+def test_nonfinite_step_changes_nothing(on_device: bool) -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.5), after=tx.stateless(_plus_one))
     step = fjoin.train_step(product, pipeline)
     step._run.step_check.grads.on_device = on_device
@@ -116,7 +116,7 @@ def test_a_step_that_an_error_is_raised_for_changes_nothing(on_device: bool) -> 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_buffers_are_transformed_in_every_step_too(on_device: bool) -> None:
-    """In a step that is left out from those before it."""
+    """A skipped step transforms the buffers of the step before it."""
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         return (params["w"] * batch).sum(), None, {"n": buffers["n"] + 10}
@@ -144,7 +144,7 @@ def registered(batches: list[Any]) -> Any:
     return seen, handle.state_dict()["after"], handle.skipped
 
 
-def test_periods_go_on_under_ddp_too(pool: Any) -> None:
+def test_periods_advance_under_ddp(pool: Any) -> None:
     batches = [1.0, NAN, 1.0, 1.0]
     with fjoin.bind(fjoin.mesh({"data": -1})):
         want, _ = by_pipeline(counted(tx.mean("data")), batches)

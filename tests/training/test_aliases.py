@@ -39,7 +39,7 @@ def test_a_target_network_is_a_copy(donate: bool, accumulate: int) -> None:
 
 
 @ALL_WAYS
-def test_what_is_reported_of_parameters_is_a_copy(donate: bool) -> None:
+def test_aux_views_of_parameters_are_copied(donate: bool) -> None:
     def loss_fn(params: Any, batch: Any) -> Any:
         w, other = params["w"], torch.ones(1)
         return distance(params, batch), {"own": other, "deep": [w, (w.detach().view(1, 1), {"plain": w[:1]})], "n": 3}
@@ -52,7 +52,7 @@ def test_what_is_reported_of_parameters_is_a_copy(donate: bool) -> None:
     assert metrics.aux["n"] == 3 and not first.requires_grad
 
 
-def test_what_lies_elsewhere_is_reported_as_it_is() -> None:
+def test_aux_without_views_is_returned_unchanged() -> None:
     own = {"a": torch.ones(3), "b": [torch.zeros(1), "text"]}
     step = fjoin.train_step(lambda p, b: (distance(p, b), own), tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     _, metrics = step(step.init({"w": torch.zeros(1)}), torch.ones(1))

@@ -53,7 +53,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_is_noticed_at_the_next_use(change: str, use: str) -> None:
+def test_next_use_raises_after_an_assignment(change: str, use: str) -> None:
     step, state = made()
     CHANGES[change](state.params)
     raises_text(
@@ -62,7 +62,7 @@ def test_it_is_noticed_at_the_next_use(change: str, use: str) -> None:
     assert state.params["w"].tolist() == [1.0, 1.0]  # raised only once
 
 
-def test_deeper_down() -> None:
+def test_nested_assignments_raise() -> None:
     params = {"layers": [{"w": torch.ones(2)}, {"w": torch.ones(2)}], "head": (torch.ones(1),)}
     step, state = made(params)
     state.params["layers"][1]["w"] = torch.zeros(2)
@@ -71,7 +71,7 @@ def test_deeper_down() -> None:
     raises_text(TypeError, lambda: step(state, 1.0), "'layers.1.w'")
 
 
-def test_what_is_read_is_a_plain_dict_that_may_be_copied_and_written_into() -> None:
+def test_state_params_is_a_plain_dict() -> None:
     step, state = made()
     params = state.params
     assert type(params) is dict and params is not state.params

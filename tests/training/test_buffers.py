@@ -133,7 +133,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_step_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
+def test_skipped_step_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
     step._run.step_check.grads.on_device = on_device
     for x in (1.0, float("nan"), 2.0):
@@ -142,7 +142,7 @@ def test_a_step_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_window_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
+def test_skipped_window_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))), accumulate=2)
     step._run.step_check.grads.on_device = on_device
     for x in (1.0, 2.0, float("nan"), 3.0):
@@ -155,8 +155,8 @@ def test_a_window_that_is_left_out_changes_no_buffer(on_device: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_a_buffer_that_is_equal_on_all_ranks_stays_as_it_is(dtype: torch.dtype) -> None:
-    """Whatever the weights, up to the largest number of its dtype."""
+def test_average_of_equal_buffers_is_exact(dtype: torch.dtype) -> None:
+    """This holds for all weights and values up to the largest number of the dtype."""
     values = torch.tensor([1.0, 30.0, 0.1, torch.finfo(dtype).min]).to(dtype)
 
     def one_rank(weight: float) -> Any:
@@ -189,7 +189,7 @@ def test_counts_of_any_kind_become_the_largest(dtype: torch.dtype) -> None:
         assert out.dtype is dtype and out.tolist() == [most - 1, 1]
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.1))
     raises_text(TypeError, lambda: counting(pipeline, on_buffers="mean"), "on_buffers", "'mean'")
     raises_text(

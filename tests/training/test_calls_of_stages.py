@@ -14,8 +14,8 @@ HOOKS = {"a plain mean": tx.mean("data"), "an encoded mean": tx.quantized_mean("
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_a_stage_behind_a_reduction_knows_the_group(name: str) -> None:
-    """Its weight is that of all ranks, and the lane has their sums: in a step of one's own and in a train_step."""
+def test_stage_after_a_reduction_gets_the_weight_and_sums_of_the_group(name: str) -> None:
+    """The weight is that of all ranks, and the lane holds their sums, in pipeline.step and in a train_step."""
     seen: list[tuple[float, Any, set[str]]] = []
 
     def update(grads: Any, state: Any, params: Any, call: tx.Call) -> Any:

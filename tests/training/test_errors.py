@@ -87,7 +87,7 @@ X = torch.ones(2)
         (lambda: tx.to_json(3), TypeError, ["3"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made(make: Any, kind: Any, texts: list[str]) -> None:
+def test_raises_on_bad_arguments(make: Any, kind: Any, texts: list[str]) -> None:
     raises_text(kind, make, *texts)
 
 
@@ -131,7 +131,7 @@ def test_losses_that_cannot_be_used(loss: Any, kind: Any, texts: list[str]) -> N
 
 @pytest.mark.parametrize("rows", [2, 2_000_000])
 def test_sparse_gradients_are_refused(rows: int) -> None:
-    """In a bucket of many, and as a message of its own."""
+    """This holds in a bucket with other leaves and in a separate message."""
 
     def loss(params: Any, batch: Any) -> Tensor:
         return torch.nn.functional.embedding(torch.tensor([0]), params["table"], sparse=True).sum()
@@ -151,7 +151,7 @@ def test_weights_that_cannot_be_used(weight: float) -> None:
     raises_text(ValueError, lambda: tx.simulate(run, {"data": 1}, [X]), "weight must be a finite number", repr(weight))
 
 
-def test_a_state_of_something_else() -> None:
+def test_raises_on_bad_states_and_gradients() -> None:
     step, state = step_of()
     raises_text(TypeError, lambda: step({"w": X}, X), "from step.init", "dict")
     pipeline, params = MEAN_SGD, {"w": X}
@@ -190,7 +190,7 @@ def test_patterns_that_match_nothing() -> None:
     raises_text(ValueError, lambda: step.init({"w": X}), "['nope']")
 
 
-def test_a_tensor_stands_once_in_params() -> None:
+def test_raises_if_a_tensor_occurs_twice_in_params() -> None:
     w = torch.ones(2)
     step = fjoin.train_step(lambda p, b: (p["a"] * p["b"]).sum(), MEAN_SGD)
     raises_text(ValueError, lambda: step.init({"a": w, "b": w}), "'b'", "'a'", "same tensor", "fjoin.functional")

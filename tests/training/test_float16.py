@@ -97,8 +97,8 @@ def test_two_levels() -> None:
     assert all(w == out[0] for w in out) and out[0] == pytest.approx([-48.0] * 3, rel=2e-3)
 
 
-def test_a_sum_is_what_it_is() -> None:
-    """Without a division at the end it must fit float16 by itself."""
+def test_sum_is_not_divided() -> None:
+    """A sum without a division at the end must fit float16 itself."""
     for seen in of(2, BEHIND["sum"], [4.0] * 2):
         assert [w for w, _, _ in seen] == [-24.0, -48.0]
 
@@ -106,7 +106,7 @@ def test_a_sum_is_what_it_is() -> None:
 @pytest.mark.parametrize("hook", [*HOOKS, "clip, mean"])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_weights_of_thousands_in_windows(hook: str, accumulate: int) -> None:
-    """Where the hook applies the weights itself, only the gradients accumulated before it are scaled."""
+    """If the hook applies the weights itself, only the gradients accumulated before it are scaled."""
     make = HOOKS.get(hook, lambda: tx.chain(tx.clip_by_value(1e4), tx.mean("data", over="live")))
     for seen in of(2, make, [4096.0] * 2 * accumulate, accumulate=accumulate):
         assert [w for w, _, _ in seen] == [-24.0, -48.0]
@@ -114,14 +114,14 @@ def test_weights_of_thousands_in_windows(hook: str, accumulate: int) -> None:
 
 
 def test_weights_that_change_from_step_to_step() -> None:
-    """And ranks without input, batches without weight, a first step in which no rank has any."""
+    """The table includes ranks without input, batches without weight, and a first step without any weight."""
     per_rank = [[(16.0, 0.0), (16.0, 3000.0), (16.0, 30_000.0), (16.0, 800.0)], [(32.0, 0.0), (64.0, 1000.0)]]
     a, b = tx.simulate(lambda batches: trained(HOOKS["mean"](), batches), {"data": 2}, per_rank)
     assert a == b and [w for w, _, _ in a] == [0.0, -28.0, -44.0, -60.0]
 
 
-def test_the_result_does_not_depend_on_a_power_of_two() -> None:
-    """To the bit, wherever float16 holds the result in full precision: so a resumed run gives the same result."""
+def test_scaling_all_weights_by_a_power_of_two_changes_nothing() -> None:
+    """Results are bitwise equal if float16 holds them in full precision, so a resumed run gives the same result."""
     gradients = [0.3, 1.7, 11.1, 130.0]
 
     def run(times: float) -> Any:
@@ -133,7 +133,7 @@ def test_the_result_does_not_depend_on_a_power_of_two() -> None:
         assert [[seen[:2] for seen in rank] for rank in run(times)] == want
 
 
-def test_other_dtypes_meet_nowhere_else() -> None:
+def test_other_dtypes_exchange_no_weights() -> None:
     """The ranks exchange weights in the store before the first step of float16 parameters, and only there."""
     met = []
 

@@ -116,7 +116,7 @@ def test_a_flush_reaches_all_windows(name: str) -> None:
 
 
 @pytest.mark.parametrize("inner", [AVERAGE, tx.chain(AVERAGE, tx.ema(0.9))])
-def test_training_goes_on_after_a_flush_with_a_new_window(inner: tx.Transform) -> None:
+def test_flush_starts_a_new_window(inner: tx.Transform) -> None:
     def one_rank(batches: list[float]) -> float:
         step = fjoin.train_step(product, then(tx.every(3, inner)), weight=lambda b: float(b != 0))
         state = step.init({"w": torch.zeros(1)})
@@ -245,7 +245,7 @@ def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("bad", [2, 3])
-def test_flush_raises_for_the_last_steps_too(bad: int, on_device: bool) -> None:
+def test_flush_raises_for_nonfinite_last_steps(bad: int, on_device: bool) -> None:
     """The given state stays usable, and the second flush averages it."""
     for step, ranks, text, param in tx.simulate(lambda: left_out((bad,), on_device), {"data": 2}):
         assert (step, ranks) == (bad, (1,)) and "which the others took" in text

@@ -37,7 +37,7 @@ class Tied(nn.Module):
 X = torch.tensor([0, 1, 2, 3, 4, 0])
 
 
-def test_it_is_the_module() -> None:
+def test_results_match_the_module() -> None:
     module = Tied()
     apply, params, buffers = fjoin.functional(module)
     assert list(params) == ["embed.weight", "norm.weight", "norm.bias"]
@@ -97,7 +97,7 @@ def test_an_ensemble_through_vmap() -> None:
     )
 
 
-def test_it_keeps_no_second_copy_of_what_is_trained() -> None:
+def test_no_second_copy_of_the_parameters_is_kept() -> None:
     apply, params, _ = fjoin.functional(nn.Linear(3, 2))
     assert all(p.is_meta for p in apply._shell.parameters())
     raises_text(ValueError, lambda: apply({"weight": params["weight"]}, {}, torch.ones(3)), "params lacks ['bias']")
@@ -121,7 +121,7 @@ def test_an_error_in_the_module_leaves_it_as_it_was() -> None:
     assert torch.equal(apply(params, buffers, X), before)
 
 
-def test_training_a_model_with_all_of_that() -> None:
+def test_training_with_tied_and_frozen_parameters_and_buffers() -> None:
     def one_rank(x: Tensor) -> Any:
         torch.manual_seed(0)
         apply, params, buffers = fjoin.functional(Tied())
@@ -150,7 +150,7 @@ ROWS = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("given", ["none", "all"])
-def test_updates_of_buffers_that_are_thrown_away_are_warned_of_once(given: str) -> None:
+def test_warns_once_about_discarded_buffer_updates(given: str) -> None:
     apply, params, buffers = normed()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -166,7 +166,7 @@ def test_updates_of_buffers_that_are_thrown_away_are_warned_of_once(given: str) 
         assert part in str(seen[0].message)
 
 
-def test_updates_by_assignment_are_seen_too() -> None:
+def test_warns_about_discarded_buffer_assignments() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -189,7 +189,7 @@ def test_a_train_step_that_throws_statistics_away_warns() -> None:
         step(step.init(params), ROWS)
 
 
-def test_what_updates_nothing_does_not_warn() -> None:
+def test_modules_without_buffer_updates_do_not_warn() -> None:
     """Warnings are errors here."""
     for module in (
         nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval(),

@@ -60,7 +60,7 @@ def test_functions_of_one_mode() -> None:
     assert not torch.equal(quiet(doubled, buffers, X), want)
 
 
-def test_it_follows_attributes_and_hands_them_back() -> None:
+def test_attribute_changes_are_shared_with_the_module() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -81,7 +81,7 @@ def test_it_follows_attributes_and_hands_them_back() -> None:
     assert torch.equal(model.last, 3 * X.sum()) and model.scale.item() == 1.0
 
 
-def test_what_is_wrapped_afterwards_is_wrapped() -> None:
+def test_later_wrappers_and_hooks_take_effect() -> None:
     model = _net(nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     apply, params, _ = fjoin.functional(model)
     want = apply(params, {}, X)
@@ -166,8 +166,8 @@ def test_checkpoints_inside_the_module(how: str, reentrant: bool) -> None:
     assert max_diff(state.params, {path: p - 0.1 * expected[path] for path, p in params.items()}) < 1e-6
 
 
-def test_torchs_functional_call_loses_the_tensors_of_a_checkpoint() -> None:
-    """The fault of torch that copies avoid: what is computed again sees the module's own tensors."""
+def test_torch_functional_call_gives_wrong_gradients_of_a_checkpoint() -> None:
+    """The recomputation uses the module's own tensors; fjoin.functional avoids this fault by copies."""
     model, plain = Checkpointed("method"), Checkpointed("plain method")
     given = {path: (2 * p).detach().requires_grad_() for path, p in model.named_parameters()}
     found = []
@@ -263,7 +263,7 @@ MODULES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 @pytest.mark.filterwarnings("ignore:.*(weight_norm|torch.jit.script|is deprecated)")
 @pytest.mark.filterwarnings("ignore:.*enable_nested_tensor")
 @pytest.mark.parametrize("name", MODULES)
-def test_it_is_torchs_functional_call(name: str) -> None:
+def test_results_match_torch_functional_call(name: str) -> None:
     torch.manual_seed(0)
     model, x = MODULES[name]()
     apply, params, buffers = fjoin.functional(model)
@@ -285,7 +285,7 @@ def test_it_is_torchs_functional_call(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_a_scripted_module_is_refused() -> None:
-    """As by torch's functional_call."""
+    """Torch's functional_call raises too."""
     scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 3)))
     raises_text(TypeError, lambda: fjoin.functional(scripted), "torch.jit")
 
@@ -387,7 +387,7 @@ def test_a_compiled_module_stays_compiled() -> None:
     torch._dynamo.reset()
 
 
-def test_a_compiled_module_serves_one_rank_at_a_time() -> None:
+def test_compiled_module_raises_if_ranks_call_it_at_the_same_time() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -433,7 +433,7 @@ def test_paths_of_shared_tensors_and_of_others() -> None:
     raises_text(ValueError, lambda: apply(params, buffers, TOKENS), "params lacks ['extra.")
 
 
-def test_what_updates_no_buffer_leaves_the_module_alone() -> None:
+def test_calls_do_not_change_the_buffers_of_the_module() -> None:
     model = _net(nn.BatchNorm1d(8))
     before = copy.deepcopy(model.state_dict())
     apply, params, buffers = fjoin.functional(model)

@@ -95,7 +95,7 @@ def test_a_submodule_that_is_reached_by_another_object(by: str) -> None:
         equal(apply, moved(params), Reaching(by))
 
 
-def test_what_a_call_changes_in_an_object_stays() -> None:
+def test_changes_to_an_object_persist_after_a_call() -> None:
     module = Reaching("a callable object")
     apply, params, _ = fjoin.functional(module)
     before = module.held.module
@@ -104,7 +104,7 @@ def test_what_a_call_changes_in_an_object_stays() -> None:
     assert module.held.calls == 3 and module.held.module is before is module.layer
 
 
-def test_a_trainer_of_which_a_module_is_a_part_is_left_alone() -> None:
+def test_trainer_that_holds_the_module_is_not_copied() -> None:
     module = Reaching("a dataclass")
     trainer: Any = types.SimpleNamespace(strategy=Handler(module))
     module.trainer = trainer
@@ -247,7 +247,7 @@ class Layer(nn.Module):
         return self.shared.hidden + self.w  # type: ignore[no-any-return]
 
 
-def test_layers_talk_through_an_object_that_refers_to_the_model() -> None:
+def test_layers_share_an_object_that_refers_to_the_model() -> None:
     def make() -> nn.Module:
         shared = types.SimpleNamespace()
         shared.model = nn.Sequential(Layer(shared, True), Layer(shared, False))
@@ -258,7 +258,7 @@ def test_layers_talk_through_an_object_that_refers_to_the_model() -> None:
     del module
 
 
-def test_a_transform_leaves_nothing_of_its_own_in_an_object() -> None:
+def test_transform_leaves_no_tensors_in_an_object() -> None:
     shared = types.SimpleNamespace()
     shared.model = nn.Sequential(Layer(shared, True), Layer(shared, False))
     apply, params, _ = fjoin.functional(shared.model)

@@ -46,7 +46,7 @@ def test_one_loop_at_a_time() -> None:
         state, _ = step(state, batch)
 
 
-def test_a_rank_that_leaves_the_loop_is_noticed_in_the_simulator() -> None:
+def test_simulator_raises_if_a_rank_leaves_the_loop() -> None:
     def one_rank(leave: bool) -> None:
         step, state = step_of()
         for batch in step.join([X] * 3):
@@ -60,7 +60,7 @@ def test_a_rank_that_leaves_the_loop_is_noticed_in_the_simulator() -> None:
     )  # fmt: skip
 
 
-def test_no_batch_says_what_to_do() -> None:
+def test_no_batch_error_names_the_empty_argument() -> None:
     for use in (
         lambda b: b.shape,
         lambda b: b[0],

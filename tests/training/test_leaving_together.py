@@ -126,7 +126,7 @@ def custom(stops: Any, transport: Any) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_loop_of_ones_own(pool: Pool, transport: str) -> None:
+def test_custom_loop(pool: Pool, transport: str) -> None:
     assert pool.run(2, custom, [3, 3], transport) == [14.0, 14.0]
     first, second = pool.run(2, custom, [3, 9], transport)
     assert "rank 0 left the loop over fjoin.join in iteration 3" in second and "taken down" in first

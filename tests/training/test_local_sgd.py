@@ -112,7 +112,7 @@ def messages_of_parts(name: str) -> list[list[int]]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", OF_PARTS)
-def test_messages_of_some_of_the_parameters_are_those_announced(pool: Any, name: str) -> None:
+def test_messages_of_partial_averages_match_explain(pool: Any, name: str) -> None:
     """The dtypes of the other parameters do not matter."""
     pipeline = tx.fuse(tx.noop(), tx.sgd(0.1), after=OF_PARTS[name])
     for seen in pool.run(2, messages_of_parts, name):

@@ -29,7 +29,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_scale_is_torchs(options: dict[str, Any]) -> None:
+def test_scale_matches_torch_grad_scaler(options: dict[str, Any]) -> None:
     g = torch.Generator().manual_seed(0)
     grads = [torch.randn(4, generator=g) for _ in range(30)]
     for i, bad in ((3, INF), (4, NAN), (11, -INF), (20, NAN)):
@@ -105,7 +105,7 @@ def test_in_a_step_as_in_the_pure_pipeline(hook: str, on_device: bool) -> None:
         assert losses[2] == pytest.approx(3.0, rel=0.2) and (params["w"] != 1).all()
 
 
-def test_what_float16_would_lose_arrives() -> None:
+def test_small_gradients_survive_in_float16() -> None:
     """The gradient of w is 1e-9 * batch: nothing in float16, unless it is scaled."""
     for pipeline, moved in (
         (tx.fuse(tx.mean("data"), tx.sgd(1.0)), 0.0),
@@ -122,7 +122,7 @@ def test_what_float16_would_lose_arrives() -> None:
     "hook", [tx.mean("data"), tx.chain(tx.clip_by_value(1e9), tx.mean("data"))], ids=["plain", "other"]
 )
 def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> None:
-    """The mean of equal gradients is theirs, whatever the loss can hold of weights and scales."""
+    """The mean of equal gradients is their value, even if the loss dtype rounds weights and scales."""
 
     def one_rank(n: int) -> Any:
         step = fjoin.train_step(
@@ -140,7 +140,7 @@ def test_windows_and_narrow_losses(hook: tx.Transform, dtype: torch.dtype) -> No
         assert params == pytest.approx([-2.0, -2.0], abs=1e-5) and scale == 22.5
 
 
-def test_a_rank_that_runs_out_within_a_window_keeps_what_it_has() -> None:
+def test_rank_that_ends_within_a_window_still_counts() -> None:
     pipeline = tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(1.0)), init_scale=1024.0)
 
     def one_rank(batches: list[Tensor]) -> list[float]:
@@ -154,7 +154,7 @@ def test_a_rank_that_runs_out_within_a_window_keeps_what_it_has() -> None:
 
 
 def test_a_window_that_overflows_is_lost_whole() -> None:
-    """In the pure pipelines with accumulate too: a NaN of one window does not carry over into the next."""
+    """A NaN of one window does not enter the next, also in pure pipelines with accumulate."""
     step, state = step_of(pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5))), accumulate=2)
     for batch in (X * NAN, X, X, X):
         state, _ = step(state, batch)
@@ -181,7 +181,7 @@ def test_no_rank_with_weight_counts_as_no_step() -> None:
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])
-def test_optimizers_that_take_a_sign_see_it_too(bad: float) -> None:
+def test_overflow_is_detected_with_sign_based_optimizers(bad: float) -> None:
     """sign(nan) is 0, so that parameters stay finite; a frozen leaf's gradient counts too, as in a step."""
     makers = {
         "lion": tx.lion(0.1),
@@ -257,7 +257,7 @@ def test_in_distributed_data_parallel(pool: Any) -> None:
         assert loaded == 33.0
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     fused = tx.fuse(tx.mean("data"), tx.sgd(0.1))
     for options, name in (
         ({"init_scale": 0.0}, "init_scale"), ({"init_scale": 1e39}, "init_scale"),
@@ -276,7 +276,7 @@ def test_what_is_refused() -> None:
     raises_text(TypeError, lambda: fjoin.train_step(product, scaled).init(narrow), "params['w']", "float16")
 
 
-def test_it_is_data_and_is_explained() -> None:
+def test_pipeline_can_be_serialized_and_explained() -> None:
     scaled = tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.1)), init_scale=8.0)
     assert tx.from_json(tx.to_json(scaled)) == scaled and repr(scaled).endswith("init_scale=8.0)")
     table = tx.explain(scaled, {"w": torch.ones(3)}, {"data": 2})

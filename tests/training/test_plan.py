@@ -72,7 +72,7 @@ def test_every_in_every_counts_runs() -> None:
     assert [int(params["w"][0]) for params in seen] == [1] * 5 + [2] * 6 + [3]
 
 
-def test_an_average_is_that_of_the_master_copies() -> None:
+def test_average_uses_the_master_copies() -> None:
     """The next step continues from the average, and small steps in between add up."""
     pipeline = tx.fuse(tx.noop(), tx.mixed_precision(tx.sgd(0.25)), after=tx.every(2, tx.mean("data")))
 

@@ -57,8 +57,8 @@ def test_loops_end_over_the_axes_of_the_buffers_too() -> None:
 
 
 @pytest.mark.gloo
-def test_explain_has_the_buffers_and_the_message_of_those_that_loop_together(pool: Any) -> None:
-    """Over the union of the axes: counted at torch.distributed."""
+def test_explain_includes_buffers_and_the_message_of_the_loop(pool: Any) -> None:
+    """Messages go over the union of the axes and are counted at torch.distributed."""
     pipeline, over = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node")), tx.average_buffers(("node", "local"))
     buffers = {"n": torch.zeros(3), "count": torch.tensor(1)}
     what = tx.explain(pipeline, start(), NODES, buffers=buffers, on_buffers=over)

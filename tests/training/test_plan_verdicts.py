@@ -20,7 +20,7 @@ from tests.training.plan_problem import (
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_rank_whose_gradients_stay_its_own_leaves_out_its_own_steps(on_device: bool) -> None:
+def test_rank_with_local_gradients_skips_only_its_own_steps(on_device: bool) -> None:
     """The others take them; the average that is due is taken without the work of that step."""
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.noop(), SGD, after=tx.mean("data")))
     batches = [[NAN], [1.0], [3.0]]
@@ -53,8 +53,8 @@ def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loo
     return calls, None, (), (), 0.0, ""
 
 
-def test_ranks_that_take_their_own_steps_raise_together() -> None:
-    """In the second call after the step that one of them has left out; the others took it, and the text says so."""
+def test_ranks_with_local_steps_raise_together() -> None:
+    """They raise in the second call after a step that one rank skipped; the text says that the others took it."""
     out = tx.simulate(
         lambda b: not_finite(tx.noop(), False, b, True), {"data": 3}, [[1.0] * 4, [1.0, NAN, 1.0, 1.0], [1.0] * 4]
     )
@@ -63,13 +63,13 @@ def test_ranks_that_take_their_own_steps_raise_together() -> None:
         assert ended == (3, 0.0 if rank == 1 else -0.5)
 
 
-def test_a_last_step_that_some_ranks_left_out_is_raised_at_the_end_of_the_loop() -> None:
+def test_loop_end_raises_if_some_ranks_skipped_the_last_step() -> None:
     for on_device in (False, True):
         out = tx.simulate(lambda b: not_finite(tx.noop(), on_device, b, True), {"data": 2}, [[1.0, 1.0], [1.0, NAN]])  # noqa: B023
         assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [(2, 1, (1,))] * 2
 
 
-def test_a_step_that_all_ranks_left_out() -> None:
+def test_error_names_all_ranks_that_skipped_a_step() -> None:
     for *_, ranks, _, _, text in tx.simulate(
         lambda b: not_finite(tx.noop(), False, b, True), {"data": 2}, [[1.0, NAN, 1.0, 1.0]] * 2
     ):
@@ -112,14 +112,14 @@ def test_a_sum_that_overflows_names_no_rank() -> None:
     assert tx.simulate(one_rank, {"data": 3}) == [()] * 3
 
 
-def test_by_the_devices_verdict_they_raise_together_too() -> None:
+def test_ranks_with_local_steps_raise_together_on_a_device() -> None:
     out = tx.simulate(
         lambda b: not_finite(tx.noop(), True, b, False), {"data": 2}, [[1.0, NAN, 1.0, 1.0, 1.0, 1.0], [1.0] * 6]
     )
     assert [(calls, step, ranks) for calls, step, ranks, *_ in out] == [out[0][:3]] * 2 == [(6, 1, (0,))] * 2
 
 
-def test_a_loss_scale_is_a_ranks_own_where_nothing_is_reduced() -> None:
+def test_loss_scale_is_per_rank_without_a_reduction() -> None:
     pipeline = tx.dynamic_loss_scale(tx.fuse(tx.noop(), SGD), init_scale=4.0)
     for on_device in (False, True):
         out = tx.simulate(

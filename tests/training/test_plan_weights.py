@@ -21,7 +21,7 @@ from tests.training.plan_problem import (
 
 
 def test_an_average_of_parameters_counts_its_window() -> None:
-    """A rank that is out of input in the last step of a window has trained in it all the same."""
+    """A rank without input in the last step of a window still counts with its earlier steps."""
     pipeline = tx.fuse(tx.noop(), tx.sgd(1.0), after=tx.every(2, tx.mean("data")))
 
     def one(batches: list[float]) -> float:
@@ -34,8 +34,8 @@ def test_an_average_of_parameters_counts_its_window() -> None:
     assert tx.simulate(one, {"data": 2}, [[1.0, 1.0], [10.0]]) == [(2 * -2.0 + 1 * -10.0) / 3] * 2
 
 
-def test_a_rank_without_input_takes_no_step_of_its_own() -> None:
-    """Where nothing is reduced its momentum does not move it."""
+def test_rank_without_input_takes_no_local_step() -> None:
+    """Without a reduction its momentum does not move its parameters."""
     pipeline = tx.fuse(tx.noop(), tx.sgd(1.0, momentum=0.9))
 
     def one(batches: list[float]) -> list[float]:
@@ -49,7 +49,7 @@ def test_a_rank_without_input_takes_no_step_of_its_own() -> None:
     assert tx.simulate(one, {"data": 2}, [[1.0, 1.0, 1.0], [1.0]]) == [[-1.0, -2.9, -5.61], [-1.0, -1.0, -1.0]]
 
 
-def test_ranks_of_a_node_stay_equal_whatever_their_weights() -> None:
+def test_ranks_of_a_node_stay_equal_for_all_weights() -> None:
     """`after` is given the weight of the node, not of the rank: local weights (1, 0) and (1, 1)."""
     pipeline = tx.fuse(tx.mean("local"), SGD, after=tx.mean("node"))
     for batches in ([[1.0], [None], [2.0], [4.0]],):
@@ -81,7 +81,7 @@ def test_a_window_without_weight_changes_nothing() -> None:
 
 
 def test_the_lane_is_summed_once() -> None:
-    """Also where two stages reduce over one axis."""
+    """This holds if two stages reduce over one axis."""
     hook = tx.chain(tx.clip_by_value(1e9), tx.mean("data"), tx.mean("data"))
 
     def one(batch: float) -> Any:

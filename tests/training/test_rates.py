@@ -70,7 +70,7 @@ def test_a_tensor_that_becomes_nan() -> None:
     assert max_diff(state.params["w"], before) == 0
 
 
-def test_what_is_known_when_it_is_made() -> None:
+def test_construction_raises_on_bad_values() -> None:
     nan, inf = math.nan, math.inf
     for made in (
         lambda: tx.sgd(inf),
@@ -115,7 +115,7 @@ def test_only_the_rate_follows_a_schedule_by_itself(schedule: Any) -> None:
     assert max_diff(new, tx.adamw(0.1, weight_decay=0.1).step(params, params, tx.adamw().init(params))[0]) < 1e-6
 
 
-def test_schedules_of_this_package_are_not_looked_at_again() -> None:
+def test_built_in_schedules_are_not_checked_again() -> None:
     """Their values are known to be finite, so a step on a device has nothing to wait for."""
     schedules = [
         tx.constant(0.1), tx.linear(0.1, 0.0, 9), tx.cosine(0.1, 9), tx.warmup_cosine(0.1, 2, 9), tx.tabulated((0.1, 0.2)),

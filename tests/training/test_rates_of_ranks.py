@@ -107,17 +107,17 @@ def _differing(name: str, hook: str, ranks: int, on_device: bool = False) -> Non
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("name", WAYS)
-def test_however_they_differ(name: str, on_device: bool) -> None:
+def test_different_rates_raise(name: str, on_device: bool) -> None:
     _differing(name, "mean", 2, on_device)
 
 
 @pytest.mark.parametrize("name", ["a closure", "injected values"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_whatever_the_hook_sends(hook: str, name: str) -> None:
+def test_different_rates_raise_with_every_hook(hook: str, name: str) -> None:
     _differing(name, hook, 3)
 
 
-def test_the_state_is_that_of_the_last_step() -> None:
+def test_error_does_not_change_the_state() -> None:
     def rank(lr: float) -> Any:
         step = fjoin.train_step(_loss, HOOKS["mean"](tx.sgd(Rate(0.1, lr))), donate=False)
         state = step.init({"w": torch.ones(3, 2), "b": torch.ones(2)})

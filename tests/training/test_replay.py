@@ -55,7 +55,7 @@ def one_process(xs: list[Tensor]) -> Any:
     [([4], "lockstep"), ([2, 2], "lockstep"), ([3, 1, 5], "lockstep"), ([4], "vmap"), ([2, 2], "vmap")],
     ids=str,
 )
-def test_batch_norm_over_all_ranks_is_that_of_one_process(sizes: list[int], shape: str, engine: Any) -> None:
+def test_batch_norm_over_all_ranks_matches_one_process(sizes: list[int], shape: str, engine: Any) -> None:
     xs = inputs(sizes, SHAPES[shape])
     y, (mean, var), (grad, scale_grad, bias_grad) = one_process(xs)
     out = tx.simulate(normalize, {"data": len(sizes)}, xs, engine=engine)
@@ -68,7 +68,7 @@ def test_batch_norm_over_all_ranks_is_that_of_one_process(sizes: list[int], shap
 
 
 def test_a_rank_of_weight_zero_is_not_counted() -> None:
-    """Not even where its batch holds NaN; with no weight at all the statistics stay."""
+    """This holds for a batch of NaN; if no rank has weight, the statistics do not change."""
     xs = inputs([3, 2], (4,))
     y, (mean, var), (grad, *_) = one_process(xs)
     bad = torch.full((2, 4), float("nan"), dtype=torch.float64)
@@ -96,8 +96,8 @@ def test_batch_norm_of_16_bits_is_computed_in_32(dtype: torch.dtype) -> None:
     assert (y.double() - want).abs().max() < 8 * torch.finfo(dtype).eps
 
 
-def test_a_loss_that_is_nan_where_it_does_not_count() -> None:
-    """0 / 0 under an empty mask, on a rank of weight 0: not even through the statistics does it reach the others."""
+def test_nan_loss_of_a_rank_without_weight_is_ignored() -> None:
+    """An empty mask gives the loss 0 / 0, which does not reach the other ranks, even through the statistics."""
 
     def loss(params: Any, batch: Any) -> Tensor:
         x, mask = batch
@@ -174,8 +174,8 @@ def test_training_with_batch_norm_on_uneven_inputs(pool: Any, sizes: list[list[i
     assert all(same_bits(one[:2], real[0][:2]) for one in real)
 
 
-def test_what_is_replayed_counts_nothing() -> None:
-    """Not its loss, its gradients, its sums; and NaN in them changes nothing."""
+def test_replayed_batches_do_not_count() -> None:
+    """Loss, gradients and sums of a replayed batch are ignored, even if they are NaN."""
 
     def one_rank(batches: list[float]) -> Any:
         weights = []
@@ -198,7 +198,7 @@ def test_what_is_replayed_counts_nothing() -> None:
     assert (wa, wb, wc) == ([1.0, 1.0], [1.0, 0.0], [0.0, 0.0])
 
 
-def test_what_replay_needs() -> None:
+def test_replay_raises_on_a_bad_mode_or_a_missing_batch() -> None:
     step, state = step_of()
     raises_text(ValueError, lambda: next(iter(step.join([1.0], when_exhausted="repeat"))), "'shadow' or 'replay'")
 

@@ -92,7 +92,7 @@ def by_step(pipeline: tx.Pipeline, batches: list[float], bucket_bytes: int = 1) 
 
 @pytest.mark.parametrize("bucket_bytes", [1, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", HOOKS)
-def test_in_buckets_it_is_one_call_on_the_whole_tree(name: str, bucket_bytes: int) -> None:
+def test_buckets_match_one_call_on_the_whole_tree(name: str, bucket_bytes: int) -> None:
     """Three buckets, or two. Ranks are without input in some steps, and all of them in one."""
     pipeline = tx.fuse(HOOKS[name](), tx.sgd(0.5))
     want = tx.simulate(lambda own: purely(pipeline, own), {"data": 3}, INPUTS)
@@ -120,7 +120,7 @@ def by_hand(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["ef21", "ef21, flushed", "own, of a mean", "own, of an encoded mean"])
-def test_the_result_is_that_of_the_sums(name: str) -> None:
+def test_results_match_the_formula_on_the_sums(name: str) -> None:
     for seen in tx.simulate(lambda own: by_step(tx.fuse(HOOKS[name](), tx.sgd(0.5)), own), {"data": 3}, INPUTS):
         assert [params["a"][0].item() for params in seen] == pytest.approx(by_hand(name), abs=1e-5)
 

@@ -45,7 +45,7 @@ def train(kind: Any, batches: int, mesh: Any = None, **join: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batches", [[2, 1], [2, 2]])
-def test_in_the_simulator(kind: str, batches: list[int]) -> None:
+def test_collectives_in_the_loss_raise_in_the_simulator(kind: str, batches: list[int]) -> None:
     raises_text(
         fjoin.JoinError,
         lambda: tx.simulate(lambda n: train(kind, n), {"data": 2}, batches),
@@ -55,12 +55,12 @@ def test_in_the_simulator(kind: str, batches: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replayed_it_runs(kind: str) -> None:
+def test_collectives_in_the_loss_run_with_replay(kind: str) -> None:
     out = tx.simulate(lambda n: train(kind, n, when_exhausted="replay"), {"data": 2}, [2, 1])
     assert [n for _, n in out] == [2, 2] and torch.equal(out[0][0], out[1][0])
 
 
-def test_without_collectives_nothing_is_refused() -> None:
+def test_loss_without_collectives_does_not_raise() -> None:
     out = tx.simulate(lambda n: train(None, n), {"data": 2}, [3, 1])
     assert [n for _, n in out] == [3, 3] and torch.equal(out[0][0], out[1][0])
 
@@ -92,7 +92,7 @@ def outside_a_join(mesh: Any = None) -> Any:
     return state.params["w"].tolist()
 
 
-def test_outside_a_join_it_runs() -> None:
+def test_collectives_in_the_loss_run_outside_a_join() -> None:
     assert tx.simulate(outside_a_join, {"data": 2}) == [[-1.0, -1.0]] * 2
 
 
@@ -110,7 +110,7 @@ def over_another_axis(batches: int, axis: Any) -> Any:
     return state.step
 
 
-def test_over_other_axes_of_the_mesh_it_runs() -> None:
+def test_collectives_over_other_axes_run() -> None:
     shape, batches = {"data": 2, "model": 2}, [2, 2, 1, 1]
     assert tx.simulate(lambda n: over_another_axis(n, "model"), shape, batches) == [2] * 4
     for axis in ("data", ("data", "model"), ("model", "data")):

@@ -71,7 +71,7 @@ def test_clones_and_second_states_overlap_too() -> None:
     assert seen == [0, 1] * 3 or sorted(seen) == [0, 0, 0, 1, 1, 1]
 
 
-def test_without_donation_the_old_state_stays_whole() -> None:
+def test_old_state_stays_valid_without_donation() -> None:
     step, first = one(tx.fuse(tx.mean("data"), tx.adamw(0.1)), donate=False)
     second, _ = step(first, X)
     assert same_bits(first.params, start()) and not same_bits(second.params, start())
@@ -86,8 +86,8 @@ def test_the_parameters_given_stay_as_they_were() -> None:
     assert same_bits(params, start()) and all(p.grad is None for p in params.values())
 
 
-def test_a_pending_use_of_a_parameter_is_noticed() -> None:
-    """Stepping in place must not go unseen by a graph that still needs the old values."""
+def test_backward_raises_if_a_step_overwrote_its_parameters() -> None:
+    """A graph that still needs the old values must detect the in-place step."""
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     w = state.params["w"].requires_grad_()
     other = (w * w).sum()
@@ -108,7 +108,7 @@ def test_a_closed_step_is_freed() -> None:
     assert state.params["w"].shape == (2,)
 
 
-def test_a_torn_state_says_so() -> None:
+def test_torn_state_raises() -> None:
     def explode(p: Any, s: Any, params: Any = None, **extra: Any) -> Any:
         raise ValueError("boom")
 
@@ -186,7 +186,7 @@ def freed_without_looking_for_cycles() -> list[bool]:
 
 
 def test_process_groups_go_with_the_step(pool: Any) -> None:
-    """Left to the end of the interpreter, gloo's threads may abort the process."""
+    """If they lived until the interpreter ends, gloo's threads could abort the process."""
     assert pool.run(2, freed_without_looking_for_cycles) == [[True] * 3] * 2
 
 

@@ -69,7 +69,7 @@ def test_stepping_early_changes_no_bit(hook: str, optimizer: str, bucket_bytes: 
     assert same_bits(run(False), run(True))
 
 
-def test_the_state_is_that_of_the_pure_pipeline() -> None:
+def test_state_matches_the_pure_pipeline() -> None:
     pipeline = tx.fuse(tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.adamw(0.1))
     step, state = one(pipeline)
     assert same_bits(state.pipeline, pipeline.init(start()))
@@ -108,7 +108,7 @@ def test_the_users_sums_travel_with_the_gradients() -> None:
     assert [own for _, _, own in b] == [7, None, None] and [own for _, _, own in c] == [None] * 3
 
 
-def test_a_rank_without_any_batch_may_come_first_or_be_alone() -> None:
+def test_any_rank_or_all_ranks_may_have_no_batch() -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.adamw(0.1))
     for sizes in ([[], [], [2, 3]], [[], []], [[]]):
         results = tx.simulate(lambda b: train_one_rank(b, pipeline), {"data": len(sizes)}, make_batches(0, sizes))
@@ -116,7 +116,7 @@ def test_a_rank_without_any_batch_may_come_first_or_be_alone() -> None:
         assert all(same_bits(r["params"], results[0]["params"]) for r in results)
 
 
-def test_weight_zero_of_a_live_batch_is_left_out() -> None:
+def test_batch_of_weight_zero_is_ignored() -> None:
     """A batch of padding alone: its loss is 0 / 0, and is not looked at."""
 
     def one_rank(batch: Tensor, weight: float) -> Any:

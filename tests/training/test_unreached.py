@@ -57,7 +57,7 @@ def test_on_all_ranks(pool: Any, sizes: list[int]) -> None:
     assert all(text.startswith("PeerLost") for text, n in zip(texts, sizes, strict=True) if n == 0)
 
 
-def test_ranks_and_steps_without_weight_are_not_blamed() -> None:
+def test_ranks_and_steps_without_weight_do_not_raise() -> None:
     def one_rank(n: int) -> int:
         step, state = make(calls_module=False, weight=lambda batch: float(batch.sum() > 0))
         for batch in step.join([torch.zeros(4, 3), X, X][: n and n + 1]):
@@ -68,7 +68,7 @@ def test_ranks_and_steps_without_weight_are_not_blamed() -> None:
 
 
 def test_a_later_step_may_reach_no_parameter() -> None:
-    """As one in which all terms of a loss are switched off."""
+    """All terms of a loss may be switched off, for example."""
 
     def loss(params: Any, batch: float) -> Any:
         return params["w"].sum() * batch if batch else torch.zeros((), requires_grad=True)
@@ -81,7 +81,7 @@ def test_a_later_step_may_reach_no_parameter() -> None:
 
 
 def test_after_a_refused_step_a_right_one_can_follow_on_one_rank() -> None:
-    """And only the first step looks."""
+    """Only the first step checks."""
     step, state = make(calls_module=False)
     assert not step._run.passes._reached
     state, _ = step(state, X)

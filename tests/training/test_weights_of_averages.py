@@ -94,7 +94,7 @@ def averaged(over: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("kind", ["average", "outer", "local_sgd", "mean"])
-def test_a_step_that_is_left_out_has_weight_0_in_the_average(kind: str, over: Any) -> None:
+def test_skipped_step_has_weight_zero_in_the_average(kind: str, over: Any) -> None:
     sgd = tx.sgd(RATE)
     after = tx.every(2, tx.average_parameters("data", over=over))
     pipelines = {
@@ -108,7 +108,7 @@ def test_a_step_that_is_left_out_has_weight_0_in_the_average(kind: str, over: An
     check(tx.skip_if_nonfinite(pipelines[kind]()), LEFT_OUT, averaged(over))
 
 
-def test_nodes_leave_out_together() -> None:
+def test_ranks_of_a_node_skip_steps_together() -> None:
     """Both ranks of the first node leave the second step out; the average between nodes weighs by nodes' windows."""
     ranks = [
         [Batch(1.0, 1.0), Batch(NAN, 4.0)], [Batch(3.0, 3.0), Batch(8.0, 2.0)],
@@ -132,7 +132,7 @@ DEFERRED = {
 
 
 @pytest.mark.parametrize("case", DEFERRED)
-def test_a_deferred_message_weighs_by_the_steps_in_which_it_began(case: str) -> None:
+def test_deferred_message_uses_the_weights_at_its_start(case: str) -> None:
     """Begun after the second step and used after the third, whose weights count for the next one."""
     grads, weights = DEFERRED[case]
     moved = [[-RATE * g if w and not math.isnan(g) else 0.0 for g, w in zip(*one, strict=True)]
@@ -176,7 +176,7 @@ def test_the_optimizers_state_is_averaged_by_the_same_weights() -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("hook", ["noop", "mean"])
-def test_buffers_are_averaged_by_the_ranks_own_weights(hook: str, on_device: bool) -> None:
+def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> None:
     """A rank that leaves a step out has its buffers from before and weight 0; behind a mean all ranks leave it out."""
 
     def with_buffers(params: Any, buffers: Any, batch: Batch) -> Any:

@@ -77,7 +77,7 @@ def three_times(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_gets_what_it_names(kind: str) -> None:
+def test_update_gets_the_keywords_it_names(kind: str) -> None:
     for part in three_times(kind):
         g = torch.tensor(2.0)
         out, _ = part.update(g, (), g, weight=3.0, lane={"n": 1.0}, step=0, persistent=True)
@@ -93,8 +93,8 @@ def test_a_function_written_in_c() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_names_are_those_of_the_function_itself(kind: str) -> None:
-    """`accepts` asks the function that was given, and not what is around it."""
+def test_accepts_refers_to_the_given_function(kind: str) -> None:
+    """`accepts` inspects the given function, not its wrappers."""
     for part in three_times(kind):
         assert part.accepts("weight") and not part.accepts("flush") and not part.accepts("donated")
 
@@ -166,7 +166,7 @@ def test_a_replaced_transform_is_identified_by_its_function_too() -> None:
     assert tx.fingerprint(dataclasses.replace(_of(_plain))) == tx.fingerprint(_of(_plain))
 
 
-def test_a_copy_with_another_update_takes_what_that_one_names() -> None:
+def test_copy_with_another_update_takes_its_keywords() -> None:
     hook = tx.mean("data")
     copied = dataclasses.replace(hook, update=lambda grads, state, params=None, *, weight=None: (grads, state))
     assert "wire" in hook.takes and copied.takes == {"weight"}

@@ -62,7 +62,7 @@ def test_roots_of_weights_1_and_9() -> None:
     assert tx.simulate(one_rank, {"data": 2}, [0.0, 4.0], [1.0, 9.0]) == [(-3.0, 4.0, 10.0)] * 2
 
 
-def test_a_stage_behind_it_gets_the_changed_total() -> None:
+def test_later_stage_gets_the_changed_total() -> None:
     """Roots 1, 3 and 2, 0 of weights 1, 9 and 4, 0."""
     hook = tx.chain(with_weights(CHANGES["root"], tx.mean("local")), tx.mean("node"))
 

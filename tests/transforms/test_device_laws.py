@@ -15,7 +15,7 @@ from fjoin.testing._devices import DEVICE_LAWS, encodes_on_its_device, stays_on_
 from tests.helpers import raises_text
 
 
-def test_each_is_in_the_kit() -> None:
+def test_device_laws_are_in_the_lists_of_laws() -> None:
     for law, laws in zip(DEVICE_LAWS, (TRANSFORM_LAWS, CODEC_LAWS, OPTIMIZER_LAWS), strict=True):
         assert law in laws
 
@@ -68,7 +68,7 @@ def counts(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return {path: g if calls % 2 else -g for path, g in grads.items()}, (state[0] + 1,)
 
 
-def test_honest_transforms() -> None:
+def test_correct_transforms_pass() -> None:
     for change in (keeps_a_table, moves_without_waiting, lambda g: g * torch.tensor(0.5), torch.neg):
         stays_on_its_device(lambda change=change: leafwise(change))  # type: ignore[misc]
     stays_on_its_device(lambda: tx.Transform(lambda params: (torch.zeros((), dtype=torch.int64),), counts))
@@ -95,7 +95,7 @@ def test_broken_codecs(what: str) -> None:
     raises_text(AssertionError, lambda: encodes_on_its_device(make), text)
 
 
-def test_an_honest_codec() -> None:
+def test_correct_codec_passes() -> None:
     encodes_on_its_device(
         codec(
             encode=lambda x: x.bfloat16().view(torch.uint8).reshape(len(x), 2 * x.shape[1]),

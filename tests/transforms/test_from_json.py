@@ -77,7 +77,7 @@ def test_a_text_that_is_refused(case: str) -> None:
     raises_text(ValueError, lambda: tx.from_json(text), *parts)
 
 
-def test_nothing_is_called_that_no_factory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_factories_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
     monkeypatch.setattr(torch, "manual_seed", lambda *args: called.append(args) or 0.1)
     raises_text(ValueError, lambda: tx.from_json(node("sgd", lr={"dtype": "manual_seed"})), "manual_seed")
@@ -93,7 +93,7 @@ def test_other_arguments_of_from_json() -> None:
     assert tx.from_json(text, functions={"f": print}) == tx.tap(print)
 
 
-def test_what_is_nested_deep() -> None:
+def test_deep_nesting() -> None:
     hook = tx.mean("data")
     for _ in range(99):
         hook = tx.every(2, hook)

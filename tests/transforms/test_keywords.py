@@ -156,8 +156,8 @@ def test_a_stage_at_the_end_of_the_step(where: str, run: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
-def test_a_stage_gets_only_what_it_names(name: Any) -> None:
-    """It names one keyword, or none, and all others are there to be given."""
+def test_stage_gets_only_the_keywords_it_names(name: Any) -> None:
+    """The stage names one keyword or none; all others are available."""
     for wrap in (*BEFORE.values(), *BEHIND.values()):
         seen: list[Any] = []
         tx.simulate(lambda: purely(tx.fuse(wrap(stage(name, seen)), tx.sgd(0.1))), {"data": 1})  # noqa: B023
@@ -168,7 +168,7 @@ def test_a_stage_gets_only_what_it_names(name: Any) -> None:
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_donated(donate: bool) -> None:
-    """Only the first stage of a step whose caller gives the gradients up may write into them."""
+    """Only the first stage may write into the gradients, and only if the caller donates them."""
     for wrap, expected in ((BEFORE["alone"], donate), (BEFORE["chain"], donate), (BEHIND["chain"], False)):
         seen: list[Any] = []
         pipeline = tx.fuse(wrap(stage("donated", seen)), tx.sgd(0.1))
@@ -179,7 +179,7 @@ def test_donated(donate: bool) -> None:
 
 @pytest.mark.parametrize("run", [purely, by_step])
 def test_sharded_over(run: Any) -> None:
-    """Behind a scatter_mean, as a stage of the chain and inside another one."""
+    """The stage follows a scatter_mean, in the chain and inside another stage."""
     for wrap in (lambda t: t, lambda t: tx.every(1, t)):
 
         def make(own: tx.Transform) -> tx.Pipeline:
@@ -203,7 +203,7 @@ INNER = tx.mean("data")
 
 
 @pytest.mark.parametrize(("update", "expected"), [(_multiplies, (1 * 1 + 4 * 3) / 2), (_pops, (1 + 4) / 2)])
-def test_a_keyword_that_is_not_handed_on_is_not_given(update: Any, expected: float) -> None:
+def test_wrapper_may_drop_a_keyword(update: Any, expected: float) -> None:
     def rank(value: float, weight: float) -> float:
         hook = tx.Transform(INNER.init, update)
         grads = torch.tensor(value)
@@ -217,7 +217,7 @@ def test_a_keyword_that_is_not_handed_on_is_not_given(update: Any, expected: flo
     assert tx.simulate(rank, {"data": 2}, [1.0, 4.0], [1.0, 3.0]) == [expected] * 2
 
 
-def test_defaults_of_keywords_that_nobody_gives_stay() -> None:
+def test_missing_keywords_keep_their_defaults() -> None:
     for update in (lambda g, s, params=None, weight=7.0: (g * weight, s), functools.partial(_times, weight=7.0)):
         assert tx.Transform(lambda params: (), update).update(torch.tensor(2.0), ())[0].item() == 14.0
 
@@ -231,7 +231,7 @@ def test_a_parameter_by_place_may_have_the_name_of_a_keyword() -> None:
     assert tx.simulate(lambda g: hook.update(g, hook.init(g))[0].item(), {"data": 2}, [1.0, 4.0]) == [5.0, 5.0]
 
 
-def test_keywords_of_ones_own_reach_the_stage_that_names_them() -> None:
+def test_custom_keywords_reach_the_stage_that_names_them() -> None:
     seen: list[Any] = []
 
     def update(grads: Any, state: Any, params: Any = None, *, group: Any = None) -> Any:

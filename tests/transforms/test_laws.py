@@ -129,7 +129,7 @@ def _times_ten(g: Tensor) -> Tensor:
     return 10 * g
 
 
-def test_what_is_right_of_ones_own_passes() -> None:
+def test_correct_custom_transforms_and_codecs_pass() -> None:
     """Stages after a mean have no restrictions, and handwritten transforms need not be JSON."""
 
     def codec() -> tx.Codec:

@@ -27,7 +27,7 @@ STAGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_needs_no_keywords(name: str) -> None:
-    """In every wrapper and pipeline the result is that without the stage."""
+    """In every wrapper and pipeline the result equals that without the stage."""
     own = tx.Transform(lambda p: (), STAGES[name])
     around = {
         "alone": lambda t: t, "chain": lambda t: tx.chain(t, tx.mean("data")), "masked": lambda t: tx.masked(t, "w"),
@@ -116,7 +116,7 @@ def test_an_optimizer_needs_no_guards(lists: Any) -> None:
                 torch.testing.assert_close(a[path], b[path], rtol=1e-6, atol=1e-6)
 
 
-def test_an_optimizer_of_other_arguments_is_refused_where_it_is_made() -> None:
+def test_raises_on_optimizer_functions_with_wrong_arguments() -> None:
     raises_text(TypeError, lambda: tx.Optimizer(_init, _pure, lambda p, g: None), "step_param_(param, grad, state)")
     raises_text(TypeError, lambda: tx.Optimizer(_init, lambda p: p, _in_place), "step_param(param, grad, state)")  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ def test_the_state_of_torchs_functional_optimizers_is_reset() -> None:
         assert torch.allclose(torch.stack(got), torch.stack(want)), policy
 
 
-def test_objects_of_optax_and_jax_are_named_a_way() -> None:
+def test_errors_on_optax_and_jax_objects_name_a_solution() -> None:
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 20)
     opt, params = tx.adamw(schedule), {"w": torch.ones(2)}
     raises_text(TypeError, lambda: opt.step(params, params, opt.init(params)), "float(schedule(int(step)))")
@@ -180,7 +180,7 @@ def test_states_of_other_shapes_and_dims_that_are_none() -> None:
     )
 
 
-def test_vectors_of_length_one_are_not_averaged_without_a_word() -> None:
+def test_warns_if_vectors_of_length_one_are_averaged() -> None:
     model = torch.nn.Sequential(
         torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4)), torch.nn.BatchNorm1d(4)
     )

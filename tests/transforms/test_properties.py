@@ -55,7 +55,7 @@ def weighted(trees: list[dict[str, Tensor]], weights: list[float]) -> dict[str, 
 def test_an_encoded_mean_is_near_the_mean(
     codec: Any, shapes: Any, weights: list[float], seed: int, size: float
 ) -> None:
-    """On all ranks to the bit; and values of ranks of weight 0 have no effect."""
+    """Results are bitwise equal on all ranks, and values of ranks of weight 0 have no effect."""
     made, room = codec
     hook, trees = (
         tx.quantized_mean("data", made, seed=seed),
@@ -82,7 +82,7 @@ def test_an_encoded_mean_is_near_the_mean(
 def test_nonfinite_gradients_raise_on_all_ranks(
     codec: tx.Codec, shapes: Any, ranks: int, seed: int, bad: float
 ) -> None:
-    """Wherever it stands, every rank gets something that is not finite."""
+    """A nonfinite value at any position gives a nonfinite result on every rank."""
     hook, trees = tx.quantized_mean("data", codec, seed=seed), [leaves_of(shapes, seed + r) for r in range(ranks)]
     count = sum(t.numel() for t in trees[0].values())
     if not count:
@@ -103,7 +103,9 @@ def test_nonfinite_gradients_raise_on_all_ranks(
     st.booleans(),
     st.integers(0, 99),
 )
-def test_nothing_is_lost_for_ever(codec: tx.Codec, shapes: Any, steps: Any, flush: bool, seed: int) -> None:
+def test_results_and_residuals_add_up_to_the_means(
+    codec: tx.Codec, shapes: Any, steps: Any, flush: bool, seed: int
+) -> None:
     """The sum of the results, and of the residuals divided as the last sum, is the sum of the means."""
     ranks = len(steps[0])
     steps = [(step * ranks)[:ranks] for step in steps]
@@ -146,7 +148,7 @@ def test_a_quantized_sum_is_near_the_sum(codec: Any, ranks: int, n: int, seed: i
 
 
 @given(SHAPES.filter(bool), WEIGHTS, st.integers(0, 99), st.sampled_from(["weight", "live", "world"]))
-def test_a_mean_is_the_mean(shapes: Any, weights: list[float], seed: int, over: Any) -> None:
+def test_mean_matches_the_definition(shapes: Any, weights: list[float], seed: int, over: Any) -> None:
     ranks = len(weights)
     trees = [{p: t.double() for p, t in leaves_of(shapes, seed + r).items()} for r in range(ranks)]
     counts = weights if over == "weight" else [float(w > 0) for w in weights]

@@ -35,7 +35,7 @@ def _double(g: Tensor) -> Tensor:
     return g * 2
 
 
-def test_a_pipeline_reads_as_it_is_written() -> None:
+def test_repr_evaluates_to_the_pipeline() -> None:
     assert repr(FULL) == (
         "fuse(chain(clip_by_value(9.0), mean(('node', 'local'), over='live'), clip_by_global_norm(1.0)), "
         "partition({('*bias', '*norm*'): sgd(lr=constant(0.1)), "
@@ -54,7 +54,7 @@ def test_json_round_trip() -> None:
     assert tx.from_json(tx.to_json(custom), {name: _double}) == custom
 
 
-def test_what_a_factory_has_made_is_pickled_and_copied() -> None:
+def test_factory_results_can_be_pickled_and_copied() -> None:
     grads = {"a.bias": torch.tensor([3.0]), "b": torch.tensor([-20.0])}
     for made in FULL, tx.skip_if_nonfinite(FULL), tx.clip_by_value(1.0), tx.int8(), tx.cosine(0.1, 9):
         assert pickle.loads(pickle.dumps(made)) == made and copy.deepcopy(made) == made
@@ -72,7 +72,7 @@ def double_all(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
     return {path: _double(g) for path, g in grads.items()}, state
 
 
-def test_equality_is_of_meaning() -> None:
+def test_equality_compares_the_meaning() -> None:
     assert tx.sgd(0.1) == tx.sgd(lr=0.1) == tx.sgd(0.1, momentum=0.0)
     assert tx.sgd(0.1) != tx.sgd(0.2) and tx.adam(0.1) != tx.adamw(0.1) and tx.mean("a") != tx.mean("b")
     assert tx.chain(tx.mean("a"), tx.chain(tx.noop(), tx.identity())) == tx.chain(tx.mean("a"), tx.noop())
@@ -81,7 +81,7 @@ def test_equality_is_of_meaning() -> None:
     assert len({tx.mean("a"), tx.mean("a"), tx.mean("b")}) == 2
 
 
-def test_a_users_factory_is_data_too() -> None:
+def test_custom_factory_is_serializable() -> None:
     @tx.factory
     def times_for_test(factor: float) -> tx.Transform:
         return tx.stateless(lambda g: g * factor, elementwise=True)
@@ -119,8 +119,8 @@ def _by_hand(update: Any) -> tx.Transform:
     return tx.Transform(lambda params: (), update, needs=tx.Needs.LEAVES)
 
 
-def test_what_is_written_by_hand_is_known_by_its_function_inside_others_too() -> None:
-    """Functions, partials with their arguments, objects that are called and methods: two ranks' must not be taken for equal."""
+def test_custom_parts_are_identified_by_their_function() -> None:
+    """Different functions, partials, callable objects and methods have different fingerprints."""
     made = [_Negates(), _Negates().method, *(functools.partial(_times, k) for k in (2.0, 3.0)),
             functools.partial(_times, k=2.0), functools.partial(_times, object())]  # fmt: skip
     for wrap in (lambda t: t, lambda t: tx.chain(tx.mean("data"), t), lambda t: tx.fuse(t, tx.sgd(0.1))):
@@ -172,8 +172,8 @@ def test_functions_that_do_something_else_are_other_functions(name: str) -> None
         assert make(one) != make(other) and tx.fingerprint(make(one)) != tx.fingerprint(make(other))
 
 
-def test_a_fingerprint_is_that_of_another_process() -> None:
-    """Sets of texts have another order there."""
+def test_fingerprint_is_equal_in_another_process() -> None:
+    """Sets of strings have another order there."""
     program = "from fjoin import transforms as tx; print(tx.fingerprint(tx.stateless(lambda g: g * ('a' in {'b', 'c', 'd', 'e'}))))"
     found = {
         subprocess.run(

@@ -19,8 +19,8 @@ HOOK = tx.chain(
 )
 
 
-def test_a_pipeline_goes_on_in_the_middle_of_a_window() -> None:
-    """Windows, host counters, a lane that init knows nothing of, hyperparameters, masters, parts by path."""
+def test_pipeline_resumes_in_the_middle_of_a_window() -> None:
+    """The state has windows, host counters, a lane unknown to init, hyperparameters, masters and parts by path."""
     optimizer = tx.inject_hyperparameters(
         tx.partition({"*bias": tx.mixed_precision(tx.sgd(0.1, momentum=0.9)), "scale": tx.frozen(), "*": tx.adam(0.01)})
     )
@@ -39,7 +39,7 @@ def test_a_pipeline_goes_on_in_the_middle_of_a_window() -> None:
     tx.simulate(one_rank, {"data": 2})
 
 
-def test_what_one_count_serves_it_serves_again() -> None:
+def test_shared_step_count_is_shared_after_loading() -> None:
     opt, params = tx.adam(0.1), params_like()
     _, state = opt.step(params, params_like(100), opt.init(params))
     loaded = tx.from_state_dict(opt.init(params), tx.to_state_dict(state))
@@ -58,7 +58,7 @@ def test_the_state_of_a_step_is_saved_by_path() -> None:
     assert same_bits(saved_and_loaded(state.pipeline, pipeline.init(net_params())), state.pipeline)
 
 
-def test_what_does_not_fit() -> None:
+def test_raises_on_bad_states() -> None:
     opt, params = tx.sgd(0.1, momentum=0.9), {"w": torch.zeros(2)}
     like = opt.init(params)
     saved = tx.to_state_dict(like)

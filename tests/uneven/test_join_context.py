@@ -121,7 +121,7 @@ def disabled(kind: str, join: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "join"), PAIRS)
-def test_disabled_it_does_nothing(pool: Any, kind: str, join: str) -> None:
+def test_disabled_join_does_nothing(pool: Any, kind: str, join: str) -> None:
     assert pool.run(2, disabled, kind, join) == [["kwargs a []", "step a"]] * 2
 
 
@@ -159,7 +159,7 @@ def refuse(join: str) -> list[str]:
 
 
 @pytest.mark.parametrize("join", CLASSES)
-def test_what_it_refuses(pool: Any, join: str) -> None:
+def test_raises_on_bad_input(pool: Any, join: str) -> None:
     for texts in pool.run(2, refuse, join):
         assert all(texts)
 
@@ -191,7 +191,7 @@ def messages(join: str, settings: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_one_message_in_each_iteration(pool: Any) -> None:
-    """Ours sends one, with throw_on_early_termination too; torch one, and two with it."""
+    """Ours always sends one; torch sends two with throw_on_early_termination."""
     assert pool.run(2, messages, "fjoin", {}) == [(1, 1)] * 2
     assert pool.run(2, messages, "fjoin", {"throw_on_early_termination": True}) == [(1, 1)] * 2
     assert pool.run(2, messages, "torch", {}) == [(1, 1)] * 2

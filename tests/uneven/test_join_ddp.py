@@ -120,7 +120,7 @@ def test_options_of_ddp(pool: Any, options: dict[str, Any], counts: list[int]) -
     check(pool.run(len(counts), run, counts, "adamw", {"options": options}), counts)
 
 
-def test_what_the_loop_does_before_a_step(pool: Any) -> None:
+def test_clipping_before_a_step(pool: Any) -> None:
     """Clipping, which a rank without input must do too, is passed to the Join."""
     results = pool.run(2, run, [3, 1], "momentum", {"clip": True})
     clip = lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # noqa: E731
@@ -225,8 +225,8 @@ def unused_parameters(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("option", "once"), [("find_unused_parameters", 1), ("static_graph", 4)])
-def test_what_no_rank_uses_is_not_stepped(pool: Any, option: str, once: int) -> None:
-    """In a static graph every iteration uses the same."""
+def test_parameters_unused_on_all_ranks_are_not_stepped(pool: Any, option: str, once: int) -> None:
+    """A static graph uses the same parameters in every iteration."""
     (steps, a), (steps_1, b) = pool.run(2, unused_parameters, {option: True})
     assert steps == steps_1 == {"once": once, "a.weight": 4, "a.bias": 4} and same_bits(a, b)
 

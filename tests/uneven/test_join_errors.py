@@ -66,7 +66,7 @@ def raise_in_loop(rank: int, report: Any, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_on_one_rank_ends_the_others(where: str) -> None:
-    """Also those that wait in the messages of the module itself."""
+    """This includes ranks that wait in messages of the module."""
     with Ranks(3, raise_in_loop, where) as run:
         for rank, seconds, (kind, text, failed, step) in run.after("raising", 3):
             if rank == 1:
@@ -107,7 +107,7 @@ def test_an_optimizer_that_the_join_does_not_know(pool: Any) -> None:
         assert len(texts) == 1 and "Adam" in texts[0] and "Join([ddp, optimizer])" in texts[0]
 
 
-def test_what_cannot_be_joined() -> None:
+def test_raises_on_objects_that_cannot_be_joined() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="communicates"):
         fjoin.Join([torch.optim.SGD(model.parameters(), 0.1)])
@@ -139,7 +139,7 @@ def raise_and_keep(rank: int, report: Any) -> None:
     globals()["_kept"] = kept
 
 
-def test_kept_errors_keep_nothing_alive() -> None:
+def test_kept_exceptions_do_not_delay_other_ranks() -> None:
     with Ranks(4, raise_and_keep) as run:
         for rank, seconds, (kind, text) in run.after("raising", 4):
             assert kind == ("ValueError" if rank == 1 else "PeerLost") and "bad batch" in text, (kind, text)

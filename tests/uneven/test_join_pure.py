@@ -60,7 +60,7 @@ def test_the_default_dtype_does_not_matter() -> None:
 
 
 def test_a_barrier() -> None:
-    """A Join whose joinable does nothing: its end waits for all ranks."""
+    """The end of a Join waits for all ranks, even if its joinable does nothing."""
     order: list[str] = []
 
     def one_rank(name: str) -> None:

@@ -67,7 +67,7 @@ def train(used: Any, listed: Any, stepper: Any, counts: list[int], by_world: Any
 @pytest.mark.parametrize("stepper", STEPPERS)
 @pytest.mark.parametrize("order", FINE)
 def test_the_order_of_the_list_is_kept(pool: Any, order: str, stepper: str) -> None:
-    """Two modules with an optimizer each, on uneven inputs: as if each were trained alone by one process."""
+    """Two modules with one optimizer each match separate training by one process."""
     counts = [3, 1]
     want = [
         uneven_ddp.train(make_model(), STEPPERS["adam"], batches_of(counts), lambda m, b, f=f: f * loss(m, b))[0]
@@ -81,7 +81,7 @@ def test_the_order_of_the_list_is_kept(pool: Any, order: str, stepper: str) -> N
 @pytest.mark.parametrize("counts", [[3, 0], [3, 1]], ids=str)
 @pytest.mark.parametrize("order", WRONG)
 def test_another_order_raises_on_all_ranks(pool: Any, order: str, counts: list[int], by_world: bool) -> None:
-    """In the first iteration in which it is seen, long before the time-out."""
+    """They raise in the first iteration with another order, long before the time-out."""
     for kind, text, seconds in pool.run(2, train, *WRONG[order], "zero", counts, by_world):
         assert kind in ("JoinError", "PeerLost") and seconds < 20, (kind, text)
         assert "Join" in text and ("order" in text or "turn" in text or "not used" in text), text
@@ -138,7 +138,7 @@ def accumulated(kind: Any, zero_grad: Any, by_world: Any) -> list[float]:
 
 @pytest.mark.parametrize("by_world", [True, False])
 @pytest.mark.parametrize("zero_grad", [True, False])
-def test_gradients_that_add_up_over_iterations_are_torchs(pool: Any, zero_grad: bool, by_world: bool) -> None:
+def test_gradients_accumulated_over_iterations_match_torch(pool: Any, zero_grad: bool, by_world: bool) -> None:
     torchs = pool.run(2, accumulated, "torch", zero_grad, by_world)
     assert pool.run(2, accumulated, "fjoin", zero_grad, by_world) == torchs
     if not by_world and not zero_grad:

@@ -61,7 +61,7 @@ def test_one_loop_at_a_time_and_again() -> None:
     assert list(loop) == [1, 2] and loop.batches == 2, "a second epoch"
 
 
-def test_leaving_alone_takes_nothing_down(pool: Any) -> None:
+def test_leaving_a_loop_on_one_rank_keeps_the_process_group(pool: Any) -> None:
     assert pool.run(1, leave_alone) == [True]
 
 
@@ -155,7 +155,7 @@ def fail_around_a_module(rank: int, report: Any) -> None:
         report((type(error).__name__, str(error)))
 
 
-def test_a_module_does_not_hold_the_others_up() -> None:
+def test_module_does_not_delay_errors_on_other_ranks() -> None:
     """The module also releases the group that the loop takes down. Messages that wait in it get gloo's own error."""
     with Ranks(3, fail_around_a_module) as run:
         for rank, seconds, (kind, text) in run.after("leaving", 3):
@@ -163,7 +163,7 @@ def test_a_module_does_not_hold_the_others_up() -> None:
             assert seconds < 10.0
 
 
-def test_a_batch_to_stand_in_for_one_without_weight() -> None:
+def test_empty_replaces_a_first_batch_of_weight_zero() -> None:
     """`empty`, where given, takes the place of a first batch of weight 0, so no NaN enters."""
 
     def one_rank(first: float) -> list[float]:

@@ -63,7 +63,7 @@ def two_steps_on_processes(sizes: list[list[int]], accumulate: int) -> Any:
 @pytest.mark.parametrize("sizes", [SIZES, [[2], [3, 1, 4]]], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_several_steps_over_one_loader(pool: Any, sizes: list[list[int]], accumulate: int) -> None:
-    """Each ends as it would alone, a last window that is not complete included."""
+    """Each step ends as it would alone, including an incomplete last window."""
     batches = make_batches(1, sizes)
     want = [tx.simulate(lambda b, i=i: alone(b, accumulate, i), {"data": 2}, batches)[0] for i in (0, 1)]
     real = pool.run(2, two_steps_on_processes, sizes, accumulate)

@@ -167,7 +167,7 @@ def error_memory(kind: str) -> Any:
     return given, kept, start - ddp.module.weight.detach(), state.iter, len(moved)
 
 
-def test_the_error_memory_of_a_rank_without_input_goes_on(pool: Any) -> None:
+def test_residual_of_a_rank_without_input_keeps_changing(pool: Any) -> None:
     """No fault, in either Join: the errors of all ranks add up to the unsent part. If frozen, the sum would be wrong."""
     for kind in ("torch", "fjoin"):
         (given, kept, moved, iterations, own), (given_1, kept_1, moved_1, iterations_1, _) = pool.run(

@@ -202,7 +202,7 @@ def test_ranks_that_disagree_on_no_sync() -> None:
 
 
 def test_an_exception_on_one_rank() -> None:
-    """torch's other ranks get no report of the error; ours do, and at once (test_join_errors.py)."""
+    """Torch's other ranks get no report of the error; ours get it at once (test_join_errors.py)."""
     theirs, own = check_torch("exception")
     assert own == "ValueError: bad batch" and "bad batch" not in theirs
     reported, own = outcomes("exception", "fjoin")

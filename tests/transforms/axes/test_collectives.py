@@ -16,7 +16,7 @@ from tests.helpers import max_diff, raises_text, same_bits
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
-def test_meaning(op: str, n: int, engine: Any) -> None:
+def test_results_match_the_definition(op: str, n: int, engine: Any) -> None:
     call, shape, expected = OPS[op]
     xs = inputs(n, shape(n))
     out = tx.simulate(lambda x: call(x, n), {"data": n}, xs, engine=engine)
@@ -36,7 +36,7 @@ def test_one_rank_without_a_simulator(op: str) -> None:
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("op", "engine"), [case for case in OPS_AND_ENGINES if case[0] in DIFFERENTIABLE])
-def test_gradient_is_that_of_the_sum_of_all_ranks_outputs(op: str, n: int, engine: Any) -> None:
+def test_gradient_matches_the_sum_of_all_outputs(op: str, n: int, engine: Any) -> None:
     call, shape, expected = OPS[op]
     xs = inputs(n, shape(n), seed=1)
 
@@ -72,8 +72,8 @@ def test_maximum_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("op", "engine"), OPS_AND_ENGINES)
-def test_somebody_elses_vmap_around_it(op: str, engine: Any) -> None:
-    """torch.func.vmap over an ensemble of 4, inside each rank."""
+def test_collectives_inside_torch_vmap(op: str, engine: Any) -> None:
+    """Each rank calls torch.func.vmap over an ensemble of 4."""
     call, shape, expected = OPS[op]
     n = 3
     xs = [torch.stack(inputs(4, shape(n), seed=r)) for r in range(n)]
@@ -130,7 +130,7 @@ def test_control_flow_on_a_sum(engine: Any) -> None:
 
 
 def test_trees_travel_packed() -> None:
-    """One message per dtype, whatever the tree."""
+    """A tree of any form is sent in one message per dtype."""
     from fjoin.transforms._axis_env import bind_axes
     from fjoin.transforms.pipelines.explain._recorder import Recorder
 
@@ -196,7 +196,7 @@ def test_dtypes_stay(engine: Any, dtype: torch.dtype) -> None:
     assert flags[0].dtype == torch.int64 and torch.equal(flags[0], sum((x > 3).long() for x in xs))
 
 
-def test_errors_say_where() -> None:
+def test_error_messages_name_the_cause() -> None:
     def run(fn: Any) -> Any:
         return lambda: tx.simulate(fn, {"data": 3}, [torch.ones(4, 3)] * 3)
 
@@ -211,7 +211,7 @@ def test_errors_say_where() -> None:
 
 
 def test_split_sizes_that_do_not_fit() -> None:
-    """An exchange of rows that the ranks do not agree on is named, whichever rank is wrong."""
+    """The error names row counts on which the ranks do not agree, for any wrong rank."""
 
     def run(gives: Any, takes: Any, x: Any = None) -> Any:
         def one_rank(r: Any) -> Any:

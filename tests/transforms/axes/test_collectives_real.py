@@ -113,8 +113,8 @@ def gathers() -> Any:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_what_two_ranks_exchange_leaves_in_pieces(pool: Any, n: int) -> None:
-    """Of at most 512 KiB: gloo fills a link only while several messages are under way, as they are between three ranks."""
+def test_two_ranks_send_large_messages_in_chunks(pool: Any, n: int) -> None:
+    """Chunks of at most 512 KiB let gloo use the full bandwidth, which needs several messages at a time."""
     for result in pool.run(n, gathers):
         assert all(equal for equal, _ in result)
         one = 131_072 * 4
@@ -212,8 +212,8 @@ def raw_trap() -> float:
         return -1.0
 
 
-def test_the_trap_is_still_there_in_torch(pool: Any) -> None:
-    """If torch mends its vmap over functional collectives under compile, our refusal can go."""
+def test_torch_still_compiles_vmapped_collectives_wrongly(pool: Any) -> None:
+    """If torch fixes vmap over functional collectives under compile, our error can be removed."""
     assert any(wrong != 0 for wrong in pool.run(2, raw_trap))
 
 

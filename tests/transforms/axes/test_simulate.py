@@ -74,7 +74,7 @@ def test_each_lockstep_rank_has_its_own_stream_of_random_numbers() -> None:
         assert own == tx.simulate(one_rank, {"data": 1}, [seed])[0]
 
 
-def test_lockstep_allows_what_vmap_cannot() -> None:
+def test_lockstep_runs_functions_that_vmap_rejects() -> None:
     def in_place(x: Tensor) -> Tensor:
         buffer = torch.zeros(2)
         buffer[0] = x
@@ -90,7 +90,7 @@ def test_lockstep_allows_what_vmap_cannot() -> None:
         raises_text(tx.NotVmappable, lambda fn=fn: tx.simulate(fn, {"data": 2}, xs, engine="vmap"), "engine='lockstep'")
 
 
-def test_vmap_says_what_it_needs() -> None:
+def test_vmap_raises_on_unequal_inputs() -> None:
     def run(*args: Any) -> Any:
         return lambda: tx.simulate(lambda x: x, {"data": 2}, *args, engine="vmap")
 
@@ -104,7 +104,7 @@ def test_host_values_pass_through_vmap() -> None:
     assert out[1]["n"] == 3 and out[1]["s"] == "text" and out[1]["x"].item() == 6.0
 
 
-def test_grad_mode_is_the_callers() -> None:
+def test_grad_mode_is_inherited_from_the_caller() -> None:
     with torch.no_grad():
         assert tx.simulate(torch.is_grad_enabled, {"data": 2}) == [False, False]
     assert tx.simulate(torch.is_grad_enabled, {"data": 2}) == [True, True]
@@ -152,7 +152,7 @@ def test_both_engines_train_alike(n: int, dtype: torch.dtype, tolerance: float) 
     assert max_diff(a[-1], b[-1]) < tolerance * max(scale, 1.0)
 
 
-def test_a_transform_that_needs_lockstep_says_so() -> None:
+def test_vmap_raises_on_transforms_that_need_lockstep() -> None:
     picky = tx.Transform(lambda p: (), lambda g, s, p=None, **e: (g, s), vmappable=False)
     raises_text(
         tx.NotVmappable,
@@ -161,7 +161,7 @@ def test_a_transform_that_needs_lockstep_says_so() -> None:
     assert tx.simulate(lambda x: picky.update(x, ())[0], {"data": 2}, [1.0, 2.0]) == [1.0, 2.0]
 
 
-def test_what_reads_values_needs_lockstep() -> None:
+def test_vmap_raises_on_functions_that_read_values() -> None:
     pipeline = tx.zero(tx.mean("data"), tx.sgd(0.1), "data")
     p = {"w": torch.ones(4)}
     state = tx.simulate(lambda: pipeline.init(p), {"data": 2})[0]

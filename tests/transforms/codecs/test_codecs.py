@@ -54,7 +54,7 @@ def test_right_on_average(name: str) -> None:
     ("make", "part"),
     [(tx.int8, 1 / 254), (tx.int4, 1 / 14), (lambda: tx.int8(stochastic=True), 1 / 127), (lambda: tx.int4(stochastic=True), 1 / 7)],
 )  # fmt: skip
-def test_as_exact_as_it_says(make: Any, part: float) -> None:
+def test_error_stays_within_the_stated_bound(make: Any, part: float) -> None:
     codec = make()
     for step in range(20):
         x = torch.randn(1, 1024, generator=torch.Generator().manual_seed(step)).view(-1, 16)
@@ -62,8 +62,8 @@ def test_as_exact_as_it_says(make: Any, part: float) -> None:
         assert ((back - x).abs() <= x.abs().amax(1, keepdim=True) * part * (1 + 1e-5)).all()
 
 
-def test_the_largest_value_is_never_rounded_beyond_the_largest_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where rounding the scale lifts it slightly: 127.00001 with random bits near 1 would be 128, a byte of -128."""
+def test_largest_value_does_not_overflow_the_largest_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rounded scale may give 127.00001, which random bits near 1 would round to 128, a byte of -128."""
     x = torch.rand(3000, 8, generator=torch.Generator().manual_seed(0)) + 1.0
     monkeypatch.setattr(tx.Noise, "uniform", lambda self: torch.full(self.positions.shape, 1 - 2.0**-24))
     over = (x.amax(1) * (1 / (x.amax(1) / 127.0)) > 127).sum()
@@ -156,8 +156,8 @@ def test_as_torch_encodes() -> None:
     ).abs().max()
 
 
-def test_float16_holds_what_is_large_or_small() -> None:
-    """Where a cast alone makes infinity and 0 of it."""
+def test_float16_holds_very_large_and_very_small_values() -> None:
+    """A cast alone gives infinity or 0."""
     for x in (torch.tensor([[1e37, -3e38, 2e36]]), torch.tensor([[1e-9, -3e-10, 2e-14]])):
         assert not torch.allclose(x.half().float(), x, rtol=0.01, atol=0.0)
         assert torch.allclose(tx.float16().decode(tx.float16().encode(x), 3), x, rtol=1e-3, atol=0.0)
@@ -180,7 +180,7 @@ def test_signs() -> None:
 
 @pytest.mark.parametrize("n", [1, 7, 1000, 70000])
 @pytest.mark.parametrize("k", [1, 0.01, 0.3, 1.0])
-def test_top_k_is_what_torch_chooses(k: Any, n: int) -> None:
+def test_top_k_matches_torch_topk(k: Any, n: int) -> None:
     x = torch.randn(2, n, generator=torch.Generator().manual_seed(n))
     codec, count = tx.top_k(k), k if isinstance(k, int) else -int(-k * n // 1)
     back = codec.decode(codec.encode(x), n)
@@ -189,7 +189,7 @@ def test_top_k_is_what_torch_chooses(k: Any, n: int) -> None:
     assert codec.width(n) == count * (6 if n <= 65536 else 8)
 
 
-def test_random_k_draws_the_same_everywhere_and_all_in_time() -> None:
+def test_random_k_is_equal_on_all_ranks_and_draws_every_element() -> None:
     n = 103
     hook = tx.quantized_mean("data", tx.random_k(10), seed=4)
 
@@ -206,7 +206,7 @@ def test_random_k_draws_the_same_everywhere_and_all_in_time() -> None:
     assert (out != 0).any(0).all(), "some are never drawn"
 
 
-def test_threshold_sends_no_more_than_it_may() -> None:
+def test_threshold_sends_at_most_k_elements() -> None:
     x = torch.tensor([[5.0, -4.0, 3.0, 2.0, 1.0, 0.0]])
     for value, most, want in ((2.5, 1.0, [5, -4, 3, 0, 0, 0]), (2.5, 2, [5, -4, 0, 0, 0, 0]), (9.0, 0.5, [0] * 6)):
         codec = tx.threshold(value, most)
@@ -214,7 +214,7 @@ def test_threshold_sends_no_more_than_it_may() -> None:
 
 
 @pytest.mark.parametrize("base", [2, 3, 5, 7, 15, 16, 17, 255, 256])
-def test_digits_come_back(base: int) -> None:
+def test_packed_digits_round_trip(base: int) -> None:
     for n in (0, 1, 4, 5, 8, 9, 100):
         digits = torch.randint(0, base, (3, n), generator=torch.Generator().manual_seed(n)).to(torch.uint8)
         packed = pack(digits, base)
@@ -223,7 +223,7 @@ def test_digits_come_back(base: int) -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, 2.5])
-def test_terngrad_cuts_nothing_where_all_is_equal(clip: float) -> None:
+def test_terngrad_keeps_equal_values_exactly(clip: float) -> None:
     codec, key = tx.terngrad(clip=clip), torch.tensor(1, dtype=torch.int32)
     for n, size in ((1, 5.0), (8, 3.0), (8, 1e-30), (8, 1e30)):
         x = torch.full((1, n), size)
@@ -231,7 +231,7 @@ def test_terngrad_cuts_nothing_where_all_is_equal(clip: float) -> None:
         assert torch.equal(codec.decode(codec.encode(x, noise), n), x)
 
 
-def test_bfloat16_by_chance_where_small_numbers_are_flushed() -> None:
+def test_stochastic_bfloat16_with_flushed_denormals() -> None:
     codec, key = tx.bfloat16(stochastic=True), torch.tensor(1, dtype=torch.int32)
     x = torch.tensor([[1.0, 0.0, -0.0, 1e-3, 1e-40, math.inf, -math.inf, math.nan]])
     noise = tx.Noise(torch.arange(8, dtype=torch.int32).view(1, 8), key, key)
@@ -244,8 +244,8 @@ def test_bfloat16_by_chance_where_small_numbers_are_flushed() -> None:
     assert back[0, 5:7].tolist() == [math.inf, -math.inf] and back[0, 7].isnan()
 
 
-def test_codecs_of_ones_own_differ() -> None:
-    """So ranks with different ones get an error before the first message."""
+def test_custom_codecs_are_distinguished() -> None:
+    """Ranks with different codecs get an error before the first message."""
 
     def halves() -> tx.Codec:
         plain = tx.float32()
@@ -259,7 +259,7 @@ def test_codecs_of_ones_own_differ() -> None:
     assert b == tx.Codec(plain.encode, plain.decode, plain.width)
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(ValueError, lambda: tx.terngrad(clip=0.5), "clip must be at least 1")
     for k in (0, -1, 0.0, 1.5, True, "1"):
         raises_text(ValueError, lambda: tx.top_k(k), "k must be", repr(k))  # type: ignore[arg-type]  # noqa: B023

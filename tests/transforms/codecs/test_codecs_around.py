@@ -25,7 +25,7 @@ FED_BACK_INSIDE: dict[str, Callable[[], tx.Transform]] = {
 
 @pytest.mark.parametrize("codec", [tx.bfloat16, tx.int8], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("hook", FED_BACK_INSIDE)
-def test_a_codec_around_what_is_fed_back(hook: str, codec: Any) -> None:
+def test_compress_around_error_feedback(hook: str, codec: Any) -> None:
     """Leaves that an inner transform sends uncompressed have no residual, and are encoded: near the mean, in every step."""
     inner = FED_BACK_INSIDE[hook]()
     coded, params = tx.compress(codec(), inner), {"w": torch.zeros(6, 5), "b": torch.zeros(5)}
@@ -96,7 +96,7 @@ def test_donated_gradients_make_no_difference(kind: str, form: str, dtype: torch
             assert not any(other_held) and (not written or (ranks == 3 and kind != "gathered") or all(held))
 
 
-def test_what_is_encoded_twice_is_refused() -> None:
+def test_raises_if_gradients_are_encoded_twice() -> None:
     """When it is made: not in the step in which the inner one begins."""
     inner = tx.quantized_mean("data", tx.int8())
     later, nodes = tx.switch_after(5, tx.mean("data"), inner), tx.hierarchical_mean("local", "node", tx.int8())

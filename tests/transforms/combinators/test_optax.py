@@ -66,7 +66,7 @@ def test_it_is_optax(name: str, dtype: torch.dtype, room: float, alone: int, mon
         assert (params[k] - start[k] - want[k]).abs().max() < room, k
 
 
-def test_several_dtypes_and_nothing_at_all() -> None:
+def test_several_dtypes_and_empty_trees() -> None:
     """Tensors of each dtype cross together; optax's own state, counters included, comes back as tensors."""
     grads = {
         "a": torch.tensor([3.0, -0.5]),
@@ -104,7 +104,7 @@ def test_explain_runs_no_jax_on_tensors_without_data() -> None:
 
 
 def test_in_a_training_step() -> None:
-    """On ranks with uneven inputs: optax's adamw on the mean is adamw."""
+    """On ranks with uneven inputs optax's adamw on the mean gives the same result as ours."""
     batches = make_batches(1, [[3, 2, 4], [5], []])
     ours = tx.fuse(tx.mean("data"), tx.adamw(0.05, weight_decay=0.1))
     theirs = tx.fuse(tx.chain(tx.mean("data"), tx.from_optax(optax.adamw(0.05, weight_decay=0.1))), ADD)
@@ -125,7 +125,7 @@ def test_states_survive_a_file(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_stage_in_optax(jit: bool) -> None:
-    """Clipping of ours inside a chain of optax's; a host counter stays one."""
+    """Our clipping runs inside an optax chain, and its host counter counts."""
     every = tx.to_optax(tx.every(2, tx.clip_by_value(0.5)))
     chain = optax.chain(every, optax.sgd(0.1))
     params = {"w": jnp.array([1.0, 2.0])}
@@ -142,7 +142,7 @@ def test_a_stage_in_optax(jit: bool) -> None:
     assert [3.0, 0.25] in seen and [0.5, 0.25] in seen
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raises_on_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     raises_text(TypeError, lambda: tx.from_optax(tx.mean("data")), "GradientTransformation", "mean('data')")
     raises_text(TypeError, lambda: tx.from_optax(optax.adam), "GradientTransformation")
     raises_text(TypeError, lambda: tx.to_optax(tx.sgd(0.1)), "fuse(hook, optimizer)")  # type: ignore[arg-type]

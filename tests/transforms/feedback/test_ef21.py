@@ -13,7 +13,7 @@ from tests.helpers import max_diff
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_constant_gradients_arrive_as_exactly_as_their_dtype_allows(dtype: torch.dtype) -> None:
+def test_constant_gradients_converge_to_dtype_precision(dtype: torch.dtype) -> None:
     hook = tx.ef21(tx.quantized_mean("data", tx.int4(block=4)))
     xs = [torch.randn(16, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(3)]
 
@@ -69,7 +69,7 @@ def test_loaded_on_other_ranks(case: str, flush: Any, over: Any) -> None:
         assert (out - want).abs().max() < 1e-5
 
 
-def test_what_loses_nothing_is_the_mean_however_weights_change() -> None:
+def test_lossless_codec_gives_the_mean_for_changing_weights() -> None:
     weights = [[256.0, 1.0], [2.0, 1.0], [2.0, 256.0], [64.0, 512.0], [256.0, 2.0]]
     hook, mean = tx.ef21(tx.quantized_mean("data", tx.top_k(1.0))), tx.mean("data")
 

@@ -135,8 +135,8 @@ def test_a_rank_without_input_keeps_its_error_or_sends_it() -> None:
         assert left == pytest.approx([0.0, 0.2 if how == "freeze" else -0.2], abs=0.01)
 
 
-def test_an_infinite_weight_is_not_remembered() -> None:
-    """Of a tensor that Python cannot read, as on a device: here one that requires a gradient."""
+def test_infinite_weight_does_not_enter_the_state() -> None:
+    """The weight is a tensor that Python does not read, here one that requires a gradient."""
     hook = tx.error_feedback(tx.quantized_mean("data", tx.int4()))
 
     def one_rank(rank: int) -> Any:
@@ -165,8 +165,8 @@ WEIGHTS: dict[str, list[tuple[float, float]]] = {
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("how", ["error_feedback", "loco", "dgc", "power_sgd"])
-def test_a_small_batch_does_not_pay_what_large_ones_owe(how: str, weights: str) -> None:
-    """However weights change, a result is at most as large as if each residual had been sent with the batch it is from."""
+def test_residuals_are_bounded_when_weights_change(how: str, weights: str) -> None:
+    """A result is at most as large as if each residual had been sent with its own batch."""
     encoded, matrix = tx.quantized_mean("data", tx.top_k(0.1)), tx.power_sgd("data", 2, min_compression_rate=1.0)
     hook: tx.Transform = {
         "error_feedback": tx.error_feedback(encoded), "loco": tx.loco(encoded, beta=0.5),
@@ -214,8 +214,8 @@ def trained(hook: str) -> Any:
     return out
 
 
-def test_in_a_step_nothing_is_lost(pool: Any) -> None:
-    """On processes as simulated, to the bit; ten times nearer to the run without a code than without feedback."""
+def test_train_step_matches_the_simulation_and_reduces_the_error(pool: Any) -> None:
+    """Processes match the simulation bitwise; feedback reduces the error of the codec more than ten times."""
     real, simulated = pool.run(2, trained, "fed back"), tx.simulate(lambda: trained("fed back"), {"data": 2})
     for (w, loss, _), (sim_w, sim_loss, _) in zip(real, simulated, strict=True):
         assert same_bits(w, sim_w) and same_bits(w, real[0][0]) and loss == sim_loss
@@ -225,7 +225,7 @@ def test_in_a_step_nothing_is_lost(pool: Any) -> None:
     assert real[0][2]["error.w"].shape == (64, 1) and not same_bits(real[0][2]["error.w"], real[1][2]["error.w"])
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: tx.error_feedback(tx.mean("data")), "mean('data')", "quantized_mean(axis, codec)")
     coded = tx.quantized_mean("data", tx.int8())
     raises_text(ValueError, lambda: tx.error_feedback(coded, "keep"), "'freeze' or 'flush'", "'keep'")  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ def test_what_is_refused() -> None:
     )
 
 
-def test_only_what_is_encoded_has_a_memory() -> None:
+def test_only_encoded_leaves_have_residuals() -> None:
     by_path = tx.partition({"*.bias": tx.mean("data"), "*": tx.chain(tx.quantized_mean("data", tx.int8()))})
     params = {"a.bias": torch.zeros(3), "a.weight": torch.zeros(2, 2, dtype=torch.float64)}
     for hook in (by_path, tx.every(2, by_path), tx.switch_after(2, tx.mean("data"), by_path)):
@@ -250,8 +250,8 @@ def test_only_what_is_encoded_has_a_memory() -> None:
     ]
 
 
-def test_one_memory_serves_one_mean() -> None:
-    """Two means behind each other inside one feedback would overwrite each other's errors."""
+def test_raises_if_one_feedback_wraps_two_means() -> None:
+    """Two successive means inside one feedback would overwrite each other's errors."""
     int4 = tx.int4()
     parts = [tx.quantized_mean(axis, int4) for axis in ("local", "node")]
     x = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(4)]
@@ -277,7 +277,7 @@ def test_one_memory_serves_one_mean() -> None:
     assert all((out - want).abs().max() < 0.01 for out in run(apart))
 
 
-def test_what_ef21_is_not_for() -> None:
+def test_ef21_raises_on_unsupported_hooks() -> None:
     coded = tx.quantized_mean("data", tx.int8())
     own = tx.Transform(
         coded.init, coded.update, reduces=tx.Reduction(coded.reduces.sums), compression=coded.compression
@@ -292,8 +292,8 @@ def test_what_ef21_is_not_for() -> None:
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("flush", ["freeze", "flush"])
 @pytest.mark.parametrize("make", [tx.error_feedback, tx.ef21, tx.loco])
-def test_a_call_without_any_input_gives_zeros_or_what_is_believed(make: Any, flush: Any, over: Any) -> None:
-    """And changes no residual and no estimate; the next call gives the same result as without it."""
+def test_call_without_input_gives_zeros_or_the_estimate(make: Any, flush: Any, over: Any) -> None:
+    """It changes no residual and no estimate; the next call gives the same result as without it."""
     hook = make(tx.quantized_mean("data", tx.int4(), over), without_input=flush)
     xs = [torch.randn(40, generator=torch.Generator().manual_seed(r)) for r in range(3)]
 

@@ -64,7 +64,7 @@ def test_deep_gradient_compression_of_a_rank_without_input() -> None:
         assert same_bits(kept, after.error) == (how == "freeze")
 
 
-def test_one_bit_adam_begins_as_adam() -> None:
+def test_one_bit_adam_warm_up_matches_adam() -> None:
     """Four steps of torch.optim.Adam on the mean of the gradients."""
     pipeline = tx.fuse(tx.one_bit_adam("data", warmup=4, betas=(0.8, 0.95), eps=1e-6), tx.sgd(0.01))
 
@@ -84,7 +84,7 @@ def test_one_bit_adam_begins_as_adam() -> None:
 
 
 @pytest.mark.parametrize("warmup", [1, 3])
-def test_one_bit_adam_as_written_out(warmup: int) -> None:
+def test_one_bit_adam_matches_the_reference(warmup: int) -> None:
     outs, state = outs_of(tx.one_bit_adam("data", warmup, codec=SIGN))
     want = one_bit(GRADS, warmup, 0.9, 0.999, 1e-8, read)
     assert max_diff(outs, [u for u, _, _ in want]) < 1e-4
@@ -92,12 +92,12 @@ def test_one_bit_adam_as_written_out(warmup: int) -> None:
 
 
 @pytest.mark.parametrize("warmup", [1, 3])
-def test_one_bit_lamb_as_written_out(warmup: int) -> None:
+def test_one_bit_lamb_matches_the_reference(warmup: int) -> None:
     outs, _ = outs_of(tx.one_bit_lamb("data", warmup, codec=SIGN))
     assert max_diff(outs, one_bit_lamb(GRADS, PARAMS, warmup, (0.9, 0.999, 0.9), 1e-6, read)) < 1e-4
 
 
-def test_lambs_ratio_stays_where_gradients_do() -> None:
+def test_lamb_ratio_is_constant_for_constant_gradients() -> None:
     """The bias correction of the frozen variance and of the running one uses each one's own number of calls."""
     hook, x = tx.one_bit_lamb("data", 20, codec=tx.float32()), torch.ones(8)
 
@@ -132,7 +132,7 @@ def test_a_call_without_input_on_any_rank_is_none(make: Any, over: Any) -> None:
 
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb], ids=["adam", "lamb"])
 def test_weights_count_in_momenta_too(make: Any) -> None:
-    """Without a lossy code: three ranks with weights, one of 0 that holds NaN, are one rank with their mean."""
+    """With a lossless codec three ranks, one of weight 0 with NaN, match one rank with their mean."""
     weights, grads = [2.0, 0.0, 1.0], [[g[0], g[1] * float("nan"), g[1]] for g in GRADS]
     hook = make("data", 3, codec=tx.float32())
 
@@ -160,7 +160,7 @@ def test_a_leaf_without_a_gradient_keeps_its_momentum() -> None:
     assert abs(tx.simulate(one_rank, {"data": 2})[0]["a"].max() - (0.9 + 1)) < 1e-6
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     for make in (tx.dgc, lambda axis: tx.one_bit_adam(axis, 1), lambda axis: tx.one_bit_lamb(axis, 1)):
         raises_text(ValueError, lambda make=make: make(("node", "local")), "one axis", "('node', 'local')")
     raises_text(TypeError, lambda: tx.dgc("data", nesterov="no"), "nesterov", "'no'")
@@ -182,7 +182,7 @@ def test_what_is_refused() -> None:
     )
 
 
-def test_what_is_sent_has_no_momentum_whatever_rounding_leaves() -> None:
+def test_dgc_clears_the_momentum_of_sent_elements() -> None:
     """At k = 1.0 each call sends all: every result is the mean of that call's gradients and of the rounding errors."""
     x = torch.tensor([1.0, 0.76, -3.3])
     for values in (None, tx.bfloat16()):
@@ -203,7 +203,7 @@ def test_what_is_sent_has_no_momentum_whatever_rounding_leaves() -> None:
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 def test_momenta_where_not_all_ranks_have_input(make: Any, over: Any) -> None:
-    """They stay where none has; and one rank's input alone gives the momentum of the mean, whatever that is divided by."""
+    """Momenta do not change if no rank has input; the input of one rank alone gives the momentum of the mean."""
     hook, x = make("data", 2, codec=tx.float32(), over=over), torch.tensor([1.0, -2.0])
     ranks = 3
 
@@ -225,7 +225,7 @@ def test_momenta_where_not_all_ranks_have_input(make: Any, over: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
-def test_what_had_no_gradient_while_the_variance_settled_stands_still(make: Any) -> None:
+def test_elements_without_gradient_in_the_warm_up_do_not_move(make: Any) -> None:
     """A sign code has no 0, and an element without variance would be divided by nearly 0."""
     hook, x = make("data", 2), torch.tensor([1.0, -2.0, 0.0, 3.0])
 
@@ -241,7 +241,7 @@ def test_what_had_no_gradient_while_the_variance_settled_stands_still(make: Any)
 
 
 @pytest.mark.parametrize("make", [tx.one_bit_adam, tx.one_bit_lamb])
-def test_a_step_that_is_left_out_counts_for_nothing(make: Any) -> None:
+def test_skipped_step_has_no_effect(make: Any) -> None:
     """During warm-up and after: later results are as if the step had not happened, except for the codes' errors."""
     grads = [torch.tensor([1.0, -2.0, 0.5]) * (1 + 0.1 * i) for i in range(8)]
 

@@ -119,7 +119,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_states_and_parameters_that_do_not_fit(name: str) -> None:
-    """`step` and `flush` refuse them alike."""
+    """`step` and `flush` raise the same errors."""
     pipeline, p = PIPELINES[name], {"w": torch.zeros(2)}
     state = pipeline.init(p)
     with fjoin.bind(fjoin.mesh({"data": 1})):
@@ -138,7 +138,7 @@ def test_states_and_parameters_that_do_not_fit(name: str) -> None:
 
 
 def test_states_of_other_pipelines() -> None:
-    """They are refused by name, or, where their form is the same, taken."""
+    """They raise by name, or are accepted if their form is the same."""
     p, taken = {"w": torch.zeros(2)}, set()
     with fjoin.bind(fjoin.mesh({"data": 1})):
         for name, pipeline in PIPELINES.items():

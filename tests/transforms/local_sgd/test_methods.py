@@ -269,7 +269,7 @@ def test_policies_of_states(ranks: int, policy: str) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999])
-def test_ema_is_torchs_averaged_model(decay: float) -> None:
+def test_ema_matches_torch_averaged_model(decay: float) -> None:
     model = torch.nn.Linear(3, 2).double()
     theirs = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
     average = tx.ema(decay)

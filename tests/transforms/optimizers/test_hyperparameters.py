@@ -27,8 +27,8 @@ def _steps(opt: tx.Optimizer, params: Any, state: Any, grads: list[Any]) -> tupl
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if not kind.matrices])
-def test_injected_is_the_same(name: str) -> None:
-    """Every third combination of options, to the bit."""
+def test_injected_optimizer_matches_the_plain_one(name: str) -> None:
+    """Every third combination of options gives bitwise equal results."""
     params, grads = _trees(4)
     for options in KINDS[name].options[::3]:
         plain = KINDS[name].ours(**options)
@@ -38,7 +38,7 @@ def test_injected_is_the_same(name: str) -> None:
         assert same_bits(got, want) and same_bits({k: s.inner for k, s in state.items()}, want_state)
 
 
-def test_a_change_at_run_time_is_that_of_param_groups() -> None:
+def test_change_at_run_time_matches_param_groups() -> None:
     params, grads = _trees(6)
     own = [p.clone().requires_grad_() for p in params.values()]
     torchs = torch.optim.SGD(own, 0.1, momentum=0.9, weight_decay=0.1, fused=True)
@@ -86,7 +86,7 @@ def test_in_a_training_step() -> None:
     raises_text(ValueError, lambda: state.with_hyperparameters(rate=1.0), "['rate']", "'lr'")
 
 
-def test_what_cannot_be_injected() -> None:
+def test_raises_on_bad_input() -> None:
     params, (grads,) = _trees(1)
     by_hand = tx.Optimizer(tx.sgd().init_param, tx.sgd().step_param, tx.sgd().step_param_)
     raises_text(TypeError, lambda: tx.inject_hyperparameters(by_hand), "made by no factory")
@@ -101,7 +101,7 @@ def test_what_cannot_be_injected() -> None:
 
 
 @pytest.mark.parametrize("value", ["x", None, [0.1], True, 1j, tx.constant(0.1), float])
-def test_a_hyperparameter_that_is_no_number_is_refused_when_it_is_given(value: Any) -> None:
+def test_raises_on_a_hyperparameter_that_is_no_number(value: Any) -> None:
     params, _ = _trees(1)
     opt = tx.inject_hyperparameters(tx.sgd(0.1))
     raises_text(
@@ -114,13 +114,13 @@ def test_a_hyperparameter_that_is_no_number_is_refused_when_it_is_given(value: A
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.tensor([0.1, 0.2]), torch.tensor(float("nan"))])
-def test_a_hyperparameter_that_is_no_finite_number_is_refused_when_it_is_given(value: Any) -> None:
+def test_raises_on_a_hyperparameter_out_of_range(value: Any) -> None:
     state = tx.inject_hyperparameters(tx.sgd(0.1)).init({"w": torch.ones(2)})
     raises_text(ValueError, lambda: tx.with_hyperparameters(state, lr=value), "lr must be a")
 
 
 def test_a_hyperparameter_that_is_a_tensor() -> None:
-    """Of any shape with one element; one can differentiate by it."""
+    """The tensor may have any shape with one element and can be differentiated by."""
     opt, params = tx.inject_hyperparameters(tx.sgd(0.1)), {"w": torch.ones(2), "v": torch.ones(3)}
     state, lr = opt.init(params), torch.tensor([0.5])
     new = tx.with_hyperparameters(state, lr=lr)
@@ -224,8 +224,8 @@ def test_masters_in_a_training_step() -> None:
         assert out.dtype == torch.bfloat16 and out.tolist() == [254.0] * 3
 
 
-def test_parts_written_by_hand_stay_apart() -> None:
-    """Two optimizers whose functions differ only in their closures."""
+def test_custom_parts_are_stepped_separately() -> None:
+    """The functions of two optimizers differ only in their closures."""
 
     def by_hand(rate: float) -> tx.Optimizer:
         def step_param(param: Tensor, grad: Tensor, state: Any) -> Any:

@@ -116,8 +116,8 @@ GAPS: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
-def test_gaps_in_memory_are_served(name: str, make: Callable[[], tx.Optimizer], gap: str) -> None:
-    """Of parameters, gradients and states: with the result of contiguous ones, and nothing written between."""
+def test_tensors_with_gaps_in_memory_are_supported(name: str, make: Callable[[], tx.Optimizer], gap: str) -> None:
+    """Parameters, gradients and states may have gaps: results match contiguous tensors, and the gaps do not change."""
     part, p = at(make), GAPS[gap]()
     if p.dim() < 2 and "muon" in repr(part):
         pytest.skip("muon takes matrices only")
@@ -135,7 +135,7 @@ def test_gaps_in_memory_are_served(name: str, make: Callable[[], tx.Optimizer], 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("make", [tx.adam, tx.adamw, tx.adamax, tx.nadam, tx.radam, tx.lion, tx.lamb])
-def test_betas_that_are_tensors_are_those_that_are_numbers(make: Any, shape: tuple[int, ...]) -> None:
+def test_tensor_betas_match_float_betas(make: Any, shape: tuple[int, ...]) -> None:
     numbers = 0.8, 0.95
     with_tensors = make(0.1, betas=tuple(torch.full(shape, beta, dtype=torch.float64) for beta in numbers))
     params = {
@@ -192,7 +192,7 @@ def test_a_handwritten_optimizer_is_checked_too() -> None:
 
 
 @pytest.mark.parametrize("make", [tx.sgd, tx.adamw, tx.rmsprop, lambda: tx.mixed_precision(tx.adam())])
-def test_one_kernel_counts_the_steps_of_all_its_states_once(make: Callable[[], tx.Optimizer]) -> None:
+def test_states_of_one_kernel_share_their_step_count(make: Callable[[], tx.Optimizer]) -> None:
     opt, p, q = make(), torch.ones(3), torch.ones(())
     apart, shared = [opt.init_param(p), opt.init_param(q)], list(opt.init([p, q]))
     assert opt.step_params_ is not None
@@ -208,7 +208,7 @@ COUNTS = [-1.0, float("nan"), float("inf"), float("-inf")]
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
-def test_a_count_of_steps_that_is_none_is_refused(name: str, make: Callable[[], tx.Optimizer], count: float) -> None:
+def test_raises_on_a_bad_step_count(name: str, make: Callable[[], tx.Optimizer], count: float) -> None:
     """Adam would divide by zero in step -1 + 1."""
     part, p = at(make), MATRICES["w.weight"].clone()
     state = part.init_param(p)
@@ -224,8 +224,8 @@ def test_a_count_of_steps_that_is_none_is_refused(name: str, make: Callable[[], 
     assert same_bits(p, MATRICES["w.weight"])
 
 
-def test_a_count_is_looked_at_only_where_that_is_possible() -> None:
-    """Not while something maps, differentiates or traces: there the formula runs as it is."""
+def test_step_count_is_not_checked_under_transforms() -> None:
+    """Under vmap, grad and tracing the formula runs without the check."""
     opt, p = tx.adam(0.1), torch.ones(3)
     state = opt.init({"w": p})
     late = {"w": state["w"]._replace(step=torch.tensor(-1.0))}
@@ -242,7 +242,7 @@ def test_a_count_is_looked_at_only_where_that_is_possible() -> None:
 
 
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
-def test_what_autograd_records_is_not_stepped_in_place(name: str, make: Callable[[], tx.Optimizer]) -> None:
+def test_in_place_step_raises_on_tensors_that_require_grad(name: str, make: Callable[[], tx.Optimizer]) -> None:
     part, p = at(make), MATRICES["w.weight"].clone()
     fresh = lambda: part.init_param(p)  # noqa: E731
     leaf = p.clone().requires_grad_()
@@ -277,7 +277,7 @@ def test_inference_tensors_are_not_stepped_in_place(name: str, make: Callable[[]
 
 @pytest.mark.parametrize(("name", "make"), ROWS, ids=[name for name, _ in ROWS])
 def test_a_scaled_gradient_may_be_expanded(name: str, make: Callable[[], tx.Optimizer]) -> None:
-    """As that of a sum is."""
+    """The gradient of a sum is expanded, for example."""
     part, p, q = at(make), torch.ones(3, 4), torch.ones(3, 4)
     for param, grad in ((p, torch.ones(()).expand(3, 4)), (q, torch.ones(3, 4))):
         part.step_param_(param, grad, part.init_param(p), grad_scale=torch.tensor(2.0))

@@ -134,7 +134,7 @@ def test_bfloat16_parameters() -> None:
         assert (pure.float() - new["p"].float()).abs().max() <= 2**-6 * p.float().abs().max(), opt
 
 
-def test_states_of_different_ages_are_stepped_apart() -> None:
+def test_states_with_different_step_counts_are_stepped_separately() -> None:
     """A tree put together from two trainings: one flat kernel would give both the same step count."""
     opt, p = tx.adam(0.1), torch.ones(2, dtype=torch.float64)
     old = opt.init({"a": p})
@@ -148,7 +148,7 @@ def test_states_of_different_ages_are_stepped_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clipping_is_torchs(dtype: torch.dtype) -> None:
+def test_clipping_matches_torch(dtype: torch.dtype) -> None:
     params, grads = _problem(dtype)
     for g in grads[:5]:
         for max_norm in (0.1, 1.0, 100.0):
@@ -175,7 +175,7 @@ def test_clipping_across_shards(mode: Any) -> None:
     assert torch.allclose(torch.cat(out), twice(whole))
 
 
-def test_clipping_by_the_norm_before() -> None:
+def test_clipping_by_the_previous_norm() -> None:
     """torch's clipping if it used the last gradients' norm; the call's own norm in the first call and after a nonfinite one."""
     _, grads = _problem(torch.float64)
     clip = tx.clip_by_global_norm(0.5, mode="previous")
@@ -199,7 +199,7 @@ def _with_grad(grad: Tensor) -> Tensor:
 
 
 @torch_before("2.14")
-def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
+def test_torch_fused_sgd_still_ignores_half_precision_on_cpu() -> None:
     """The reason for going through float32: where this fails, torch has fixed it."""
     for dtype in (torch.bfloat16, torch.float16):
         p = torch.ones(64, dtype=dtype, requires_grad=True)
@@ -225,7 +225,7 @@ def test_torchs_fused_sgd_still_forgets_half_precision_on_cpus() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_that_lie_otherwise_in_memory(make: Any, dtype: torch.dtype) -> None:
+def test_gradients_with_other_memory_layouts(make: Any, dtype: torch.dtype) -> None:
     """Kernels go through memory: transposed, expanded or channels-last tensors must be laid out first."""
     opt, start = make(), torch.randn(4, 3, 5, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
     wide = torch.randn(8, 3, 5, 2, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -253,7 +253,7 @@ def test_gradients_that_lie_otherwise_in_memory(make: Any, dtype: torch.dtype) -
             assert max_diff(tree, want) <= room and max_diff(state, want_state) <= room
 
 
-def test_an_in_place_step_of_a_turned_parameter() -> None:
+def test_in_place_step_of_a_transposed_parameter() -> None:
     opt = tx.sgd(0.1)
     turned = torch.ones(2, 3).t()
     opt.step_param_(turned, torch.arange(6.0).view(3, 2), opt.init_param(turned))

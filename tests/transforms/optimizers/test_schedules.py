@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_values_are_torchs(name: str) -> None:
+def test_values_match_torch(name: str) -> None:
     ours, torchs_ = CASES[name]
     steps = 24 if "warmup" in name else 40  # behind its end torch's cosine goes up again
     table = tx.from_torch_scheduler(torchs_, 0.1, steps)
@@ -78,7 +78,7 @@ def test_schedules_take_numbers_and_tensors() -> None:
         assert tx.from_json(tx.to_json(schedule)) == schedule
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(ValueError, lambda: tx.warmup(-1, tx.constant(0.1)), "warmup_steps", "-1")
     raises_text(ValueError, lambda: tx.one_cycle(0.1, 0), "total_steps", "0")
     raises_text(ValueError, lambda: tx.one_cycle(0.1, 10, pct_start=1.5), "pct_start", "1.5")

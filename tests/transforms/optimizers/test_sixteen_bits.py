@@ -67,7 +67,7 @@ def test_finite_where_torch_optim_is(name: str, options: dict[str, Any], dtype: 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("frozen", "muon", "partition")] + ["muon"])
-def test_the_formula_is_the_kernel(name: str, dtype: torch.dtype, scale: float) -> None:
+def test_formula_matches_the_kernel(name: str, dtype: torch.dtype, scale: float) -> None:
     """Every optimizer with default options: parameter and state."""
     param, grads = _problem(dtype, scale)
     opt = tx.muon(0.1) if name == "muon" else OPTIMIZERS[name][0]()
@@ -81,7 +81,7 @@ def test_the_formula_is_the_kernel(name: str, dtype: torch.dtype, scale: float) 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("adafactor", "muon")])
-def test_a_step_is_torch_optims_in_float32_rounded_once(name: str, dtype: torch.dtype, scale: float) -> None:
+def test_step_matches_torch_optim_in_float32_rounded_once(name: str, dtype: torch.dtype, scale: float) -> None:
     """Adafactor's own epsilon is that of the 16-bit dtype, and Muon multiplies in bfloat16; see below for both."""
     param, grads = _problem(dtype, scale)
     moved, _ = _pure(KINDS[name].ours(), param, grads)
@@ -92,7 +92,7 @@ def test_a_step_is_torch_optims_in_float32_rounded_once(name: str, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KINDS)
 def test_ordinary_gradients_step_as_torch_optim_does(name: str, dtype: torch.dtype) -> None:
-    """To one rounding of the parameter for each step, since torch rounds within a step too."""
+    """Results agree to one rounding per step, since torch rounds within a step too."""
     param, grads = _problem(dtype, 1.0, steps=4)
     moved, _ = _in_place(KINDS[name].ours(), param, grads)
     (want,) = optim.run(lambda params: KINDS[name].torchs(params), [param], [[g] for g in grads])

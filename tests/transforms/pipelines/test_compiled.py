@@ -81,7 +81,7 @@ def on_a_process(names: list[str]) -> list[float]:
 
 @pytest.mark.long
 def test_a_hook_is_traced_whole_on_real_ranks(pool: Any) -> None:
-    """Over torch's functional collectives."""
+    """Compiled hooks use torch's functional collectives."""
     for found in pool.run(2, on_a_process, ["mean", "mean, clip"]):
         assert max(found) < 1e-6
 

@@ -96,7 +96,7 @@ class Made(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_nothing_large_is_made(donate: bool) -> None:
+def test_donated_step_allocates_no_large_tensors(donate: bool) -> None:
     pipeline, params, grads = tx.fuse(tx.mean("data"), tx.adamw(0.1)), params_of(), params_of(1)
     params["a"]["weight"], grads["a"]["weight"] = torch.ones(600, 500), torch.ones(600, 500)
     state = pipeline.init(params)
@@ -149,7 +149,7 @@ def test_parameters_that_share_memory_are_not_stepped_twice() -> None:
     assert (new["a"] == 0.5).all() and (new["b"] == 0.0).all()
 
 
-def test_under_transforms_it_is_pure() -> None:
+def test_donated_step_is_pure_under_grad() -> None:
     pipeline, w = tx.fuse(tx.identity(), tx.sgd(0.5)), torch.ones(3)
 
     def after(w: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_under_transforms_it_is_pure() -> None:
     assert (w == 1).all()
 
 
-def test_a_graph_that_needs_the_old_values_sees_the_change() -> None:
+def test_backward_raises_if_a_step_overwrote_its_values() -> None:
     pipeline, w = tx.fuse(tx.identity(), ADAM), torch.ones(3, requires_grad=True)
     loss = (w * w).sum()
     pipeline.step({"w": w}, {"w": torch.ones(3)}, pipeline.init({"w": w}), donate=True)

@@ -13,7 +13,7 @@ from fjoin.transforms.layout._buckets import make_layout
 from tests.helpers import raises_text
 
 
-def test_explain_covers_what_runs_now_and_then() -> None:
+def test_explain_covers_periodic_stages() -> None:
     params = {"w": torch.zeros(1000), "b": torch.zeros(10)}
     pipeline = tx.fuse(
         tx.chain(tx.switch_after(5, tx.mean("data"), tx.every(3, tx.sum_over("data"))), tx.clip_by_global_norm(1.0)),
@@ -44,7 +44,7 @@ def test_explain_takes_no_memory_for_huge_models() -> None:
     assert what.state_bytes == 70 * 8 * 10**9 + 4 + 8 and what.messages == 71
 
 
-def test_explain_says_where_it_cannot_look_ahead() -> None:
+def test_explain_raises_on_stages_that_read_values() -> None:
     def peek(g: Any, s: Any, params: Any = None, **extra: Any) -> Any:
         return (g, s) if g["w"].sum().item() > 0 else (tx.psum(g, "data"), s)
 
@@ -61,8 +61,8 @@ def test_explain_of_nested_axes() -> None:
     assert [m.axis for m in what.rows[0].messages] == ["local"]
 
 
-def test_explain_finds_what_runs_now_and_then_inside_others() -> None:
-    """As many messages, and in the same steps, whichever of two wrappers is the outer one."""
+def test_explain_finds_periodic_stages_inside_others() -> None:
+    """Messages and steps do not depend on the order of two wrappers."""
     params, mean = {"w": torch.zeros(1000), "v": torch.zeros(10)}, tx.mean("data")
 
     def rows(hook: tx.Transform) -> list[Any]:
@@ -92,8 +92,8 @@ def test_explain_finds_what_runs_now_and_then_inside_others() -> None:
 
 
 @pytest.mark.long
-def test_explain_of_what_changes_with_the_step() -> None:
-    """A row for each phase, also inside others; the state once, all of it."""
+def test_explain_of_stages_that_change_with_the_step() -> None:
+    """Each phase has a row, also inside wrappers; the first row has the whole state."""
     params = {"w": torch.zeros(1000, 4), "v": torch.zeros(16, dtype=torch.bfloat16)}
     grads = 4016 * 4  # in float32, momenta's dtype
 

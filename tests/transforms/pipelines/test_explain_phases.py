@@ -56,8 +56,8 @@ def sent_by(hook: tx.Transform, steps: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_the_phases_are_those_of_the_messages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A phase begins where the messages differ from those of the step before, and nowhere else."""
+def test_phases_begin_where_messages_change(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phase begins exactly where the messages differ from those of the step before."""
     make, steps = HOOKS[name]
     sent = sent_by(make(), steps, monkeypatch)
     what = tx.explain(make(), PARAMS, {"data": 2})

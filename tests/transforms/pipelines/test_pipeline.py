@@ -38,7 +38,7 @@ def test_means_by_hand(engine: Any, dtype: torch.dtype) -> None:
     assert run(tx.sum_over("data")) == ([10.0, 20.0], 4.0)
 
 
-def test_the_lane_rides_along_and_later_stages_know_the_weight() -> None:
+def test_lane_is_summed_and_later_stages_get_the_weight() -> None:
     hook = tx.chain(tx.mean("local"), tx.mean("node"))
 
     def one_rank(g: float, w: float) -> Any:
@@ -83,7 +83,7 @@ def test_a_float32_lane_counts_exactly(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_lane_passes_on_what_is_not_finite(value: float) -> None:
+def test_lane_preserves_nonfinite_values(value: float) -> None:
     for dtype in (torch.float32, torch.float64):
         total = encode_lane({"a": value, "b": 1.0}, dtype, 3) + encode_lane({"a": 1.0, "b": 1.0}, dtype, 3)
         out = decode_lane(total, ["a", "b"], 3)
@@ -113,7 +113,7 @@ def test_accumulation_is_exact_over_calls_and_ranks() -> None:
         assert sums.total == 7 and sums.lane["n"] == 7
 
 
-def test_nothing_runs_after_an_accumulation_that_goes_on() -> None:
+def test_later_stages_do_not_run_within_a_window() -> None:
     pipeline = tx.fuse(tx.chain(tx.accumulate(2, tx.identity()), tx.clip_by_value(1.0)), tx.adam(0.1))
     p = {"w": torch.ones(2)}
     state = pipeline.init(p)

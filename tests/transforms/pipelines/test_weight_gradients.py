@@ -156,13 +156,13 @@ def test_batches_of_weights(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_the_others_weights_where_one_is_0() -> None:
+def test_derivatives_by_the_other_weights_if_one_is_zero() -> None:
     weights = torch.tensor([1.0, 3.0, 0.0, 4.0], dtype=torch.float64)
     got = torch.func.grad(lambda w: mapped("mean", w))(weights)
     torch.testing.assert_close(got[[0, 1, 3]], torch.func.grad(two_steps)(weights)[[0, 1, 3]])
 
 
-def test_plain_autograd_warns_of_nothing() -> None:
+def test_autograd_gives_no_warnings() -> None:
     torch.set_warn_always(True)
     try:
         weights = [w.clone().requires_grad_() for w in WEIGHTS]

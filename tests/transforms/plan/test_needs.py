@@ -90,7 +90,7 @@ def test_a_chain_needs_what_its_stages_do(pair: tuple[Needs, Needs]) -> None:
             assert max(out) < 1e-12, hook
 
 
-def test_a_union_is_that_of_all_inside() -> None:
+def test_wrappers_combine_the_needs_of_their_parts() -> None:
     coded = tx.quantized_mean("data", tx.int8())
     leaf = tx.stateless(torch.sign)
     assert tx.every(2, tx.chain(leaf, coded)).needs == Needs.LEAVES | Needs.LAYOUT
@@ -112,7 +112,7 @@ def test_two_fields_are_enough() -> None:
     raises_text(TypeError, lambda: tx.Transform(lambda params: 1, update, "leaf"), "Needs.LEAVES", "'leaf'")  # type: ignore[arg-type]
 
 
-def test_what_a_transform_accepts_is_in_its_signature() -> None:
+def test_accepts_follows_the_signature() -> None:
     mean = tx.mean("data")
     assert mean.accepts("wire") and tx.chain(tx.identity(), tx.clip_by_value(1.0), mean).accepts("wire")
     assert not tx.clip_by_value(1.0).accepts("wire") and not tx.dgc("data", 0.1).accepts("wire")

@@ -18,7 +18,7 @@ from tests.power_problem import COMPRESSED, SHAPES, draws, exact, made
 STEPS = 8
 
 
-def test_which_leaves_are_compressed() -> None:
+def test_leaves_are_compressed_by_shape_and_rate() -> None:
     params = {
         "just not": torch.zeros(8, 8),  # (8 + 8) * 2 * 2 = 8 * 8
         "just": torch.zeros(8, 9),
@@ -147,8 +147,8 @@ ODD = {"a": (37, 53), "b": (53, 37), "c": (37, 53), "d": (5, 3, 7), "e": (64, 33
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4, 8])
-def test_a_matrix_does_not_hear_its_neighbours(rank: int) -> None:
-    """In any buckets the same, to the bit; shapes whose memory ends off the cache lines."""
+def test_results_do_not_depend_on_the_buckets(rank: int) -> None:
+    """Results are bitwise equal in any buckets, for shapes that do not fill cache lines."""
 
     def one_rank() -> None:
         hook = tx.error_feedback(made(rank, over="world"))
@@ -234,7 +234,7 @@ def test_no_message_without_something_in_it() -> None:
         assert sizes(params, sums=BucketSums(torch.float32, first)) == want
 
 
-def test_on_one_rank_nothing_is_compressed() -> None:
+def test_single_rank_does_not_compress() -> None:
     hook = tx.error_feedback(made(1))
     grads = draws(3)
     (out, state), *_ = tx.simulate(lambda: hook.update(grads, hook.init(grads), weight=4.0), {"data": 1})
@@ -282,7 +282,7 @@ def test_start_is_switch_after() -> None:
     assert tx.power_sgd("data", start=2, over="live").spec["before"] == tx.mean("data", over="live")
 
 
-def test_epsilon_shrinks_what_is_small() -> None:
+def test_large_epsilon_shrinks_the_result() -> None:
     def one_rank(epsilon: float) -> Any:
         hook = tx.power_sgd("data", epsilon=epsilon)
         g = torch.outer(torch.arange(20.0), torch.arange(10.0))
@@ -293,7 +293,7 @@ def test_epsilon_shrinks_what_is_small() -> None:
     assert abs(small - none) < 1e-6 and 0 < half < 0.01
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     for rank in (0, -1, 1.5, True, "2"):
         raises_text(ValueError, lambda: tx.power_sgd("data", rank), "rank", "at least 1", repr(rank))  # type: ignore[arg-type]  # noqa: B023
     for rate in (0.0, -1.0, float("nan"), float("inf"), True, "2"):

@@ -14,7 +14,7 @@ from tests.helpers import max_diff, same_bits
 from tests.power_problem import SHAPES, draws, exact32, made
 
 
-def test_a_gradient_of_zeros_gives_zeros_and_the_next_one_is_heard() -> None:
+def test_zero_gradient_gives_zeros_and_does_not_affect_the_next_one() -> None:
     zeros = {path: torch.zeros(shape) for path, shape in SHAPES.items()}
 
     def one_rank(warm: bool) -> Any:
@@ -51,8 +51,8 @@ def test_columns_that_have_become_zero_are_drawn_afresh() -> None:
 
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_nonfinite_gradients_raise_once(bad: float, coded: bool) -> None:
-    """Every rank sees it, in that matrix alone; the next step's gradients come as if it had not been."""
+def test_nonfinite_gradients_do_not_affect_the_next_step(bad: float, coded: bool) -> None:
+    """Every rank gets nonfinite values in that matrix only; later results and residuals are finite."""
 
     def one_rank(poison: bool) -> Any:
         rank, outs = int(tx.axis_index("data")), []
@@ -76,7 +76,7 @@ def test_nonfinite_gradients_raise_once(bad: float, coded: bool) -> None:
             assert all(e.isfinite().all() for e in state.error.values())
 
 
-def test_where_no_rank_counts_nothing_changes() -> None:
+def test_call_without_weight_changes_nothing() -> None:
     def one_rank(how: Any, over: Any) -> Any:
         hook = tx.error_feedback(made(2, over=over), how)
         _, state = hook.update(draws(int(tx.axis_index("data"))), hook.init(draws(0)))
@@ -164,7 +164,7 @@ AROUND: dict[str, tuple[Callable[[tx.Transform], tx.Transform], bool]] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_only_what_needs_gradients_no_more_hands_them_on(around: str) -> None:
+def test_wrappers_pass_on_donation_if_they_do_not_reuse_gradients(around: str) -> None:
     make, expected = AROUND[around]
     inner, reported = made(2), []
 

@@ -55,7 +55,7 @@ PROGRAMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_are_those_written_by_hand(name: str) -> None:
+def test_programs_match_the_table(name: str) -> None:
     hook, parts, axes, step, place, expected = PROGRAMS[name]
     ends = [part for part in (parts.after, parts.on_state) if part is not None]
     found = program(make_plan(hook, axes, *ends), parts, step, place)
@@ -128,7 +128,7 @@ def test_the_executor_runs_operations_in_their_order() -> None:
     ]  # fmt: skip
 
 
-def test_early_steps_are_a_program_of_their_own() -> None:
+def test_early_steps_have_a_separate_program() -> None:
     memory = Listed()
     execute(program(make_plan(MEAN, DATA, AVERAGE), Parts(AVERAGE), 0, "buckets", each=True), memory)
     assert memory.seen == ["stages", "begin", "step each", "ends on params", "keep"]
@@ -141,7 +141,7 @@ def test_a_hook_alone_has_no_optimizer() -> None:
     assert memory.seen == ["stages", "observe", "used", "keep"]
 
 
-def test_a_window_that_goes_on_ends_the_program() -> None:
+def test_program_ends_within_a_window() -> None:
     memory = Listed(pauses=True)
     assert execute(program(make_plan(MEAN, DATA), Parts(), 0, "tree"), memory) is None
     assert memory.seen == ["stages"]

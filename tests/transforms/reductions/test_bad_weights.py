@@ -81,7 +81,7 @@ def test_no_number_is_a_type_error(given: Any) -> None:
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("bad", ["negative", "nan", "tiny"])
 def test_a_tensor_that_cannot_be_read_makes_the_sums_nan(bad: str, over: Any) -> None:
-    """Under vmap, and so on a device, whose result then counts as not finite."""
+    """This holds under vmap and on a device; the result counts as not finite."""
 
     def rank(w: Tensor) -> Tensor:
         hook, g = tx.mean("data", over), torch.ones(3)
@@ -109,7 +109,7 @@ PIPELINES: dict[str, Callable[[], tx.Pipeline]] = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_none_is_one(name: str) -> None:
-    """On some ranks and not on others: the same result, and the same messages, which would not meet otherwise."""
+    """Ranks may mix None and 1: results and messages are the same."""
 
     def rank(value: float, *weight: Any) -> Any:
         pipeline, params = PIPELINES[name](), {"w": torch.zeros(4, 4), "b": torch.zeros(4)}

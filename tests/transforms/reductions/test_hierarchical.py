@@ -38,7 +38,7 @@ def _one_rank(hook: tx.Transform, as_tensor: bool) -> Any:
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("axes", SHAPES, ids=str)
-def test_it_is_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tensor: bool) -> None:
+def test_result_matches_the_mean_over_both_axes(axes: dict[str, int], over: Any, as_tensor: bool) -> None:
     two, one = tx.hierarchical_mean("local", "node", over=over), tx.mean(("node", "local"), over)
     got, want = (tx.simulate(lambda: _one_rank(hook, as_tensor), axes) for hook in (two, one))  # noqa: B023
     for (out, state), (expected, reported) in zip(got, want, strict=True):
@@ -98,7 +98,7 @@ def test_encoded_across_nodes(axes: dict[str, int], over: Any) -> None:
             assert same_bits(out, got[0][0])
 
 
-def test_what_leaves_a_node() -> None:
+def test_bytes_between_nodes() -> None:
     params = {"w": torch.ones(1_000_000)}
     axes = {"node": 8, "local": 8}
 
@@ -145,6 +145,6 @@ def test_in_a_step_on_processes(pool: Any, hook: str) -> None:
         assert same_bits(params, real[0][0]) and max_diff(params, sim) < 1e-5 and weight == sim_weight == 3.0
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(ValueError, lambda: tx.hierarchical_mean("data", "data"), "two axes", "'data'")
     raises_text(ValueError, lambda: tx.hierarchical_mean("local", "node", over="all"), "over", "'all'")  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def on_ranks(hook: tx.Transform, case: str) -> list[float]:
 
 @pytest.mark.parametrize(("form", "first", "second"), list(itertools.product(CHAINS, KINDS, KINDS)))
 def test_a_chain_of_two_means(form: str, first: str, second: str) -> None:
-    """By the pure pipeline and, with uneven weights, by a step."""
+    """The chain runs in the pure pipeline and, with uneven weights, in a train step."""
     for case, weights in WEIGHTS.items():
         found = on_ranks(CHAINS[form](first, second), case)
         assert found == pytest.approx([by_hand(first, second, weights)] * (8 if case == "uneven" else 4), abs=1e-6), (
@@ -106,7 +106,7 @@ TOTALS = {"live": "2 nodes, not 3 ranks", "world": "2 nodes, not 4 ranks"}
         "world",
     ],
 )
-def test_the_total_of_a_chain_is_that_of_all_its_ranks(over: Any) -> None:
+def test_total_of_a_chain_covers_all_ranks(over: Any) -> None:
     for make in (CHAINS["mean"], CHAINS["gathered"], CHAINS["encoded"]):
 
         def one_rank(weight: float) -> float:

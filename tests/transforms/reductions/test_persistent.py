@@ -65,8 +65,8 @@ def test_a_node_without_weight_takes_the_others_average() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_of_gradients_nothing_is_still_zero(name: str) -> None:
-    """As a hook: a gradient for which no rank has weight changes no parameter."""
+def test_gradients_without_weight_are_zero(name: str) -> None:
+    """In a hook, a gradient without weight on any rank changes no parameter."""
 
     def one_rank() -> Any:
         hook, grads = ALL[name](), params_of(int(tx.axis_index(("node", "data"))))

@@ -46,8 +46,8 @@ def test_meaning(monkeypatch: pytest.MonkeyPatch, op: str, codec: str, engine: A
                 assert same_bits(out[r], out[0])
 
 
-def test_a_codec_of_ones_own() -> None:
-    """In its bytes, zeros are no zeros; a rank that gets nothing has zeros nevertheless."""
+def test_custom_codec() -> None:
+    """The codec does not encode zeros as zero bytes; a rank that receives nothing still gets zeros."""
     base = tx.bfloat16()
     flipped = tx.Codec(lambda x: base.encode(x) ^ 255, lambda data, n: base.decode(data ^ 255, n), base.width)
     for n in (2, 3):
@@ -123,7 +123,7 @@ def test_what_is_not_finite_stays_so(name: str, bad: float, codec: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_one_rank_keeps_what_it_has(name: str) -> None:
+def test_single_rank_does_not_encode(name: str) -> None:
     f = tx.quantized(getattr(tx, name), tx.int4())
     x = {"a": torch.rand(1, 5, dtype=torch.float64)}
     got, want = (tx.simulate(lambda x: CALLS[name](g, x, 1), {"data": 1}, [x])[0] for g in (f, getattr(tx, name)))  # noqa: B023
@@ -133,8 +133,8 @@ def test_one_rank_keeps_what_it_has(name: str) -> None:
 @pytest.mark.parametrize("engine", ["lockstep", "vmap"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ["psum", "all_gather", "all_to_all"])
-def test_somebody_elses_vmap_around_it(name: str, codec: str, engine: Any) -> None:
-    """torch.func.vmap over an ensemble of 4, inside each rank: each of them is encoded alone."""
+def test_quantized_collectives_inside_torch_vmap(name: str, codec: str, engine: Any) -> None:
+    """Each rank calls torch.func.vmap over an ensemble of 4, whose members are encoded separately."""
     f = tx.quantized(getattr(tx, name), CODECS[codec][0])
     xs = [torch.randn(4, 3, 5) for _ in range(3)]
     mapped = tx.simulate(lambda x: torch.func.vmap(lambda v: f(v, "data"))(x), {"data": 3}, xs, engine=engine)
@@ -159,7 +159,7 @@ def test_a_code_has_no_derivative(name: str) -> None:
     tx.simulate(torch.no_grad()(plain), {"data": 2}, xs)
 
 
-def test_its_arguments_are_the_collectives() -> None:
+def test_signature_matches_the_collective() -> None:
     for name in SERVED:
         f = tx.quantized(getattr(tx, name), tx.int8())
         assert inspect.signature(f) == inspect.signature(getattr(tx, name)) and f.__name__ == name
@@ -188,7 +188,7 @@ def test_random_bits_need_a_key() -> None:
     raises_text(ValueError, lambda: tx.qsgd().keyed(0.5, 0), "seed", "0.5")  # type: ignore[arg-type]
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     raises_text(TypeError, lambda: tx.quantized(tx.pmax, tx.int8()), "pmax", "psum_scatter", "compress")
     raises_text(TypeError, lambda: tx.quantized(tx.mean("data"), tx.int8()), "mean('data')", "compress(codec, hook)")  # type: ignore[type-var]
     raises_text(TypeError, lambda: tx.quantized(tx.psum, tx.int8), "int8", "quantized(psum, int8())")  # type: ignore[arg-type]

@@ -115,7 +115,7 @@ def test_bytes_of_a_sum_do_not_grow_with_the_ranks() -> None:
 
 
 def test_in_a_pipeline() -> None:
-    """A hook of one's own that sends in bytes: traced without data, run on both engines."""
+    """A custom hook that sends bytes is traced without data and runs on both engines."""
     scatter, gather = tx.quantized(tx.psum_scatter, tx.int8()), tx.quantized(tx.all_gather, tx.bfloat16())
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:

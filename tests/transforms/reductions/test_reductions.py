@@ -34,7 +34,7 @@ def on_ranks(hook: tx.Transform, n: int, weights: Any = None, dtype: torch.dtype
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
-def test_the_mean_of_what_is_gathered_is_the_mean(over: Any, n: int) -> None:
+def test_all_gather_mean_matches_mean(over: Any, n: int) -> None:
     weights = [0.0 if r == 1 else 1.0 + r for r in range(n)]
     got, want = (on_ranks(hook, n, weights) for hook in (tx.all_gather_mean("data", over), tx.mean("data", over)))
     for (out, state), (mean, reported) in zip(got, want, strict=True):
@@ -43,7 +43,7 @@ def test_the_mean_of_what_is_gathered_is_the_mean(over: Any, n: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_is_gathered_is_summed_in_float32(dtype: torch.dtype) -> None:
+def test_all_gather_mean_sums_in_float32(dtype: torch.dtype) -> None:
     """Rounded once, at the end: seven ranks that hold the same have it as their mean."""
     outs = on_ranks(tx.all_gather_mean("data"), 7, dtype=dtype)
     exact = sum(grads_of(rank, dtype=dtype)["a"].double() for rank in range(7)) / 7
@@ -80,7 +80,7 @@ def test_a_vote_is_the_sign_of_the_sum_of_signs(n: int) -> None:
         assert all(torch.equal(o, want) for o in out) and 0 < (want == 0).float().mean() < 1
 
 
-def test_a_vote_tells_what_is_not_finite() -> None:
+def test_vote_of_nonfinite_values_is_not_finite() -> None:
     hook = tx.majority_vote("data")
     for n in (1, 2, 3):
         for bad in (math.nan, math.inf):
@@ -113,8 +113,8 @@ def test_adasum_is_pairwise(n: int) -> None:
     assert max_diff(halves[0][0]["a"].double(), on_ranks(tx.adasum("data"), n)[0][0]["a"]) < 0.1
 
 
-def test_differences_as_written_out() -> None:
-    """Two ranks encode once, so that nothing stands between a rank's choice and the mean."""
+def test_ef21_matches_the_reference() -> None:
+    """Two ranks encode once, so the mean is that of the encoded values."""
     grads = [[grads_of(r, step)["a"].flatten() for r in range(2)] for step in range(6)]
     hook = tx.ef21(tx.quantized_mean("data", tx.top_k(3)))
 
@@ -186,7 +186,7 @@ def test_a_moving_average_of_errors() -> None:
         assert state.error[""].dtype is torch.uint8 and state.error[""].numel() == kept.width(15)
 
 
-def test_a_tap_sees_what_passes() -> None:
+def test_tap_receives_the_gradients() -> None:
     seen: list[Any] = []
     hook = tx.chain(tx.mean("data"), tx.tap(lambda g: seen.append({path: v.clone() for path, v in g.items()})))
     out = on_ranks(hook, 2)[0][0]
@@ -216,7 +216,7 @@ def test_a_logged_hook(caplog: pytest.LogCaptureFixture) -> None:
     raises_text(ValueError, lambda: tx.logged(tx.noop(), every=0), "every", "0")
 
 
-def test_what_is_refused() -> None:
+def test_raises_on_bad_input() -> None:
     coded = tx.quantized_mean("data", tx.int8())
     for make in (tx.ef21, tx.loco, tx.error_feedback):
         raises_text(TypeError, lambda: make(tx.mean("data")), "mean('data')", "quantized_mean(axis, codec)")  # noqa: B023
@@ -255,7 +255,7 @@ def test_adasum_of_very_small_and_very_large_gradients(size: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 100])
-def test_votes_that_cancel_are_a_tie_whatever_rounding_leaves(ranks: int) -> None:
+def test_votes_that_cancel_are_a_tie_despite_rounding(ranks: int) -> None:
     hook, weights = tx.majority_vote("data"), [0.1 + 0.37 * r for r in range(ranks)]
     weights.append(sum(weights))  # against all others
 

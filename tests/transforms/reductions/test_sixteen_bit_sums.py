@@ -85,7 +85,7 @@ def test_the_mean_of_equal_gradients_is_their_value(
 
 @pytest.mark.parametrize("over", ["weight", "live", "world"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weighted_mean_is_that_of_the_numbers(dtype: torch.dtype, over: Any) -> None:
+def test_weighted_mean_is_close_to_the_exact_mean(dtype: torch.dtype, over: Any) -> None:
     xs, weights = _given(dtype, 5), [3.0, 257.0, 0.0, 4099.0, 1.0]
     factors = weights if over == "weight" else [float(w > 0) for w in weights]
     divisor = 5.0 if over == "world" else sum(factors)
@@ -185,6 +185,6 @@ def _reduced(rank: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shared"])
-def test_real_ranks_are_the_simulated_ones(pool: Pool, transport: str) -> None:
+def test_real_ranks_match_simulated_ranks(pool: Pool, transport: str) -> None:
     real = pool.run(4, on_ranks, transport)
     assert same_bits(real, tx.simulate(_reduced, {"data": 4}, list(range(4))))

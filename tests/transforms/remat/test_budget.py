@@ -52,7 +52,7 @@ def of_seed(seed: int, blocks: int) -> list[dict[Choice, Cost]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_plan_is_the_best_of_all_on_twelve_blocks(seed: int) -> None:
+def test_plan_is_near_the_optimum_on_twelve_blocks(seed: int) -> None:
     blocks = of_seed(seed, 12)
     everything = sum(block[Choice.KEEP].held for block in blocks)
     budget = least(blocks) + int((everything - least(blocks)) * [0.05, 0.2, 0.5, 0.8][seed])

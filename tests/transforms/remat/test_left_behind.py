@@ -166,7 +166,7 @@ IN_PLACE = ("class", "buffer", "parameter")  # which torch.func refuses
         if how != "grad" or kind not in IN_PLACE
     ],
 )
-def test_places(kind: str, how: str) -> None:
+def test_side_effects_in_every_place_match_the_plain_function(kind: str, how: str) -> None:
     make, leave = PLACES[kind]
     x, found = torch.linspace(0, 1, 4).requires_grad_(), []
     for wrap in (False, True):
@@ -243,7 +243,7 @@ PLANS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("write", WRITES)
-def test_plans_write_into_nothing(write: str, plan: str) -> None:
+def test_plans_do_not_modify_state(write: str, plan: str) -> None:
     state, x = State(torch.ones(4)), torch.ones(3, 4, requires_grad=True)
     mean = state.mean
 
@@ -256,7 +256,7 @@ def test_plans_write_into_nothing(write: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_a_budget_gives_what_the_function_gives(write: str) -> None:
+def test_budget_matches_the_plain_function(write: str) -> None:
     found = []
     for blocks in (None, 0, 1):
         torch.manual_seed(0)

@@ -211,7 +211,7 @@ def outcome(make: Callable[[], Any], wrap: Callable[[Any], Any]) -> Any:
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_it_is_the_plain_function(name: str, policy: str) -> None:
+def test_results_match_the_plain_function(name: str, policy: str) -> None:
     plain = outcome(FUNCTIONS[name], lambda f: f)
     again = outcome(FUNCTIONS[name], lambda f: tx.remat(f, **POLICIES[policy]))
     torch.testing.assert_close(again, plain, rtol=0, atol=0)
@@ -257,7 +257,7 @@ def test_values_held_elsewhere_under_func(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_follows_may_write_into_the_result(policy: str) -> None:
+def test_later_code_may_write_into_the_result(policy: str) -> None:
     x = torch.linspace(-1, 1, 24).view(2, 3, 4)
     layer, grads = nn.Linear(4, 4), []
     for wrap in (lambda f: f, lambda f: tx.remat(f, **POLICIES[policy])):
@@ -276,7 +276,7 @@ def test_a_change_between_the_passes_is_an_error(policy: str) -> None:
         y.sum().backward()
 
 
-def test_only_what_was_used_may_not_change() -> None:
+def test_unused_tensors_may_change_between_the_passes() -> None:
     first, second = nn.Linear(4, 4), nn.Linear(4, 1)
 
     class Both(nn.Module):
@@ -320,7 +320,7 @@ def test_gradients_arrive_in_the_order_of_the_plain_function() -> None:
     assert orders[0] == orders[1] and len(orders[0]) == 8
 
 
-def test_nothing_stays_after_the_backward_pass() -> None:
+def test_backward_pass_frees_the_arguments() -> None:
     h = torch.randn(8, 8, requires_grad=True) * 2
     kept = StorageWeakRef(h.untyped_storage())
     loss = tx.remat(lambda x: x.sin().tanh().sum())(h)

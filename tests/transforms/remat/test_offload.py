@@ -42,7 +42,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_file_gives_back_what_it_got(name: str, tmp_path: Path) -> None:
+def test_file_returns_the_stored_value(name: str, tmp_path: Path) -> None:
     x, store = VALUES[name], File(tmp_path)
     (handle,) = store.put([x])
     assert not isinstance(handle, Tensor) and handle.where == "file" and handle.size == x.nbytes and handle.held == 0
@@ -139,7 +139,7 @@ def test_arguments_that_are_results_wait_too_and_parameters_do_not(tmp_path: Pat
 
 
 @pytest.mark.parametrize("where", ["file", "codes"])
-def test_a_caller_may_write_into_what_waits(where: str, tmp_path: Path) -> None:
+def test_caller_may_write_into_offloaded_arguments(where: str, tmp_path: Path) -> None:
     x = torch.randn(5, requires_grad=True)
     h = x * 2
     offload: Any = tmp_path if where == "file" else tx.fp8()
@@ -183,7 +183,7 @@ def test_the_gradients_bias(name: str) -> None:
         assert all(torch.equal(other[1], coded[0][1]) for other in coded)
 
 
-def test_codes_take_the_bytes_they_say() -> None:
+def test_codes_take_the_predicted_bytes() -> None:
     x = torch.randn(64, 32)
     codec = tx.int8(block=64)
     (codes, whole) = Coded(codec).put([x, torch.arange(3)])
@@ -202,7 +202,7 @@ def test_codes_take_the_bytes_they_say() -> None:
 # -- on machines without an accelerator -----------------------------------------------------------------------------------
 
 
-def test_the_cpu_is_no_place_for_values_of_the_cpu() -> None:
+def test_raises_on_offload_of_cpu_values_to_the_cpu() -> None:
     x = torch.ones(3, requires_grad=True)
     for policy in (tx.everything_saveable, tx.offload_dot_with_no_batch_dims(), tx.dots_saveable):
         f = tx.remat(lambda x: torch.tanh(x.view(1, 3) @ x.view(3, 1)), policy, "cpu")

@@ -159,7 +159,7 @@ AGAIN = {
 
 @pytest.mark.parametrize("transform", ["plain", "grad", "vjp"])
 @pytest.mark.parametrize("policy", AGAIN)
-def test_what_is_kept_does_not_run_again(policy: str, transform: str) -> None:
+def test_saved_values_are_not_recomputed(policy: str, transform: str) -> None:
     counts = []
     for f in (block, remat(block, policy)):
         with Count() as count:
@@ -364,7 +364,7 @@ def test_derivatives_by_tensors_that_are_no_arguments() -> None:
 
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "dots_saveable", "of one's own"])
-def test_what_is_stored_elsewhere_stays(policy: str) -> None:
+def test_values_stored_by_the_function_do_not_change(policy: str) -> None:
     seen: list[list[Tensor]] = []
 
     def f(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def test_names() -> None:
     assert any(name.startswith("exp at test_residuals.py:") for name in names)
 
 
-def test_nothing_changes() -> None:
+def test_saved_residuals_changes_no_state() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     model.register_buffer("seen", torch.zeros(()))
     before = {name: x.clone() for name, x in model.state_dict().items()}

@@ -100,7 +100,7 @@ RETURNS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", RETURNS)
-def test_functions_that_return_what_they_reach(name: str, policy: str) -> None:
+def test_functions_that_return_captured_tensors(name: str, policy: str) -> None:
     f, again = RETURNS[name], tx.remat(RETURNS[name], **POLICIES[policy])
 
     def loss(run: Any) -> Any:
@@ -142,7 +142,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("policy", ["nothing", "dots"])
 @pytest.mark.parametrize("name", SEES)
-def test_a_function_sees_the_graph_that_it_sees_without_remat(name: str, policy: str, transform: str) -> None:
+def test_function_sees_the_same_graph_as_without_remat(name: str, policy: str, transform: str) -> None:
     want, got = (TRANSFORMS[transform](f) for f in (SEES[name], tx.remat(SEES[name], **POLICIES[policy])))
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
@@ -260,7 +260,7 @@ def test_results_of_all_kinds(name: str, policy: str) -> None:
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_an_object_that_a_function_returns_is_the_one_that_it_got() -> None:
+def test_returned_object_keeps_its_identity() -> None:
     cache = Cache()
     for run in (lambda f: f(X), lambda f: torch.func.grad(lambda x: of(f(x)))(X)):
         found: list[Any] = []
@@ -276,7 +276,7 @@ def test_results_that_have_not_been_computed_are_refused() -> None:
 
 
 def test_parameters_may_be_stepped_in_the_backward_pass() -> None:
-    """As soon as each has its gradient: before the block is computed again, which does not need the last bias."""
+    """Each is stepped when it has its gradient, before the recomputation, which does not need the last bias."""
 
     def run(wrap: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -359,7 +359,7 @@ def test_compiled_functions_that_write_into_buffers(policy: str) -> None:
     assert compiled(lambda module: lambda x: of_argument(module, x)) == want
 
 
-def test_torchs_checkpoint_compiles_them_to_other_gradients() -> None:
+def test_torch_checkpoint_gives_wrong_gradients_if_compiled() -> None:
     want = compiled(None)
     got = compiled(lambda module: lambda x: checkpoint(module, x, use_reentrant=False))
     assert got[1] == want[1] and got[0] != want[0]

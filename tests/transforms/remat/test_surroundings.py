@@ -127,7 +127,7 @@ def gradient(run: Callable[[Tensor], Tensor], around: Callable[[], Any], x: Tens
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", AROUND)
-def test_what_surrounds_the_forward_pass(name: str, policy: str) -> None:
+def test_contexts_around_the_forward_pass_are_restored(name: str, policy: str) -> None:
     around, make = AROUND[name]
     found = []
     for wrap in (lambda f: f, lambda f: tx.remat(f, POLICIES[policy])):
@@ -145,7 +145,7 @@ def test_functions_of_tensor_subclasses() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_torchs_checkpoint_forgets_modes_for_functions() -> None:
+def test_torch_checkpoint_loses_function_modes() -> None:
     x = torch.tensor(0.3)
     chain = lambda x: torch.sin(torch.sin(x))  # noqa: E731
     want = gradient(chain, SinIsCos, x)[1]
@@ -169,7 +169,7 @@ def other(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_flags_are_those_of_the_first_run_and_then_those_of_the_caller(name: str) -> None:
+def test_flags_of_the_first_run_are_restored_for_the_second(name: str) -> None:
     get, put = FLAGS[name]
     before, seen = get(), queue.SimpleQueue[Any]()
 

@@ -12,7 +12,7 @@ from fjoin import transforms as tx
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_values_that_persist_stay_where_no_rank_has_weight(ranks: int) -> None:
-    """Each rank gets its piece of them, as of a mean."""
+    """Each rank gets its shard, as of a mean."""
 
     def one_rank(weight: float) -> Any:
         hook, given = tx.scatter_mean("data"), {"w": torch.arange(40.0), "b": torch.tensor(7.0)}

@@ -52,14 +52,14 @@ def poisoned(rank: int, step: int, grads: dict[str, Tensor]) -> dict[str, Tensor
 
 
 @pytest.mark.parametrize("name", ["skip", "scale"])
-def test_all_ranks_leave_out_a_step_of_which_one_piece_is_not_finite(name: str) -> None:
+def test_all_ranks_skip_a_step_if_one_shard_is_not_finite(name: str) -> None:
     pair = PAIRS[name]
     got, want = (run(p, {"data": 3}, change=poisoned) for p in (pair.sharded, pair.whole))
     same(got, want)
     assert [state.skipped.item() for _, state in got] == [1, 1, 1]
 
 
-def test_the_state_of_a_rank_is_that_of_its_slices() -> None:
+def test_each_rank_holds_the_state_of_its_slices() -> None:
     adam = tx.adamw(0.1)
     whole = run(tx.fuse(tx.mean("data"), adam), {"data": 3})[0][1].optimizer
     ranks = [state.optimizer for _, state in run(tx.zero(tx.mean("data"), adam, "data"), {"data": 3})]
@@ -126,7 +126,7 @@ def test_encoded_changes_of_float64_parameters_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_steps_can_be_differentiated(ranks: int) -> None:
-    """By a factor of the gradients of two steps, as in an unsharded pipeline."""
+    """The derivative by a factor of the gradients of two steps matches the unsharded pipeline."""
 
     def derivative(hook: tx.Transform) -> Callable[[int], Tensor]:
         pipeline = tx.fuse(hook, tx.sgd(0.1, momentum=0.9))
@@ -202,7 +202,7 @@ def by_norm(**settings: Any) -> tx.Optimizer:
     return tx.Optimizer(tx.sgd(0.1).init_param, step_param, step_param_, **settings)
 
 
-def test_an_optimizer_that_is_not_elementwise_is_noticed() -> None:
+def test_raises_if_an_optimizer_is_not_elementwise() -> None:
     params = {"a": torch.linspace(-1, 1, 40), "b": torch.linspace(0, 2, 30).view(5, 6)}
 
     def pure(optimizer: tx.Optimizer, sharded: bool) -> Any:
@@ -224,7 +224,7 @@ def test_an_optimizer_that_is_not_elementwise_is_noticed() -> None:
     assert noisy.flattens and torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_matrix_cut_between_ranks_is_noticed() -> None:
+def test_raises_if_a_matrix_is_cut_between_ranks() -> None:
     """Muon on flat slices would make other matrices orthogonal on each rank, as DeepSpeed's did."""
     muon = tx.muon(0.1)
 
@@ -291,8 +291,8 @@ def test_more_ranks_than_leaves_and_many_steps(ranks: int) -> None:
     same(got, want)
 
 
-def test_explain_says_how_evenly_matrices_are_shared_out() -> None:
-    """Of a GPT with four kinds of matrices in each block, over 8 ranks."""
+def test_explain_reports_the_balance_of_matrices() -> None:
+    """The model is a GPT with four kinds of matrices per block on 8 ranks."""
     shapes = {"qkv": (96, 32), "out": (32, 32), "up": (128, 32), "down": (32, 128)}
     params = {f"{i}.{name}.weight": torch.zeros(shape) for i in range(6) for name, shape in shapes.items()}
     what = tx.explain(tx.zero(tx.mean("data"), tx.muon(0.1), "data"), params, {"data": 8})
