@@ -50,6 +50,7 @@ class Agreements:
         self.ids = StepIds(mesh, plan.agree, self.ranks, calls)
         self.check = StepCheck(self.ranks, norm, self._parts.skips, mesh=mesh, ids=self.ids)
         self._late: tuple[int, Sums] | None = None  # the step of a record that has not been read, and its sums
+        self._begun: int | None = None  # the step that began last
         self._has_sent = False  # whether a step has sent a record of all ranks
 
     def fit(self, layout: tuple[Bucket, ...]) -> None:
@@ -71,12 +72,18 @@ class Agreements:
         return self.record(self.plan.reduced(step).axes)
 
     def begin(self, step: int, rates: Rates) -> float:
-        """The number of a step that begins with these hyperparameters; see `StepIds`."""
+        """The number of a step that begins with these hyperparameters; see `StepIds`.
+
+        A step from an earlier state leaves behind the steps after it, with what this rank has left out of them.
+        """
+        if self._begun is not None and step <= self._begun:
+            self.check.left_out = 0.0
+        self._begun = step
         return self.ids.begin(step, rates)
 
     def forget(self) -> None:
         """Forget the steps so far: a new run begins. A record that has not been read yet is waited for."""
-        late, self._late = self._late, None
+        late, self._late, self._begun = self._late, None, None
         if late is not None:
             late[1].wait()
         self.check.clear()
@@ -111,7 +118,11 @@ class Agreements:
         late, self._late = self._late, None
         if late is None:
             return []
-        counts = CountsOfAll(step - late[0] + 1, late[1].read(self.check.grads.on_device))
+        sums, age = late[1].read(self.check.grads.on_device), step - late[0]
+        if age <= 0:  # of a step that has been left behind: only what all ranks have called counts
+            self.ids.check(late[0] + 1, sums, 2)
+            return []
+        counts = CountsOfAll(age + 1, sums)
         self.ids.check(step, counts.sums, counts.late)
         return [counts]
 

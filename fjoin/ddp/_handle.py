@@ -112,4 +112,5 @@ class Handle:
         hook_state = restored("the state of the hook", run.hook_state, state_dict["hook"])
         if run.pipeline_step is not None:
             run.pipeline_step.load_state_dict(state_dict)
+        run.agreements.forget()
         run.hook_state, run.step, run.total, run.loaded = hook_state, state_dict["step"], state_dict["total"], True
