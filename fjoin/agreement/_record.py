@@ -1,6 +1,6 @@
 """The record: what the ranks agree on, as a few named scalars of each rank that are summed in one message.
 
-Its senders are steps (`reducer/_step_record.py`), their loops (`training/_in_loop.py`, `uneven/_loop.py`), Join
+Its senders are steps (`agreement/_step_record.py`), their loops (`training/_in_loop.py`, `uneven/_loop.py`), Join
 (`uneven/_roll.py`) and registered modules (`ddp/_unused_params.py`).
 """
 

@@ -39,10 +39,12 @@ class Decision(NamedTuple):
 
 
 class CountsOfAll(NamedTuple):
-    """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step."""
+    """The record, summed over all ranks that loop together; it has a bit for each rank that left out a step.
 
-    # 0: its bits are of the step in which it is read. 1: of the step before. 2: of the one before that, since the record was
-    # read one step late.
+    late: how many steps before the one that reads the record that step was: 0 to 2. Late records are of the step before, and
+        tell of the one before that.
+    """
+
     late: int
     sums: dict[str, Any]
 

@@ -14,7 +14,7 @@ from ..transforms.layout._pieces import Pieces
 from ..transforms.optimizers.wrappers._mixed_precision import master_of
 from ..transforms.pipelines._sharding import Sharding
 from ..transforms.program._effect import Effect
-from ..transforms.sharding._gather import GatherState, ShardState, cut_of, gather_changes
+from ..transforms.sharding._gather import GatherState, ShardState, cut_of
 from ._aliases import assign_
 from ._flat_params import Storage
 
@@ -73,15 +73,14 @@ def gather_changes_(storage: Storage, sharding: Sharding, mesh: Mesh, step: int,
     Args:
         step: The number of gathers before.
     """
-    pieces, codec = storage.pieces, sharding.codec
-    assert pieces is not None and codec is not None
-    exact, states = storage.own_leaves(), storage.optimizer_states() if storage.has_masters else {}
-    exact = {path: own if (m := master_of(states.get(path))) is None else m for path, own in exact.items()}
+    assert storage.pieces is not None
+    states = storage.optimizer_states() if storage.has_masters else {}
     params = {path: leaf.detach() for path, leaf in storage.leaves.items()}
     with bind_axes(mesh.axes):
-        new = gather_changes(pieces, exact, params, codec, step)
+        new, state = sharding.gather(storage.pieces, params, storage.own_leaves(), states, gather_state(storage, step))
     assign_(params, effect.where(new, params))
-    return step + 1
+    found: int = state.step
+    return found
 
 
 def gather_state(storage: Storage, step: int) -> Any:

@@ -89,8 +89,8 @@ class DDPRun:
             self.pipeline_step = ModuleStep(pipeline, plan, self.agreements.check, params, self.pieces)
         self.hook_state: tuple[Any, ...] = copy_if_aliased(self.stages.init(held, self.pieces), self.flats)
         self.values: dict[str, float] = {}  # this rank's record of this pass
-        # Whether the optimizer directly follows a plain sum; its kernels may then divide.
-        self.bare = pipeline is not None and plan.reduce is not None and len(self.stages.parts) == 1
+        # Whether the hook is a plain sum and nothing else. The kernels of an optimizer may then divide.
+        self.is_sum = plan.reduce is not None and len(self.stages.parts) == 1
         self.step, self.total = 0, math.nan
         self.left = LeftOpen(self, pipeline.ends if pipeline else (), "handle.flush()")
         self.loaded = False  # whether a state has been loaded since the last pass
@@ -101,6 +101,9 @@ class DDPRun:
         self._missing = set[str]()  # the parameters whose buckets have not yet come in this pass
         self._buckets = first_buckets(ddp, params)
         self._program: Program = ()  # of this pass
+        self._early: Program = ()
+        self._late: Program = ()
+        self._is_partial = False
         self._memory: ModuleMemory | None = None  # of this pass
 
     def explain(self) -> Explanation:
@@ -167,18 +170,18 @@ class DDPRun:
         self.weight, self.pending = (0.0 if shadows else 1.0) if self.pending is None else self.pending, None
         rates = [] if self.pipeline_step is None else self.pipeline_step.begin(self.step, scaled=not shadows)
         self.values = {"weight": self.weight, "step_id": self.agreements.begin(self.step, rates)}
-        self._program = self._programs.of(self.step)
-        carried = self.values if self.pipeline_step is not None else None
-        sends = bool(self.plan.reduced(self.step).axes)
-        # The last pass's buckets, the same number on all ranks.
-        self.stages.begin(Call(self.weight, carried, self.step), torch.float64, self._buckets, sends)
+        program = self._programs.of(self.step)
+        if program is not self._program:
+            # The messages of the hook are under way during backward, between the operations before it and the rest.
+            at, hook = next((i, op) for i, op in enumerate(program) if isinstance(op, Stages))
+            self._program, self._early, self._late, self._is_partial = program, program[:at], program[at:], hook.partial
+        if not self.is_sum:
+            carried = self.values if self.pipeline_step is not None else None
+            sends = bool(self.plan.reduced(self.step).axes)
+            # The last pass's buckets, the same number on all ranks.
+            self.stages.begin(Call(self.weight, carried, self.step), torch.float64, self._buckets, sends)
         self._memory = ModuleMemory(self)
-        execute(self._program[: self._n_early], self._memory)
-
-    @property
-    def _n_early(self) -> int:
-        """The number of operations before the messages of the hook, which are under way during backward."""
-        return next(i for i, op in enumerate(self._program) if isinstance(op, Stages))
+        execute(self._early, self._memory)
 
     def _forget(self) -> None:
         """Discard a pass that has ended or failed."""
@@ -186,6 +189,8 @@ class DDPRun:
         self.outs, self._futures, self._missing, self._memory = [], [], set(), None
 
     def _launch(self, out: DDPBucket) -> None:
+        if self._is_partial and not self.weight:
+            out.grads.zero_()
         if self.pipeline_step is not None:
             self.pipeline_step.before_hook(out)
         if self.plan.reduce is not None:
@@ -204,7 +209,7 @@ class DDPRun:
 
     def _finish(self) -> None:
         assert self._memory is not None
-        execute(self._program[self._n_early :], self._memory, Effect(True))
+        execute(self._late, self._memory, Effect(True))
         self.step += 1
         self.left.steps = self.step
         self._buckets = tuple(out.bucket for out in self.outs)

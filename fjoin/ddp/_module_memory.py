@@ -20,6 +20,7 @@ from ..transforms.program._effect import FLUSH, Effect
 from ..transforms.program._ops import Agree, Ends, Gather, Judge, Stages, StepEach
 from ..transforms.reductions._reduction import MeanState
 from ..transforms.transform._call import Call
+from ..transforms.transform._weights import divisor_of
 from ..transforms.tree._bucketwise import merge
 from ._buckets import DDPBucket, divide
 from ._late_errors import after_backward
@@ -52,33 +53,47 @@ class ModuleMemory:
         return self._step.own()
 
     def stages(self, op: Stages) -> bool:
-        """Nothing is left to do: `DDPRun` has started the stages, bucket by bucket."""
+        """`DDPRun` has started the stages already, bucket by bucket, in torch's backward pass."""
         return True
 
     def observe(self) -> None:
-        run, plan, step = self._run, self._run.plan, self._step
+        run, step = self._run, self._step
+        by_kernels = run.is_sum and step is not None  # they may divide
         for out in run.outs:
             out.wait()
-            if run.bare and step is not None:
+            if by_kernels and step is not None:
                 step.check.grads.observe(out)  # while later messages are still under way
-        reduced = None if plan.reduce is None else self._summed()
-        if not run.bare:
+        found = None if run.plan.reduce is None else self._summed()
+        if not by_kernels:
             divide(run.outs, self._divisor)
             self._divisor = 1.0
-        count = run.stages.n_early or int(reduced is not None)
-        buckets, rest, found = run.stages.finish(run.outs, run.hook_state[count:], run, reduced)
-        early = (reduced,) if reduced is not None else ()
-        if buckets:
-            merged = merge(buckets, run.leaves)
-            early = merged if count > 1 else (merged,)
-        self._states = (*early, *rest)
+        if run.is_sum:
+            self._states = (found,)
+        else:
+            found = self._finish(found)
         if found is not None:
             self._found, run.total = found, float(found.total)
-        if step is not None and not run.bare:
+        if step is not None and not by_kernels:
             for out in run.outs:
                 step.check.grads.observe(out)
         if run.pieces is not None:  # what the buckets hold is no gradient; before an error that ends the pass
             after_backward(self._drop_grads)
+
+    def _finish(self, reduced: MeanState | None) -> MeanState | None:
+        """Run the other stages of the hook; returns the sums of the last reduction.
+
+        Args:
+            reduced: The sums of a plain reduction before them.
+        """
+        run = self._run
+        count = run.stages.n_early or int(reduced is not None)
+        buckets, rest, found = run.stages.finish(run.outs, run.hook_state[count:], run, reduced)
+        early: tuple[Any, ...] = () if reduced is None else (reduced,)
+        if buckets:
+            merged = merge(buckets, run.leaves)
+            early = merged if count > 1 else (merged,)
+        self._states = (*early, *rest)
+        return found
 
     @property
     def _factor(self) -> float:
@@ -107,11 +122,11 @@ class ModuleMemory:
         """The sums of a plain reduction, whose gradients are still to be divided."""
         run, begun = self._run, self._begun
         assert begun is not None
-        total, over = begun["total"], run.plan.over
-        ranks = run.agreements.of_hook(run.step).ranks
-        self._divisor = 1.0 if over is None else float(ranks) if over == "world" else total
-        lane = {name: torch.tensor(begun[name], dtype=torch.float64) for name in run.values if self._step is not None}
-        return MeanState(torch.tensor(total, dtype=torch.float64), lane)
+        sums = begun.wait()
+        self._divisor = divisor_of(run.plan.over, sums["total"], run.agreements.of_hook(run.step).ranks)
+        names = () if self._step is None else run.values
+        lane = {name: torch.tensor(sums[name], dtype=torch.float64) for name in names}
+        return MeanState(torch.tensor(sums["total"], dtype=torch.float64), lane)
 
     def _drop_grads(self) -> None:
         for p in self._run.leaves.values():
@@ -141,13 +156,16 @@ class ModuleMemory:
     def judge(self, op: Judge) -> Effect:
         run, step = self._run, self._step
         assert step is not None
-        if run.plan.reduced(run.step).equal:
+        reduced = run.plan.reduced(run.step)
+        if self._begun is not None:
+            self._sums = self._begun.wait()
+        elif reduced.equal:
             assert self._found is not None
             record = run.agreements.of_hook(run.step)
             sums = {name: float(value) for name, value in self._found.lane.items()}
             self._sums = record.once({**sums, "total": float(self._found.total), "loss": 0.0}, run.values["step_id"])
         counts: Sequence[CountsOfAll] | None = None
-        if run.plan.reduced(run.step).axes != run.plan.agree:
+        if reduced.axes != run.plan.agree:
             counts = () if self._counts is None else run.agreements.read(run.step, self._counts)
         self._decision, self._ended = step.decide(run.step, run.outs, self._sums, counts)
         effect: Effect = self._decision.effect

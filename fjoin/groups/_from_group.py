@@ -12,9 +12,11 @@ from .failures._connections import Connections
 TIMEOUT_S = 600.0
 
 
-def mesh_from_group(group: Any, name: str = "data") -> Mesh:
-    """A mesh of one axis over the user's process group, which it takes down when a rank fails."""
-    return GroupMesh({name: group.size()}, {name: group}, group, timeout_of(group), False, Connections(()), owned=False)
+def mesh_from_group(group: Any) -> Mesh:
+    """A mesh of one axis, "data", over the user's process group, which it takes down when a rank fails."""
+    return GroupMesh(
+        {"data": group.size()}, {"data": group}, group, timeout_of(group), False, Connections(()), owned=False
+    )
 
 
 def timeout_of(group: Any) -> float:

@@ -23,6 +23,7 @@ from ..transforms.layout._buckets import lane_bucket
 from ..transforms.plan._plan import Plan
 from ..transforms.reductions._reduction import MeanState
 from ..transforms.transform._call import Call
+from ..transforms.transform._weights import divisor_of
 from ._bucket_stages import BucketStages
 
 
@@ -167,12 +168,7 @@ class AllReduceHook:
         return factor
 
     def _total(self, sums: dict[str, Any]) -> Any:
-        if self._over is None:
-            return 1.0
-        total, ranks = sums["total"], float(self._record.ranks)
-        if self._over != "world":
-            return total
-        return torch.full_like(total, ranks) if isinstance(total, Tensor) else ranks
+        return divisor_of(self._over, sums["total"], self._record.ranks)
 
 
 def power_near(total: float) -> float:

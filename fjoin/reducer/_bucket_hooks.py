@@ -36,7 +36,7 @@ class BucketHook:
         last = stages(plan.early)[-1:] if plan.early is not None else []
         fresh = any(part.reduces is not None and part.reduces.fusable for part in last)
         self._stages = BucketStages(plan, mesh, self._flat, fresh)
-        self._given = 1.0  # the weight that this step's gradients already carry, divided out before the hook
+        self._given = 1.0  # the factor that a window of several calls has put on gradients; the hook weighs them itself
         self._old: tuple[HookState, Storage] | None = None  # the state and the parameters from which this step begins
         self._state: HookState | None = None  # of this step
         self._pieces: list[Pieces | None] = []  # by bucket, where the stages that run on it shard

@@ -57,7 +57,7 @@ class Run:
         on_buffers: Transform,
     ) -> None:
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
-        plan = make_plan(pipeline.hook, mesh.shape, *pipeline.ends, on_buffers)
+        plan = make_plan(pipeline.hook, mesh.shape, *pipeline.ends, on_buffers, adds=accumulate > 1)
         self.on_buffers = on_buffers
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.agree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,26 +130,23 @@ class FlatMemory:
             body.outer = decision.effect.update_counters(skips, body.outer)
         body.torn = tears(body.step)
 
-    def _step_bucket(self, index: int, out: GradBuffer) -> None:
-        """Run the optimizer's kernels on one bucket."""
-        storage, guards = self._body.storage, self._decision
-        with torch.no_grad():
+    @torch.no_grad()
+    def _step_buckets(self, outgoing: Iterable[tuple[int, GradBuffer]]) -> None:
+        """Run the optimizer's kernels on buckets, and begin their gathers."""
+        shell, storage, guards = self._shell, self._body.storage, self._decision
+        for index, out in outgoing:
             for optimizer, param, grad, slots in storage.ranges(index, out.grads):
                 step_param_ = unchecked(optimizer.step_param_)  # init_param has made these slots
                 step_param_(param, grad, slots, grad_scale=guards.scale, found_inf=guards.found_inf)
             # Fused kernels do not increment the version: without this a graph that still needs the old values,
             # such as the user's own, would silently use the new ones.
             torch.autograd.graph.increment_version(storage.flats[index])
+            if shell.gathers_buckets:
+                start_gather(storage, index, shell.mesh)
 
     def step(self, effect: Effect) -> None:
-        if not self._decision.changes:
-            return
-        # In the order of the forward pass, in which the parameters are gathered.
-        for i, out in reversed(list(enumerate(self._queue.outgoing))):
-            self._step_bucket(i, out)
-            if self._shell.gathers_buckets:
-                with torch.no_grad():
-                    start_gather(self._body.storage, i, self._shell.mesh)
+        if self._decision.changes:  # in the order of the forward pass, in which the parameters are gathered
+            self._step_buckets(reversed(list(enumerate(self._queue.outgoing))))
 
     def step_each(self, op: StepEach) -> Effect:
         """Wait for the record, then step each bucket as soon as its message has arrived."""
@@ -172,7 +169,7 @@ class FlatMemory:
                 if i == 0:  # nothing has been changed yet
                     body.torn = ""
                 raise error
-            self._step_bucket(i, out)
+            self._step_buckets([(i, out)])
         return decision.effect
 
     def ends(self, op: Ends, effect: Effect) -> None:
@@ -210,15 +207,16 @@ class FlatMemory:
         sharding = shell.pipeline.sharding
         if sharding is None:
             return
-        with torch.no_grad():
-            if sharding.codec is not None:
+        if sharding.codec is not None:
+            with torch.no_grad():
                 self._body.gather = gather_changes_(storage, sharding, shell.mesh, self._body.gather, effect)
-                return
-            if not shell.gathers_buckets:
+            return
+        if not shell.gathers_buckets:
+            with torch.no_grad():
                 for k in reversed(range(len(storage.layout))):
                     start_gather(storage, k, shell.mesh)
-            if not shell.overlap_gather:
-                storage.arrivals.wait()
+        if not shell.overlap_gather:
+            storage.arrivals.wait()
 
     def keep(self, effect: Effect) -> None:
         body, hook = self._body, self._shell.hook

@@ -25,7 +25,7 @@ class LeftOpen:
         remedy: The call that finishes them.
 
     Attributes:
-        steps: The number of steps that it has taken since `flush`; 0 where none is open.
+        steps: The number of its steps; 0 after a flush, until the next step.
         gathers: Whether it holds gradients of an accumulation window.
         failed: Whether it has failed, so that nothing can be finished.
     """

@@ -11,7 +11,6 @@ from ..transforms._check import flag, whole_number
 from ..transforms.combinators._chain import identity
 from ..transforms.layout._buckets import BUCKET_BYTES
 from ..transforms.pipelines._pipeline import Pipeline
-from ..transforms.plan._plan import make_plan
 from ..transforms.transform._transform import Transform, check_transform
 from ._executor import Run
 from ._step import TrainStep
@@ -97,12 +96,6 @@ def train_step(
     whole_number("accumulate", accumulate, 1)
     whole_number("bucket_bytes", bucket_bytes, 1)
     mesh = mesh or make_mesh({"data": -1})
-    plan = make_plan(pipeline.hook, mesh.shape)
-    if accumulate > 1 and plan.reduce is not None and not plan.by_weight:
-        raise ValueError(
-            f"accumulate={accumulate} needs mean(..., over='weight'): the micro-batches of a window are weighted by their "
-            f"contents, got over={plan.over!r}"
-        )
     if overlap_gather and (pipeline.sharding is None or pipeline.sharding.codec is not None):
         raise ValueError(
             f"overlap_gather=True: {pipeline!r} gathers no parameters as they are; it needs a sharded pipeline without gather=..., "

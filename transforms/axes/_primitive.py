@@ -107,11 +107,11 @@ def apply_one(op: str, x: Tensor, axis: Axis, arg: Any = None) -> Tensor:
     return _apply_function(x, axis.token, op, arg, axis)
 
 
-def reduce_over(op: str, tree: Tree, axis: AxisName, arg: Any = None) -> Tree:
+def reduce_over(op: str, tree: Tree, axis: AxisName) -> Tree:
     ordered = op in ("pmax", "pmin")
     for one in _lookup_all(axis):
         run_ = one.run_ if op == "psum" else None
-        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one, arg), run_, ordered, op == "psum")  # type: ignore[misc]
+        tree = packed(tree, 0, lambda x, one=one: apply_one(op, x, one), run_, ordered, op == "psum")  # type: ignore[misc]
     return tree
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..tree._tree import Tree, map_with_path
-from ._buckets import ALIGN_BYTES, BUCKET_BYTES, DIRECT_BYTES, Bucket, make_layout
+from ._buckets import ALIGN_BYTES, BUCKET_BYTES, DIRECT_BYTES, Bucket, make_layout, views
 
 if TYPE_CHECKING:
     from ..step_param._optimizer import Optimizer
@@ -148,11 +148,7 @@ class Pieces:
 
     def leaves(self, k: int, flat: Tensor) -> dict[str, Tensor]:
         """Path -> leaf, views of a bucket's flat tensor."""
-        bucket = self.buckets[k]
-        return {
-            path: flat[at : at + self.shapes[path].numel()].view(self.shapes[path])
-            for path, at in zip(bucket.paths, bucket.offsets, strict=True)
-        }
+        return dict(zip(self.buckets[k].paths, views(self.buckets[k], flat, self.shapes), strict=True))
 
     def pack_own(self, k: int, slices: Mapping[str, Tensor]) -> Tensor:
         """This rank's piece of a bucket, from its slices."""

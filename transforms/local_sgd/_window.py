@@ -30,12 +30,11 @@ class WindowMean:
         hook: The reduction, with over="weight".
         over: The weights of the ranks: those of their windows ("weight"), 1 for each rank with a window of weight above
             0 ("live"), or 1 for each rank ("world").
-        field: The field of the outer state that holds the hook's state.
     """
 
-    def __init__(self, hook: Transform, over: Over, field: str = "hook") -> None:
+    def __init__(self, hook: Transform, over: Over) -> None:
         check_over(over)
-        self._inner, self._over = Inner(hook, field), over
+        self._inner, self._over = Inner(hook, "hook"), over
 
     def __call__(
         self, values: Tree, state: Any, call: Call, rates: Rates = (), weight: Any = None

@@ -65,8 +65,8 @@ def fuse(
     Returns:
         A `Pipeline`: `init(params) -> state` and
         `step(params, grads, state, *, weight=None, lane=None, donate=False) -> (params, state)`. With `donate` the caller
-        gives up all three: parameters and state are stepped in place, gradients are overwritten, and nothing is copied. The
-        parameters returned are the given ones.
+        gives up all three: parameters and state are stepped in place, and gradients are overwritten. The parameters returned
+        are the given ones, unless `after` or a gather makes others.
         State: `PipelineState(hook, optimizer, after, on_state, step, window, gather)`.
 
     Raises:

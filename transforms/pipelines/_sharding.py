@@ -112,12 +112,12 @@ class Sharding:
         Args:
             params: The old parameters.
             own: The new slices.
-            slots: The new states of the optimizer.
+            slots: The new states of the optimizer; may be empty where it keeps no master copies.
         """
         if self.codec is None:
             return gather(pieces, own, params), state
-        states, named = _leaves_of(own, slots), named_leaves(own)
-        exact = {path: leaf if (m := master_of(states[path])) is None else m for path, leaf in named.items()}
+        states, named = _leaves_of(own, slots) if slots else {}, named_leaves(own)
+        exact = {path: leaf if (m := master_of(states.get(path))) is None else m for path, leaf in named.items()}
         new = gather_changes(pieces, exact, params, self.codec, state.step)
         return new, state._replace(step=state.step + 1, master={path: named[path] for path in state.master})
 

@@ -20,7 +20,7 @@ from ..step_param._optimizer import Optimizer
 from ..step_param._state_fields import state_fields, with_state_fields
 from ..transform._call import Call
 from ..transform._transform import Transform
-from ..transform._weights import check_weight
+from ..transform._weights import check_weight, share_of
 from ..tree._placement import PerRank
 from ..tree._tree import State, Tree, all_finite, map_with_path, path_string, to_device
 from . import _rates as rates_check
@@ -85,6 +85,8 @@ class TreeMemory:
     def stages(self, op: Stages) -> bool:
         """Run the hook. The record rides in the lane."""
         lane = {**(self._call.lane or {}), "weight": self._agreed}
+        if op.partial:
+            self._grads = optree.tree_map(share_of(self._call.weight, "weight").masked, self._grads)
         if self._rates:
             lane[rates_check.NAME] = rates_check.number_of(self._rates)
         with bind_pieces(self._pieces):

@@ -10,6 +10,7 @@ from ..axes._primitive import names
 from ..combinators._chain import chain, stages
 from ..transform._timing import children, running
 from ..transform._transform import Needs, Transform
+from ..transform._weights import Over
 from ._phases import changes_with_steps
 
 AXES = ("axis", "local", "node")  # the arguments of our factories that name axes
@@ -49,7 +50,7 @@ class Plan(NamedTuple):
     rest: tuple[Transform, ...] = ()
 
     @property
-    def over(self) -> str | None:
+    def over(self) -> Over | None:
         """The divisor of `reduce`; None for a sum."""
         assert self.reduce is not None and self.reduce.reduces is not None
         return self.reduce.reduces.over
@@ -64,13 +65,15 @@ class Plan(NamedTuple):
         return self.always or _reduced(self.hook, self.mesh_axes, step)
 
 
-def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform) -> Plan:
+def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform, adds: bool = False) -> Plan:
     """The plan of a pipeline, or of a hook alone.
 
     Args:
         hook: The transform of the gradients.
         sizes: Axis name -> number of ranks, of the axes that are bound where it runs. Axes of one rank need no message.
         ends: The transforms of parameters, optimizer state and buffers at the end of a step.
+        adds: Whether gradients of several calls, each times its weight, are added before they are sent. Then only a mean by these weights
+            can be summed in place.
     """
     mesh_axes = tuple(name for name, size in sizes.items() if size > 1) or tuple(sizes)
     reach = axes_of(hook, sizes)
@@ -83,6 +86,7 @@ def make_plan(hook: Transform, sizes: Mapping[str, int], *ends: Transform) -> Pl
     plan = Plan(hook, mesh_axes, agree, always)
     own = first.reduces if first is not None else None
     alone = own is not None and own.fusable and reach <= set(names(own.axis or ()))
+    alone = alone and own is not None and not (adds and own.over in ("live", "world"))
     if alone and not any(part.reduces for part in parts[1:]):
         if len(parts) == 2 and parts[1].by_norm is not None:
             return plan._replace(reduce=first, clip=parts[1])

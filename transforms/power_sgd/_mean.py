@@ -20,7 +20,7 @@ from ..transform._counter import counts_steps
 from ..transform._lane import decode_words, lane_dtype
 from ..transform._rider import Rider, first_of, no_words
 from ..transform._transform import Compression, Needs, Reduction, Transform
-from ..transform._weights import Over, RankWeight, check_over, share_in, unless_idle
+from ..transform._weights import Over, RankWeight, check_over, divisor_of, share_in, unless_idle
 from ..tree._tree import Tree, device_of, named_leaves, plain
 from ._factors import (
     Exchange,
@@ -133,7 +133,7 @@ def make_transform(
         flush = memory is not None and memory.flush
         made = reduce(leaves, state, CallArgs(share, rider, call.wire, known, flush, call.donated))
         counted, lane = rider.settle(made.counted, made.rider)
-        reduced = MeanState(torch.full_like(counted, axis_size(axis)) if over == "world" else counted, lane)
+        reduced = MeanState(divisor_of(over, counted, axis_size(axis)), lane)
         if memory is not None:
             memory.keep(made.errors, made.errors.values(), share, reduced.total)
         out = optree.tree_unflatten(optree.tree_structure(grads), [made.means[path] for path in leaves])

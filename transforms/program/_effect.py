@@ -21,7 +21,7 @@ class Effect(NamedTuple):
 
     live: at least one of the ranks that share the gradients has weight.
     fine: the gradients may be used.
-    raises: an error will be raised for this step, so nothing may change; the host does not know it yet.
+    raises: a flag of the device: the host will raise for this step later, so nothing may change.
     """
 
     live: Flag
@@ -35,7 +35,7 @@ class Effect(NamedTuple):
 
     @property
     def at_end(self) -> Effect:
-        """The effect on the values that a transform at the end of the step may change, which runs in all steps."""
+        """The effect for transforms at the end of the step, which run although the optimizer took none."""
         return Effect(True if self.raises is False else ~torch.as_tensor(self.raises))
 
     def keep(self, new: Any, old: Any) -> Any:

@@ -13,9 +13,13 @@ class Stages:
     """Starts the stages of the hook on the gradients; `Observe` waits for their last messages.
 
     Where an `Agree` of the step `rides`, the record travels in these messages.
+
+    partial: whether they leave some gradients as each rank's own, although ranks step together, as `masked(mean(...))` does. A rank
+        without weight then gives zeros.
     """
 
     parts: tuple[Transform, ...]
+    partial: bool = False
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def program(plan: Plan, parts: Parts, step: int, place: Place, each: bool = Fals
         step: The number of the step, from 0. Steps that send the same messages have equal programs.
         each: Whether buckets are stepped as they arrive, where the hook is a plain reduction.
     """
-    hook = Stages(tuple(stages(plan.hook)))
+    axes, equal = plan.reduced(step)
+    hook = Stages(tuple(stages(plan.hook)), partial=bool(axes) and not equal)
     early, late = agreements(plan, parts, step, place)
     if not parts.steps:
         return (*early, hook, Observe(), *late, Keep())

@@ -19,7 +19,7 @@ from ..transform._call import Call
 from ..transform._lane import decode_words, lane_dtype
 from ..transform._rider import Rider, first_of
 from ..transform._transform import Transform
-from ..transform._weights import Over, RankWeight, check_over, nonzero_or_one
+from ..transform._weights import Over, RankWeight, check_over, divisor_of, nonzero_or_one
 from ..tree._tree import Tree, device_of
 from ._coded_mean import coded_mean, gathered_mean
 from ._encoded_mean import encoded_mean
@@ -64,7 +64,7 @@ def all_gather_mean(axis: AxisName, over: Over = "weight") -> Transform:
         all_grads, all_words = all_gather((optree.tree_map(share.masked, grads), words), axis)
         each = torch.stack([decode_words(row, 1) for row in all_words.unbind(0)])
         factors, (total, sums) = each[:, 0], first_of(each.sum(0))
-        divisor = torch.full_like(total, ranks) if over == "world" else nonzero_or_one(total)
+        divisor = nonzero_or_one(divisor_of(over, total, ranks))
         parts = [factor / divisor for factor in factors]
 
         def mean(rows: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from ..transform._call import Call
 from ..transform._lane import decode_words
 from ..transform._rider import Rider, first_of, no_words
 from ..transform._transform import Needs, Transform, init_empty
-from ..transform._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
+from ..transform._weights import Over, RankWeight, Unit, check_over, divisor_of, lacks_unit, nonzero_or_one, unit_near
 from ..tree._tree import Tree, device_of, plain
 from ._encoded_mean import encoded_mean
 from ._reduction import Sums, reduction
@@ -71,7 +71,7 @@ def _reduction(axis: AxisName, over: Over | None) -> Transform:
             if isinstance(scale, Tensor) or scale != 1.0:
                 summed = optree.tree_map(lambda g: divided(g, torch.as_tensor(scale)), summed)
             return Sums(summed, total, words)
-        divisor = torch.full_like(total, axis_size(axis)) if over == "world" else nonzero_or_one(total)
+        divisor = nonzero_or_one(divisor_of(over, total, axis_size(axis)))
         leaves = optree.tree_leaves(summed)
         if leaves and plain(leaves) and all(leaf.dtype.itemsize >= 4 for leaf in leaves):  # they are fresh, or donated
             torch._foreach_div_(leaves, divisor * scale)

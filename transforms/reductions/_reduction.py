@@ -15,7 +15,7 @@ from ..axes._collectives import axis_size
 from ..transform._call import Call
 from ..transform._rider import Rider
 from ..transform._transform import Needs, Reduction, Transform
-from ..transform._weights import Over, RankWeight, share_in, unless_idle
+from ..transform._weights import Over, RankWeight, divisor_of, share_in, unless_idle
 from ..tree._tree import Tree
 
 
@@ -81,7 +81,7 @@ def reduction(
         divisor = total
         if over == "world":  # of all axes, behind another reduction
             before = call.group.axes if call.group is not None else ()
-            divisor = torch.full_like(total, axis_size(tuple(dict.fromkeys((*before, *axis_names(axis))))))
+            divisor = divisor_of(over, total, axis_size(tuple(dict.fromkeys((*before, *axis_names(axis))))))
         kept = grads if found.kept is None else found.kept
         return unless_idle(total, found.out, kept, call.persistent), MeanState(divisor, lane)
 

@@ -19,7 +19,7 @@ from ..transform._call import Call
 from ..transform._lane import decode_words
 from ..transform._rider import EMPTY, Rider, first_of, no_words
 from ..transform._transform import Transform
-from ..transform._weights import Over, RankWeight, Unit, check_over, lacks_unit, nonzero_or_one, unit_near
+from ..transform._weights import Over, RankWeight, Unit, check_over, divisor_of, lacks_unit, nonzero_or_one, unit_near
 from ..tree._tree import Tree, device_of, map_with_path, named_leaves, plain
 from ._coded_scatter import coded_scatter
 
@@ -80,7 +80,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         sums: list[Tensor] = []
         scale: Unit = (call.unit or 1.0) if over == "weight" else 1.0
         if lacks_unit(call.unit, of.values()):
-            scale = unit_near(_divisor(found[0] if found else rider.total, axis, over))
+            scale = unit_near(divisor_of(over, found[0] if found else rider.total, axis_size(axis)))
         for k in range(len(pieces.buckets)):
             if wire is not None and pieces.ranks > 1:
                 scatter = functools.partial(coded_scatter, sizes=pieces.sizes(k))
@@ -90,7 +90,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
             else:
                 sums.append(_scatter(pieces, k, share.times(pieces.pack(k, of), scale), axis))
         total, words = found or (rider.total, no_words())
-        divisor = nonzero_or_one(_divisor(total, axis, over))
+        divisor = nonzero_or_one(divisor_of(over, total, axis_size(axis)))
         for k, piece in enumerate(sums):
             slices.update(pieces.leaves_own(k, _divided(piece, divisor * scale)))
         kept = pieces.own(grads) if call.persistent else None
@@ -104,10 +104,6 @@ def _sum_rider(of: dict[str, Tensor], axis: str, share: RankWeight, rider: Rider
     ranks = axis_size(axis)
     words = rider.words(rider.dtype(of.values()), ranks, device_of(of.values()), share.factor)
     return first_of(decode_words(psum(words, axis), ranks))
-
-
-def _divisor(total: Tensor, axis: str, over: Over) -> Tensor:
-    return torch.full_like(total, axis_size(axis)) if over == "world" else total
 
 
 def _scatter(pieces: Pieces, k: int, flat: Tensor, axis: str) -> Tensor:

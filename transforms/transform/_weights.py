@@ -140,6 +140,19 @@ def share_in(call: Call, over: Over) -> RankWeight:
     return share_of(call.weight, over) if of_group is None else RankWeight(check_weight(of_group), None)
 
 
+def divisor_of(over: Over | None, total: Any, ranks: int) -> Any:
+    """The divisor of a sum over ranks: 1 for a sum, the number of ranks over the world, otherwise the total of their factors.
+
+    Args:
+        total: A number, or a 0-d tensor; so is the divisor of a mean.
+    """
+    if over is None:
+        return 1.0
+    if over != "world":
+        return total
+    return torch.full_like(total, ranks) if isinstance(total, Tensor) else float(ranks)
+
+
 def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
     """The result of a reduction, or with `persistent` its input if no rank has weight.
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 CLOSED = "this mesh was closed, or taken down after a failure; make another one with fjoin.mesh(...)"
 _REDUCE = {"pmax": dist.ReduceOp.MAX, "pmin": dist.ReduceOp.MIN}
 # Up to this size two gloo ranks swap buffers and add: one hop instead of all_reduce's several, the same
-# bytes, 3 to 4 times faster at 40 to 320 kB (docs/design.md has the script). From about 1 MB on there is
+# bytes, 3 to 4 times faster at 40 to 320 kB (docs/decisions/006-two-gloo-ranks-swap-small-messages.md). From about 1 MB on there is
 # no gain.
 _SWAP_BYTES = 512 * 1024
 # gloo fills a link only while several messages are under way: two ranks exchange pieces of at most this size.

@@ -18,7 +18,7 @@ class GradOutput(NamedTuple):
 
     start: Any = 1.0  # the gradient of the loss: a number, or a 0-d tensor like the loss
     share: float = 0.0  # the share of this rank's gradients in the mean
-    rest: Tensor | None = None  # the factor to apply to gradients after backward, 0-d float64
+    rest: Tensor | None = None  # the part of the factor that `start` cannot carry, for the gradients; 0-d float64
 
     def backward(self, loss: Tensor) -> None:
         start = self.start

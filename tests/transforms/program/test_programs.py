@@ -27,12 +27,13 @@ PROGRAMS: dict[str, Any] = {
     "a mean of a module": (MEAN, Parts(), DATA, 0, "module", [Agree("begin", ("data",)), Stages((MEAN,))]),
     "a mean, then an average": (MEAN, Parts(AVERAGE), DATA, 0, "buckets", [Stages((MEAN,)), RIDES]),
     "an optimizer's state": (MEAN, Parts(None, STATE), DATA, 0, "tree", [Stages((MEAN,)), RIDES]),
-    "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [Stages((VOTE,)), Agree("verdict", ("data",))]),
+    "one leaf": (VOTE, Parts(), DATA, 0, "buckets", [Stages((VOTE,), partial=True), Agree("verdict", ("data",))]),
     "nothing, then an average": (tx.noop(), Parts(AVERAGE), DATA, 0, "buckets", [ALONE, Stages((tx.noop(),)), OWN]),
     "nothing, purely": (tx.noop(), Parts(AVERAGE), DATA, 0, "tree", [Stages((tx.noop(),))]),
     # The state of a switch has the sums of both its transforms, or none.
     "a switch before": (
-        tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 2, "buckets", [None, Agree("verdict", ("data",))]
+        tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 2, "buckets",
+        [Stages((tx.switch_after(3, MEAN, tx.noop()),), partial=True), Agree("verdict", ("data",))],
     ),
     "a switch after": (tx.switch_after(3, MEAN, tx.noop()), Parts(AVERAGE), DATA, 3, "buckets", [ALONE, None, OWN]),
     "local steps of nodes": (

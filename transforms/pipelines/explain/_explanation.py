@@ -100,8 +100,8 @@ class Explanation(NamedTuple):
         )
 
 
-def _short(text: str, width: int = 60) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _bytes(n: int) -> str:
