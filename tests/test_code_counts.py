@@ -17,9 +17,9 @@ LIMITS = {
     "comparisons with a spec's name": 6,
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
-    "lines of reducer, training, ddp": 7209,
-    "code lines": 20975,
-    "lines": 40662,
+    "lines of reducer, training, ddp": 7234,
+    "code lines": 20999,
+    "lines": 40711,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

@@ -76,13 +76,16 @@ class Record:
 
     def write(self, values: Mapping[str, Any], words: Tensor) -> None:
         """Write this rank's values into the words of a message; names that `values` lacks are 0."""
+        words.copy_(self._words(values, words.dtype, words.device))
+
+    def _words(self, values: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """This rank's values as words; on the CPU where the host knows all of them, without a wait for a device."""
         own = [values.get(name, 0.0) for name in self.names]
-        if self._small:
-            words.copy_(torch.tensor(own, dtype=words.dtype))
-        elif words.device.type != "cpu" or Tensor in map(type, own):
-            words.copy_(encode_lane(dict(zip(self.names, own, strict=True)), words.dtype, self.ranks, words.device))
-        else:
-            words.copy_(torch.tensor(host_words(self.names, own, words.dtype, self.ranks), dtype=words.dtype))
+        if not self._small:
+            if device.type != "cpu" or Tensor in map(type, own):
+                return encode_lane(dict(zip(self.names, own, strict=True)), dtype, self.ranks, device)
+            own = host_words(self.names, own, dtype, self.ranks)
+        return torch.tensor(own, dtype=dtype)
 
     def read(self, words: Tensor, as_tensors: bool = False) -> dict[str, Any]:
         """The sums by name: numbers where the host may read the words without waiting, otherwise tensors.
@@ -100,8 +103,7 @@ class Record:
         """Start summing this rank's values in a message of their own."""
         if not self.axes and not any(isinstance(value, Tensor) for value in values.values()):
             return Sums(self, known={name: float(values.get(name, 0.0)) for name in self.names})
-        words = torch.empty(self.n_words, dtype=self.dtype, device=self.device)
-        self.write(values, words)
+        words = self._words(values, self.dtype, self.device).to(self.device)
         return Sums(self, words, self._mesh.reduce_(words, self.axes))
 
 

@@ -179,7 +179,7 @@ class DDPRun:
             carried = self.values if self.pipeline_step is not None else None
             sends = bool(self.plan.reduced(self.step).axes)
             # The last pass's buckets, the same number on all ranks.
-            self.stages.begin(Call(self.weight, carried, self.step), torch.float64, self._buckets, sends)
+            self.stages.begin(Call(self.weight, carried, self.step, donated=True), torch.float64, self._buckets, sends)
         self._memory = ModuleMemory(self)
         execute(self._early, self._memory)
 

@@ -82,7 +82,7 @@ class BucketHook:
         self._given = values["total"] * self.unit if self._accumulates and values["total"] else 1.0
         # The hook's messages carry the record, unless that is sent separately.
         carried = {name: v for name, v in values.items() if name != "total"} if self._equal else None
-        call = Call(values["weight"], carried, step).inside(unit=self.unit)
+        call = Call(values["weight"], carried, step, donated=True, unit=self.unit)
         self._stages.begin(call, record.dtype, storage.layout, bool(reduced))
         self._old = state, storage
 

@@ -67,14 +67,14 @@ class BucketStages:
         """Prepare for the buckets of a step.
 
         Args:
-            call: The call of the first stage.
+            call: The call of the first stage, to which the gradients are given up.
             dtype: The dtype of the words that the first bucket carries.
             layout: The buckets.
             sends: Whether the hook sends anything in this step.
         """
         self.stop()
         axes, self.sums_dtype = self._mesh.axes, dtype
-        self._call = counting(self._counts, call.inside(sums=BucketSums(dtype), donated=True))
+        self._call = counting(self._counts, call)
         self._bound = {**bound(), **axes}  # backward may run in a thread where no axis is bound
         if self._layout is not layout:
             self._layout, self._in_waves = layout, travel(axes, layout, "cpu")
@@ -127,7 +127,7 @@ class BucketStages:
             count, found = self.n_early, None if self._early.sums is None else self._early.sums(states[0])
         parts, rest = self.parts[count:], tuple[Any, ...]()
         if parts:
-            call = call.inside(donated=False)
+            call = call.inside(donated=False, sums=BucketSums(self.sums_dtype))
             if count:
                 call = behind_all(self.parts[:count], states[0] if states else reduced, call)
             rest = run_stages(parts, old, storage, outgoing, self._mesh, call)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..schedules._rates import watched
+from ..spec._spec import Spec
 from ..tree._check_tree import check_dense, check_same
 from ..tree._tree import State, Tree, fields, map_with_path, path_string, plain, with_fields
 from ._checked import check_count, unchecked
@@ -85,7 +86,7 @@ def step(
         if donate and plain(*chosen):
             step_lists_(part, *chosen, found_inf=found_inf)
             continue
-        hyper = dict(_tensor_arguments(part))
+        hyper = dict(part.tensors)
         # Kernels take numbers, and for the learning rate a tensor too; they do not run on meta tensors.
         with_kernels = plain(*chosen, hyper) and hyper.keys() <= {"lr"} and not leaves[first].is_meta
         run = _on_copies if with_kernels else _leafwise
@@ -94,11 +95,11 @@ def step(
     return optree.tree_unflatten(structure, new_leaves), optree.tree_unflatten(structure, new_states)
 
 
-def _tensor_arguments(part: Optimizer) -> list[tuple[str, Tensor]]:
-    """The tensors among the arguments, also those of optimizers and schedules inside, with the names of their arguments."""
-    own = [(name, leaf) for name, value in part.spec.args for leaf in optree.tree_leaves(value)]
+def tensor_arguments(spec: Spec) -> list[tuple[str, Tensor]]:
+    """See `Optimizer.tensors`."""
+    own = [(name, leaf) for name, value in spec.args for leaf in optree.tree_leaves(value)]
     return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
-        pair for child in part.spec.children for pair in _tensor_arguments(child)
+        pair for child in spec.children for pair in tensor_arguments(child.spec)
     ]
 
 

@@ -17,7 +17,7 @@ from ..tree._tree import State, Tree
 from ._checked import checked, counted, unchecked
 from ._elementwise import acts_elementwise
 from ._forms import Forms
-from ._lift import init, step
+from ._lift import init, step, tensor_arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,6 +85,11 @@ class Optimizer(Specified):
     def watched(self) -> tuple[tuple[str, Any], ...]:
         """Its hyperparameters that may become non-finite while training."""
         return watched(self.spec)
+
+    @functools.cached_property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors among its arguments, also those of optimizers and schedules inside, with the names of their arguments."""
+        return tensor_arguments(self.spec)
 
     @functools.cached_property
     def flattens(self) -> bool:

@@ -97,10 +97,11 @@ class Call:
         step: int | None = None,
         *,
         donated: bool = False,
+        unit: float | None = None,
     ) -> None:
-        self.weight, self.lane, self.step, self.donated = weight, lane, step, donated
+        self.weight, self.lane, self.step, self.donated, self.unit = weight, lane, step, donated, unit
         self.persistent = self.flush = False
-        self.sharded_over = self.group = self.unit = self.wire = self.memory = self.prefetch = self.sums = None
+        self.sharded_over = self.group = self.wire = self.memory = self.prefetch = self.sums = None
         self.extra, self.handed = _NOTHING, _NONE
 
     def inside(self, **changes: Any) -> Call:
