@@ -96,7 +96,7 @@ def step(
 
 
 def tensor_arguments(spec: Spec) -> list[tuple[str, Tensor]]:
-    """See `Optimizer.tensors`."""
+    """The tensors among an optimizer's arguments, also of optimizers and schedules inside, with the names of the arguments."""
     own = [(name, leaf) for name, value in spec.args for leaf in optree.tree_leaves(value)]
     return [(name, leaf) for name, leaf in own if isinstance(leaf, Tensor)] + [
         pair for child in spec.children for pair in tensor_arguments(child.spec)

@@ -54,12 +54,14 @@ class Optimizer(Specified):
     cost: Callable[[torch.Size], float] = torch.Size.numel
     spec: Spec = Spec("")
     forms: Forms = field(init=False)
+    tensors: list[tuple[str, Tensor]] = field(init=False)  # the tensors among its arguments, see `tensor_arguments`
 
     instead_of_transform = "an optimizer comes last: write fuse(hook, optimizer)"
 
     def __post_init__(self) -> None:
         forms = Forms(self.init_param)
         object.__setattr__(self, "forms", forms)
+        object.__setattr__(self, "tensors", tensor_arguments(self.spec))
         object.__setattr__(self, "step_param", counted(self.step_param))
         object.__setattr__(self, "step_param_", checked(forms, self.step_param_, lists=False))
         if self.step_params_ is not None:
@@ -85,11 +87,6 @@ class Optimizer(Specified):
     def watched(self) -> tuple[tuple[str, Any], ...]:
         """Its hyperparameters that may become non-finite while training."""
         return watched(self.spec)
-
-    @functools.cached_property
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """The tensors among its arguments, also those of optimizers and schedules inside, with the names of their arguments."""
-        return tensor_arguments(self.spec)
 
     @functools.cached_property
     def flattens(self) -> bool:
