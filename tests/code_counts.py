@@ -16,7 +16,7 @@ from typing import NamedTuple
 EXECUTORS = (
     "transforms/pipelines/_fuse.py:pipeline_of",
     "transforms/pipelines/explain/_explain.py:explain_memory",
-    "fjoin/training/_executor.py:Run",
+    "fjoin/training/_run.py:Run",
     "fjoin/ddp/_hook.py:DDPRun",
     "fjoin/ddp/_module_step.py:ModuleStep",
     "transforms/program/_execute.py:execute",

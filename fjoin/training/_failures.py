@@ -6,8 +6,8 @@ import contextlib
 from typing import NoReturn
 
 from .._errors import FjoinError, JoinError
-from ._executor import Run
 from ._left_open import LeftOpen
+from ._run import Run
 
 
 class Failures:

@@ -23,7 +23,7 @@ from .state._ends import run_end
 from .state._state import StateData
 
 if TYPE_CHECKING:
-    from ._executor import Run
+    from ._run import Run
 
 
 def tears(step: int) -> str:

@@ -9,8 +9,8 @@ import torch
 from .._errors import DesyncError, JoinError
 from ..agreement._consistency import same_loops
 from ..agreement._record import Record
-from ._executor import Run
 from ._failures import Failures
+from ._run import Run
 from .passes._iteration import Iteration
 
 

@@ -12,7 +12,7 @@ from ..transforms._axis_env import bind_axes
 from ..transforms.layout._buckets import Bucket, make_layout
 from ..transforms.layout._pieces import labels
 from ..transforms.plan._plan import warn_if_silent
-from ._executor import Run
+from ._run import Run
 from .state._ends import init_ends
 from .state._params import check_values, flatten
 from .state._state import StateData

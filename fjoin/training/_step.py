@@ -10,11 +10,11 @@ from torch import Tensor
 from .._errors import NonFinite
 from ..transforms.combinators._chain import identity
 from . import _join_steps as _join
-from ._executor import Run
 from ._failures import Failures
 from ._in_loop import InLoop
 from ._init_state import make_state_data
 from ._left_open import LeftOpen
+from ._run import Run
 from .passes._loss import refuse_inference
 from .state._metrics import Metrics
 from .state._params import check_buffers

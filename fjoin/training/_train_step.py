@@ -12,7 +12,7 @@ from ..transforms.combinators._chain import identity
 from ..transforms.layout._buckets import BUCKET_BYTES
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform, check_transform
-from ._executor import Run
+from ._run import Run
 from ._step import TrainStep
 from .passes._loss import Loss
 

@@ -11,7 +11,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -160,11 +160,17 @@ def weighted_mean(term: Term, data: Tensor, n: int, out: Tensor | None = None) -
     one = total / total  # 1, but NaN where `total` is infinite: x / inf would be 0
     # If no rank has weight, flushed residuals are ignored.
     first, *others = torch.where(total == 0, 0.0, words[:, head - 1] / total * one).to(torch.float32).unbind(0)
-    rows = (row for some in codes.split(max(1, _DECODED // max(1, n))) for row in term.codec.decode(some, n).unbind(0))
+    rows = _decoded(term.codec, codes, n)
     mean = torch.mul(next(rows), first, out=out)
     for row, factor in zip(rows, others, strict=True):
         mean = mean.addcmul_(row, factor) if plain(row) else mean.addcmul(row, factor)
     return Reduced(mean, total, words[:, head:].sum(0))
+
+
+def _decoded(codec: Codec, codes: Tensor, n: int) -> Iterator[Tensor]:
+    """The rows, decoded a few at a time. No variable keeps a row, so that its memory serves the next ones."""
+    for some in codes.split(max(1, _DECODED // max(1, n))):
+        yield from codec.decode(some, n).unbind(0)
 
 
 def row_of(codes: Tensor, words: Tensor) -> Tensor:

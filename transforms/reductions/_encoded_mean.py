@@ -88,9 +88,13 @@ def with_residual(
         times = torch.where(term.factor > 0, term.factor, torch.full_like(term.factor, scale))
         floats = torch.where(times > 0, summed / nonzero_or_one(times).to(torch.float32), 0.0)
     else:
-        summed = torch.add(error, term.floats, alpha=known) if known else error
+        summed = error  # of use only where nothing is sent
         times = torch.full_like(term.factor, scale)
-        floats = summed if scale == 1.0 else summed / scale if scale else torch.zeros_like(summed)
+        if known:
+            floats = torch.add(error, term.floats, alpha=known)
+            floats = floats if scale == 1.0 else floats.div_(scale)  # its memory is not needed twice
+        else:
+            floats = error if scale == 1.0 else torch.zeros_like(error)
     reduced = reduce(term._replace(floats=floats, times=times))
     assert reduced.lost is not None
     if known is None:
