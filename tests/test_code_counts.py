@@ -19,7 +19,7 @@ LIMITS = {
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7234,
     "code lines": 21005,
-    "lines": 40718,
+    "lines": 40722,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

@@ -39,26 +39,30 @@ def meet_and_connect(
     Args:
         connect: From rank -> host to the groups by axis, that of all ranks under "" or the only one, and to the groups
             inside a host and across hosts of axes that are split.
+
+    Raises:
+        PeerLost: the process that hosts the store has ended.
+        DesyncError, ValueError, CollectiveTimeout, TransportError: see `_meet`, `limited` and `links_to_host`.
     """
     meetings = Meetings(Store(), "meshes", timeout_s, lambda rank: None)
-    with Doorway() as doorway:
-        doorways = _meet(meetings, sizes, grid, timeout_s, ordered, transport, doorway)
-        before = event_loops()
-        shares = transport != "gloo"
-        splits = shares and not ordered and dist.get_backend() == "gloo"
-        hosts = {rank: host for rank, (host, _) in doorways.items()} if splits else {}
-        groups, halves = limited(timeout_s, lambda: connect(hosts))
-        halves[""] = halves.get("") or halves.get(next(iter(groups)))
-        world_mesh = groups.pop("", None) or next(iter(groups.values()))
-        connections = Connections(event_loops() - before)
-        try:
+    try:
+        with Doorway() as doorway:
+            doorways = _meet(meetings, sizes, grid, timeout_s, ordered, transport, doorway)
+            before = event_loops()
+            shares = transport != "gloo"
+            splits = shares and not ordered and dist.get_backend() == "gloo"
+            hosts = {rank: host for rank, (host, _) in doorways.items()} if splits else {}
+            groups, halves = limited(timeout_s, lambda: connect(hosts))
+            halves[""] = halves.get("") or halves.get(next(iter(groups)))
+            world_mesh = groups.pop("", None) or next(iter(groups.values()))
+            connections = Connections(event_loops() - before)
             links = links_to_host(doorway, doorways, meetings, timeout_s, transport == "shared") if shares else None
-        except dist.DistNetworkError as error:
-            raise PeerLost(
-                f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
-                f"their mesh; look at its output. {error}"
-            ) from error
-        return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
+    except dist.DistNetworkError as error:
+        raise PeerLost(
+            f"the process that hosts the rendezvous store, rank 0 where nothing else is set, has ended while the ranks made "
+            f"their mesh; look at its output. {error}"
+        ) from error
+    return GroupMesh(sizes, groups, world_mesh, timeout_s, ordered, connections, owned, links, halves)
 
 
 def _meet(

@@ -74,7 +74,7 @@ class Store:
 
     Raises:
         Unanswered: no answer in time.
-        RuntimeError: torch's errors, such as a refused connection.
+        RuntimeError: torch's errors, such as a refused connection; DistNetworkError after a broken one.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Store:
 
     def _ask(self, seconds: float, call: Callable[[], Any]) -> Any:
         if self._broken:  # each attempt would make torch print a warning
-            raise RuntimeError(self._broken)
+            raise dist.DistNetworkError(self._broken)
         if self._unanswered is not None and not self._unanswered.wait(seconds if seconds > _PATIENT_S else 0.0):
             raise Unanswered("the store has not answered an earlier call")
         answered = self._unanswered = threading.Event()
