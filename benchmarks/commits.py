@@ -6,7 +6,8 @@
     python benchmarks/commits.py . --rows tiny             a control: a checkout against itself
 
 Each checkout has its own two ranks, which all live at the same time. Blocks of steps run in turn, in an order drawn for each
-pair, while the ranks of the other checkout wait for input. A row passes if the median ratio of the pairs is at most 1.01, or
+pair, while the ranks of the other checkout wait for input. In half of the rounds the ranks of the other checkout are started
+first: those that are started last were found to be up to 3 % faster. A row passes if the median ratio of the pairs is at most 1.01, or
 the upper bound of its 95 % interval (bootstrap) is below 1.02.
 """
 
@@ -154,18 +155,19 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 def compare(row: str, before: Path, rounds: int, port: int) -> str:
     """A line for a row: milliseconds of a step before and now, the ratio and its interval, and whether it passes."""
-    sides = Side(Path(__file__).parents[1], row, port), Side(before, row, port + 1)
-    draw, ratios, steps = random.Random(row), [], SIZES[row.split(", ")[0]][1]
+    draw, ratios, steps = random.Random(row), list[float](), SIZES[row.split(", ")[0]][1]
     times: tuple[list[float], list[float]] = ([], [])
-    try:
-        for _ in range(rounds):
-            order = draw.sample((0, 1), 2)
-            for which in order:
-                times[which].append(sides[which].block() * 1e3 / steps)
-            ratios.append(times[0][-1] / times[1][-1])
-    finally:
-        for side in sides:
-            side.close()
+    trees = Path(__file__).parents[1], before
+    for started in ((0, 1), (1, 0)):
+        sides = {which: Side(trees[which], row, port + which) for which in started}
+        try:
+            for _ in range(rounds // 2):
+                for which in draw.sample((0, 1), 2):
+                    times[which].append(sides[which].block() * 1e3 / steps)
+                ratios.append(times[0][-1] / times[1][-1])
+        finally:
+            for side in sides.values():
+                side.close()
     middle, (low, high) = statistics.median(ratios), interval(ratios)
     fine = "ok" if middle <= 1.01 or high < 1.02 else "slower"
     was, now = statistics.median(times[1]), statistics.median(times[0])
