@@ -3,7 +3,7 @@
     python benchmarks/gpu.py CHECK [--world N] [--device cuda] [--steps N] [--out FILE]
 
 CHECK is one of alive, sync, race (gpu_checks.py), fail, first, late, two (gpu_failures.py), bench, launches, graph (gpu_speed.py).
-Each ends by itself within --limit seconds. `docs/gpu.md` has what was seen.
+Each ends by itself within --limit seconds, with an error if it has found something wrong. `docs/gpu.md` has what was seen.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ def run_ranks(args: argparse.Namespace) -> int:
                 print(
                     f"== {args.check}: rank {rank} ended with {code} after {time.monotonic() - start:.1f} s", flush=True
                 )
+        if args.check == "late" and codes[0] is not None and codes[1] is None:  # this rank sleeps, as planned
+            ranks[1].kill()
+            ranks[1].wait()
+            codes[1] = 0
         time.sleep(0.05)
     for rank, process in enumerate(ranks):
         if codes[rank] is None:
@@ -77,6 +81,8 @@ def run_rank(args: argparse.Namespace) -> None:
         print(args.check, "torch", torch.__version__, "ranks", mesh.size, *card, flush=True)
     file = next(file for file, checks in FILES.items() if args.check in checks)
     getattr(importlib.import_module(file), args.check)(args, mesh)
+    if found := importlib.import_module("gpu_checks").WRONG:
+        sys.exit(f"{args.check}: {found[0].strip()}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_checks import batch_of, loss_of, net, say, synchronize
+from gpu_checks import batch_of, loss_of, net, say, synchronize, wrong
 from torch import Tensor
 
 import fjoin
@@ -21,7 +21,7 @@ def fail(args: Any, mesh: Any) -> None:
 
 
 def late(args: Any, mesh: Any) -> None:
-    """Rank 1 sleeps in its fourth step until it is killed."""
+    """Rank 1 sleeps in its fourth step until it is killed, once rank 0 has ended."""
     _failing(args, mesh, "late")
 
 
@@ -64,15 +64,20 @@ def _failing(args: Any, mesh: Any, when: str) -> None:
         say(
             mesh, f"after {done} steps and {time.monotonic() - began:.1f} s: {type(error).__name__}: {str(error)[:160]}"
         )
+    else:
+        wrong("no error")
     if state is not None:
         try:
             mine = {path: p.cpu() for path, p in state.params.items()}
             want = _one_process(apply, start, done, mesh.size, args.device)
             off = max(float((mine[path] - want[path]).abs().max()) for path in want)
-            say(mesh, f"the state of step {done} is off by {off:g} from one process{'' if off < 1e-4 else ': GARBAGE'}")
+            say(
+                mesh,
+                f"the state of step {done} is off by {off:g} from one process{'' if off < 1e-4 else wrong(': GARBAGE')}",
+            )
         except fjoin.FjoinError as error:
             say(mesh, f"the state says {type(error).__name__}: {str(error)[:100]}")
-    time.sleep(args.after)
+    time.sleep(args.after)  # in which torch's own threads may end the process
     say(mesh, f"alive {args.after} s later")
 
 
@@ -101,9 +106,9 @@ def two(args: Any, mesh: Any) -> None:
     if mesh.rank == 0:
         for x, group in zip(xs, groups, strict=True):
             dist.all_reduce(x, group=group, async_op=True)
-        time.sleep(2)
+        time.sleep(2)  # both messages are on the device, which no event can tell: they never end
         began = time.monotonic()
         both.report_failure(ValueError("x"), 0)
         say(mesh, f"taken down in {time.monotonic() - began:.1f} s")
     else:
-        time.sleep(args.after)
+        time.sleep(args.after)  # it takes part in nothing, and its connections stay open

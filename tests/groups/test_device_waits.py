@@ -154,6 +154,27 @@ def test_state_is_torn_if_its_messages_never_arrive() -> None:
         assert "had not ended step 3 when a rank failed" in text and "load a checkpoint" in text
 
 
+def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None:
+    import torch
+
+    import fjoin
+    from fjoin import transforms as tx
+    from fjoin.groups.failures._unfinished import StepEnd, Unfinished
+
+    monkeypatch.setattr(Unfinished, "end", lambda self, step, device: self.add(StepEnd(step, Later(float("inf")))))
+    step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.local_sgd(tx.sgd(1.0), "data", 4))
+    state, ended = step.init({"w": torch.zeros(2)}), []
+    for _ in range(2):
+        state, _ = step(state, torch.ones(2))
+        ended.append(state._body.ended)
+    kept = state.clone()
+    state = step.flush(state)
+    ended.append(state._body.ended)
+    assert [end.step for end in ended if end is not None] == [0, 1, 2]
+    step._run.mesh.use.unfinished.settle(0.0, 2)  # of copies too
+    assert all(end is not None and end.failed for end in ended) and kept._body.ended is ended[1]
+
+
 def test_groups_of_nccl_are_aborted_at_the_same_time() -> None:
     """Each abort waits for the device, on which messages of the other group wait too."""
     import threading
