@@ -37,11 +37,11 @@ class GradCheck:
 
     def readable_without_sync(self, outgoing: Sequence[GradBuffer]) -> bool:
         """Whether the host may read these gradients without waiting for a device."""
-        return not self.on_device and all(out.grads.device.type == "cpu" for out in outgoing)
+        return not self.on_device and all([out.grads.is_cpu for out in outgoing])
 
     def readable(self, sums: dict[str, Tensor]) -> dict[str, Any]:
         """Sums as numbers where the host may read them without waiting; otherwise as they are."""
-        if self.on_device or any(v.device.type != "cpu" for v in sums.values()):
+        if self.on_device or not all([v.is_cpu for v in sums.values()]):
             return dict(sums)
         return {name: v.item() for name, v in sums.items()}
 

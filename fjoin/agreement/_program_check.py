@@ -19,7 +19,7 @@ from ..transforms.transform._transform import Transform
 def check_program(
     mesh: Mesh,
     pipeline: Pipeline,
-    on_buffers: Transform,
+    on_buffers: Transform | None,
     params: Mapping[str, Tensor],
     bucket_bytes: int,
     accumulate: int,
@@ -36,7 +36,7 @@ def check_program(
         "pipeline": pipeline.spec.canonical(),
         "parameters": _describe(params),
         "buffers": _describe(buffers or {}),
-        "transform of buffers": on_buffers.spec.canonical(),
+        "transform of buffers": "none" if on_buffers is None else on_buffers.spec.canonical(),
         "mesh": str(mesh.shape),
         "bucket_bytes": bucket_bytes,
         "accumulate": accumulate,

@@ -20,7 +20,7 @@ class StepRecord(Record):
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         super().__init__(mesh, axes, ())
-        self.names = step_lane(self.ranks)
+        self.names, self._sums = step_lane(self.ranks), list[str]()  # the names in aux["sum"], sorted
 
     def agree(self, values: dict[str, Any]) -> bool:
         """Agree on the names in the first step: only ranks with a batch know the names of aux["sum"].
@@ -29,7 +29,7 @@ class StepRecord(Record):
             Whether any rank knew them.
         """
         found = sum_names(self._mesh, self.axes, _sums_in(values) if values["weight"] else None)
-        self.names = step_lane(self.ranks, found or ())
+        self.names, self._sums = step_lane(self.ranks, found or ()), list(found or ())
         return found is not None
 
     def fit(self, layout: tuple[Bucket, ...]) -> None:
@@ -39,8 +39,10 @@ class StepRecord(Record):
 
     def check(self, values: dict[str, Any]) -> None:
         """Raise ValueError unless aux["sum"] has the names of the first step."""
-        have, want = sorted(_sums_in(values)), sorted(_sums_in(self.names))
-        if values["weight"] and have != want:
+        if not values["weight"]:
+            return
+        have, want = sorted(_sums_in(values)), self._sums
+        if have != want:
             raise ValueError(
                 f"aux['sum'] has the names {have}, but in the first step it had {want}; they must stay the same"
             )

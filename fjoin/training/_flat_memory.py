@@ -130,14 +130,14 @@ class FlatMemory:
             body.outer = decision.effect.update_counters(skips, body.outer)
         body.torn = tears(body.step)
 
-    @torch.no_grad()
     def _step_buckets(self, outgoing: Iterable[tuple[int, GradBuffer]]) -> None:
         """Run the optimizer's kernels on buckets, and begin their gathers."""
         shell, storage, guards = self._shell, self._body.storage, self._decision
         for index, out in outgoing:
-            for optimizer, param, grad, slots in storage.ranges(index, out.grads):
-                step_param_ = unchecked(optimizer.step_param_)  # init_param has made these slots
-                step_param_(param, grad, slots, grad_scale=guards.scale, found_inf=guards.found_inf)
+            with torch.no_grad():
+                for optimizer, param, grad, slots in storage.ranges(index, out.grads):
+                    step_param_ = unchecked(optimizer.step_param_)  # init_param has made these slots
+                    step_param_(param, grad, slots, grad_scale=guards.scale, found_inf=guards.found_inf)
             # Fused kernels do not increment the version: without this a graph that still needs the old values,
             # such as the user's own, would silently use the new ones.
             torch.autograd.graph.increment_version(storage.flats[index])
@@ -190,14 +190,18 @@ class FlatMemory:
 
     def _end_on_buffers(self, op: Ends, effect: Effect) -> None:
         body = self._body
-        held = body.buffers if effect is FLUSH else self._buffers
-        if held is None:
+        if body.buffers is None:
             return
-        held = held if effect is FLUSH else effect.keep(held, body.buffers_before)
+        self._take_buffers(effect)
         with torch.no_grad(), bind_axes(self._shell.mesh.axes):
             body.buffers, body.buffers_state = effect.after(
-                op.part, held, body.buffers_state, self._call(self._weight, effect)
+                op.part, body.buffers, body.buffers_state, self._call(self._weight, effect)
             )
+
+    def _take_buffers(self, effect: Effect) -> None:
+        """Take the buffers of the forward pass, or keep those before it; a flush has none."""
+        if self._buffers is not None:
+            self._body.buffers = effect.keep(self._buffers, self._body.buffers_before)
 
     def _call(self, weight: Any, effect: Effect) -> Call:
         return Call(weight, None, self._body.step).inside(flush=effect is FLUSH)
@@ -220,6 +224,8 @@ class FlatMemory:
 
     def keep(self, effect: Effect) -> None:
         body, hook = self._body, self._shell.hook
+        if self._shell.on_buffers is None:
+            self._take_buffers(effect)
         if self.sums is not None:
             body.hook = effect.keep(hook.new_state(self.sums, self._queue.outgoing), body.hook)
         self._shell.ends_here(body)

@@ -62,6 +62,6 @@ def make_state_data(
     outer = pipeline.skips.begin(()) if pipeline.skips else None
     body = StateData(storage, own, hook, ends, rebuild, owner=run.token, outer=outer)
     body.buffers_before = own
-    if own is not None:
+    if own is not None and run.on_buffers is not None:
         body.buffers_state = run.on_buffers.init(own)
     return body

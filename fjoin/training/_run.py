@@ -54,15 +54,16 @@ class Run:
         accumulate: int,
         overlap_step: bool,
         overlap_gather: bool,
-        on_buffers: Transform,
+        on_buffers: Transform | None,
     ) -> None:
         self.pipeline, self.mesh, self.accumulate = pipeline, mesh, accumulate
-        plan = make_plan(pipeline.hook, mesh.shape, *pipeline.ends, on_buffers, adds=accumulate > 1)
-        self.on_buffers = on_buffers
+        parts = parts_of(pipeline, on_buffers)
+        self.on_buffers, self.ends = on_buffers, parts.transforms
+        plan = make_plan(pipeline.hook, mesh.shape, *self.ends, adds=accumulate > 1)
         self.weighs = "weight(batch)" if loss.weighs else "1 for each rank with a batch"
         self.axes = plan.agree
         sharding, self.overlap_gather = pipeline.sharding, overlap_gather
-        self._programs = Programs(plan, parts_of(pipeline, on_buffers), "buckets")
+        self._programs = Programs(plan, parts, "buckets")
         self.agreements = Agreements(mesh, self._programs, CALLS, norm=plan.clip is not None)
         self.ranks, self.step_check = self.agreements.ranks, self.agreements.check
         self.hook: StepHook

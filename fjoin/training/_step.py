@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .._errors import NonFinite
-from ..transforms.combinators._chain import identity
 from . import _join_steps as _join
 from ._failures import Failures
 from ._in_loop import InLoop
@@ -39,7 +38,7 @@ class TrainStep:
         self._bucket_bytes = bucket_bytes
         self._mesh, self.pipeline = run.mesh, run.pipeline
         self.ranks, self.rank = run.ranks, run.mesh.rank
-        left = LeftOpen(self, (*run.pipeline.ends, run.on_buffers), "state = step.flush(state)")
+        left = LeftOpen(self, run.ends, "state = step.flush(state)")
         self._left, self._failures = left, Failures(run, left)
         self._in_loop = InLoop(run, self._failures)
 
@@ -79,7 +78,7 @@ class TrainStep:
         self._failures.check()
         refuse_inference("init")
         check_buffers(buffers)
-        if buffers is None and self._run.on_buffers != identity():
+        if buffers is None and self._run.on_buffers is not None:
             raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
         try:
             body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes)

@@ -8,7 +8,6 @@ from typing import Any
 from ..groups._make_mesh import mesh as make_mesh
 from ..groups._mesh import Mesh, check_mesh
 from ..transforms._check import flag, whole_number
-from ..transforms.combinators._chain import identity
 from ..transforms.layout._buckets import BUCKET_BYTES
 from ..transforms.pipelines._pipeline import Pipeline
 from ..transforms.transform._transform import Transform, check_transform
@@ -114,11 +113,11 @@ def train_step(
         raise ValueError(
             "the hook holds accumulate(...), which a train_step does itself: pass train_step(..., accumulate=k)"
         )
-    on_buffers = identity() if on_buffers is None else on_buffers
-    check_transform(on_buffers, "train_step: on_buffers")
-    if on_buffers.pauses:
-        raise ValueError(
-            "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
-        )
+    if on_buffers is not None:
+        check_transform(on_buffers, "train_step: on_buffers")
+        if on_buffers.pauses:
+            raise ValueError(
+                "on_buffers=... holds accumulate(...), but buffers cannot be accumulated; use every(steps, ...)"
+            )
     run = Run(Loss(loss_fn, weight), pipeline, mesh, accumulate, overlap_step, overlap_gather, on_buffers)
     return TrainStep(run, donate, bucket_bytes)

@@ -41,11 +41,11 @@ def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str
     if not plain(params, slots):
         return []
     names, _, states, _ = states_of(params, slots)
-    parts = {
-        id(part): (compared(part, state), state.step)
-        for part, state in ((optimizer.at(name), state) for name, state in zip(names, states, strict=True))
-    }
-    return [rate for hypers, step in parts.values() if hypers for rate in check_rates(hypers, step)]
+    rates: list[tuple[str, float]] = []
+    for part, state in {optimizer.at(name): state for name, state in zip(names, states, strict=True)}.items():
+        if hypers := compared(part, state):
+            rates += check_rates(hypers, state.step)
+    return rates
 
 
 def check_sum(rates: Rates, summed: Tensor, axes: AxisName, step: int) -> None:

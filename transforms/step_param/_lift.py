@@ -7,7 +7,7 @@ where a gradient is wanted it runs `step_param` leaf by leaf.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
@@ -39,20 +39,32 @@ def init(optimizer: Optimizer, params: Tree) -> State:
     return map_with_path(one, params)
 
 
-def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
-    """The paths of the parameters, the parameters, their states, and the structure of the tree.
+class Matched(NamedTuple):
+    """Parameters and their states, in the order of the tree."""
+
+    names: list[str]  # the paths
+    leaves: list[Any]
+    states: list[Any]
+    fields: list[list[Any]]  # those of each state
+    structure: Any  # of the tree of parameters
+
+
+def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
+    """The parameters with their states.
 
     Raises:
         ValueError: a state of other parameters, or of another optimizer.
     """
     names, leaves, states, structure = states_of(params, state)
-    for name, param, own in zip(names, leaves, states, strict=True):
+    found = [
         optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
-    return names, leaves, states, structure
+        for name, param, own in zip(names, leaves, states, strict=True)
+    ]
+    return Matched(names, leaves, states, found, structure)
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
-    """As `matched`, without a look into the states.
+    """The paths of the parameters, the parameters, their states, and the structure of the tree.
 
     Raises:
         ValueError: a state of other parameters.
@@ -75,11 +87,11 @@ def step(
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
     check_same("grads", grads, "params", params)
-    names, leaves, states, structure = matched(optimizer, params, state)
+    names, leaves, states, found, structure = matched(optimizer, params, state)
     given = zip(names, leaves, optree.tree_leaves(grads), strict=True)
     items = [(i, optimizer.at(name), param, grad) for i, (name, param, grad) in enumerate(given)]
     new_leaves, new_states = list(leaves), list(states)
-    for some in stepped_together(items, [age_of(part, states[i]) for i, part, *_ in items]):
+    for some in stepped_together(items, [age_of(part, found[i]) for i, part, *_ in items]):
         first, part, *_ = some[0]
         check_count(states[first], lambda name=names[first]: f"state[{name!r}]")  # type: ignore[misc]
         chosen = [param for *_, param, _ in some], [grad for *_, grad in some], [states[i] for i, *_ in some]

@@ -5,6 +5,7 @@ Parameters are of one age where the states share their 0-d tensors, such as the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -42,9 +43,9 @@ class Ages:
         return sharing(part, state, self._first.setdefault((id(part), param.dtype, param.device, *age), state))
 
 
-def age_of(part: Optimizer, state: State) -> tuple[int, ...]:
-    """The identities of a state's 0-d fields."""
-    return tuple(id(field) for field, common in zip(fields(state), part.common, strict=True) if common)
+def age_of(part: Optimizer, found: Sequence[Any]) -> tuple[int, ...]:
+    """The identities of a state's 0-d fields, from its fields."""
+    return tuple(map(id, itertools.compress(found, part.forms.common)))
 
 
 def stepped_together(items: Sequence[Item], ages: Sequence[Any]) -> list[list[Item]]:
