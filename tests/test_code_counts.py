@@ -18,8 +18,8 @@ LIMITS = {
     "accesses to another object's privates": 26,
     "accesses to privates of torch's objects": 67,
     "lines of reducer, training, ddp": 7234,
-    "code lines": 21005,
-    "lines": 40722,
+    "code lines": 20991,
+    "lines": 40714,
     "files over 250 lines": 0,
     "fmt: skip": 0,
 }

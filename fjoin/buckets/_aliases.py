@@ -51,7 +51,8 @@ def _apart_from(lent: Iterable[Tensor]) -> Callable[[Any], Any]:
     starts = {x.untyped_storage().data_ptr() for x in lent}  # the same for all views of one tensor
 
     def own(x: Any) -> Any:
-        has_memory = isinstance(x, Tensor) and x.layout is torch.strided and not is_traceable_wrapper_subclass(x)
-        return x.clone() if has_memory and x.untyped_storage().data_ptr() in starts else x
+        if type(x) is not Tensor and (not isinstance(x, Tensor) or is_traceable_wrapper_subclass(x)):
+            return x
+        return x.clone() if x.layout is torch.strided and x.untyped_storage().data_ptr() in starts else x
 
     return own

@@ -76,10 +76,10 @@ class Run:
             self._early = plain if steps_early else None
         else:
             self.hook = BucketHook(plan, mesh, record, self.step_check.grads, accumulate > 1)
-        self._deferred = DeferredMessages(mesh)
-        weakref.finalize(self, self._deferred.clear).atexit = False  # each message under way has a thread
+        self.deferred = DeferredMessages(mesh)
+        weakref.finalize(self, self.deferred.clear).atexit = False  # each message under way has a thread
         overlaps = pipeline.after is not None and pipeline.after.accepts("prefetch") and mesh.device.type == "cpu"
-        self.prefetch = self._deferred if overlaps and self._deferred.travel else None
+        self.prefetch = self.deferred if overlaps and self.deferred.travel else None
         # Whether each bucket's gather begins once it has been stepped.
         self.gathers_buckets = sharding is not None and sharding.codec is None and pipeline.after is None
         self._units = Units(self.hook, self.step_check, mesh, reduced, loss.weighs and bool(reduced), accumulate)
@@ -92,12 +92,8 @@ class Run:
         """Free buffers and hooks, and drop the messages under way."""
         self.passes.hooks.detach()
         self.passes.hooks.queue = self._queue = None
-        self._deferred.clear()
+        self.deferred.clear()
         self.hook.close()
-
-    def forget(self) -> None:
-        """Forget the steps so far: a new run begins."""
-        self.agreements.forget()
 
     def flush(self, body: StateData) -> None:
         """Run now the transforms that would run in later steps; see `TrainStep.flush`."""
@@ -113,10 +109,6 @@ class Run:
         """Note where the state's last step ends in the stream of its device."""
         if body.storage.layout:
             body.ended = self.mesh.use.unfinished.end(body.step, body.storage.layout[0].device)
-
-    def drop(self) -> None:
-        """Drop the messages under way, after a failure."""
-        self._deferred.clear()
 
     def stop(self) -> None:
         """Take no more gradients until the next step."""

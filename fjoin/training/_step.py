@@ -83,7 +83,7 @@ class TrainStep:
         try:
             body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes)
             self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
-            self._run.forget()
+            self._run.agreements.forget()
             self._left.steps, self._left.gathers = 0, False
             return TrainState(body)
         except BaseException as error:

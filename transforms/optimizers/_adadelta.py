@@ -12,7 +12,7 @@ from ..schedules._schedules import ScalarOrSchedule
 from ..spec._spec import factory
 from ..step_param._formula import penalized, rate_at
 from ..step_param._hyper import not_negative, within
-from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._inplace import from_kernel, kernel_of, new_step
 from ..step_param._optimizer import Optimizer
 
 
@@ -74,20 +74,14 @@ def adadelta(
         rate = rate_at(lr, state.step).to(param.dtype)
         return param - rate * delta, AdadeltaState(state.step + 1, square_avg, acc_delta)
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdadeltaState]) -> None:
-        torch_adadelta(
-            params,
-            grads,
-            slots(states, "square_avg"),
-            slots(states, "acc_delta"),
-            slots(states, "step"),
-            foreach=True,
-            capturable=states[0].step.is_cuda,
-            lr=kernel_lr(lr, states[0].step),
-            rho=rho,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
-
+    kernel = kernel_of(
+        torch_adadelta,
+        ("square_avg", "acc_delta", "step"),
+        foreach=True,
+        lr=lr,
+        rho=rho,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+    )
     return from_kernel(init_param, step_param, kernel, numbers=(rho, eps, weight_decay))

@@ -12,7 +12,7 @@ from ..schedules._schedules import ScalarOrSchedule
 from ..spec._spec import factory
 from ..step_param._formula import first_rate, penalized, rate_at
 from ..step_param._hyper import a_number, not_negative
-from ..step_param._inplace import from_kernel, kernel_lr, new_step, set_first_rates, slots
+from ..step_param._inplace import from_kernel, kernel_of, new_step, set_first_rates, slots
 from ..step_param._optimizer import Optimizer
 
 
@@ -82,23 +82,20 @@ def asgd(
         return param, ASGDState(step, next_eta, next_mu, average)
 
     # Not foreach, whose learning rates are rounded to float32 on the way.
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[ASGDState]) -> None:
-        set_first_rates(lr, [state.step for state in states], slots(states, "eta"))
-        torch_asgd(
-            params,
-            grads,
-            slots(states, "ax"),
-            slots(states, "mu"),
-            slots(states, "eta"),
-            slots(states, "step"),
-            foreach=False,
-            capturable=states[0].step.is_cuda,
-            lr=kernel_lr(lr, states[0].step),
-            lambd=lambd,
-            t0=t0,
-            alpha=alpha,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
+    kernel = kernel_of(
+        torch_asgd,
+        ("ax", "mu", "eta", "step"),
+        foreach=False,
+        lr=lr,
+        lambd=lambd,
+        t0=t0,
+        alpha=alpha,
+        weight_decay=weight_decay,
+        maximize=maximize,
+    )
 
-    return from_kernel(init_param, step_param, kernel, ("step", "eta", "mu"), numbers=(lambd, alpha, t0, weight_decay))
+    def begun(params: list[Tensor], grads: list[Tensor], states: list[ASGDState]) -> None:
+        set_first_rates(lr, [state.step for state in states], slots(states, "eta"))
+        kernel(params, grads, states)
+
+    return from_kernel(init_param, step_param, begun, ("step", "eta", "mu"), numbers=(lambd, alpha, t0, weight_decay))

@@ -12,7 +12,7 @@ from ..schedules._schedules import ScalarOrSchedule
 from ..spec._spec import factory
 from ..step_param._formula import lerp, penalized, rate_at, root, used
 from ..step_param._hyper import not_negative
-from ..step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ..step_param._inplace import from_kernel, kernel_of, new_step
 from ..step_param._optimizer import Optimizer
 
 
@@ -88,23 +88,16 @@ def rmsprop(
             direction = velocity = momentum * velocity + direction
         return param - rate * direction, RMSpropState(state.step + 1, square_avg, velocity, grad_avg)
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[RMSpropState]) -> None:
-        torch_rmsprop(
-            params,
-            grads,
-            slots(states, "square_avg"),
-            slots(states, "grad_avg"),
-            slots(states, "momentum") if momentum else [],
-            slots(states, "step"),
-            foreach=True,
-            capturable=states[0].step.is_cuda,
-            lr=kernel_lr(lr, states[0].step),
-            alpha=alpha,
-            eps=eps,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            centered=centered,
-            maximize=maximize,
-        )
-
+    kernel = kernel_of(
+        torch_rmsprop,
+        ("square_avg", "grad_avg", "momentum", "step"),
+        foreach=True,
+        lr=lr,
+        alpha=alpha,
+        eps=eps,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        centered=centered,
+        maximize=maximize,
+    )
     return from_kernel(init_param, step_param, kernel, numbers=(alpha, eps, weight_decay, momentum))

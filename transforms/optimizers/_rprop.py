@@ -13,7 +13,7 @@ from ..schedules._schedules import ScalarOrSchedule
 from ..spec._spec import factory
 from ..step_param._formula import first_rate, rate_at
 from ..step_param._hyper import not_negative
-from ..step_param._inplace import from_kernel, new_step, set_first_rates, slots
+from ..step_param._inplace import from_kernel, kernel_of, new_step, set_first_rates, slots
 from ..step_param._optimizer import Optimizer
 
 
@@ -79,24 +79,22 @@ def rprop(
         grad = torch.where(agrees < 0, torch.zeros_like(grad), grad)
         return param - grad.sign() * size, RpropState(state.step + 1, grad, size)
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[RpropState]) -> None:
-        set_first_rates(lr, [state.step for state in states], slots(states, "step_size"))
-        torch_rprop(
-            params,
-            grads,
-            slots(states, "prev"),
-            slots(states, "step_size"),
-            slots(states, "step"),
-            foreach=True,
-            capturable=states[0].step.is_cuda,
-            step_size_min=least,
-            step_size_max=most,
-            etaminus=down,
-            etaplus=up,
-            maximize=maximize,
-        )
+    kernel = kernel_of(
+        torch_rprop,
+        ("prev", "step_size", "step"),
+        foreach=True,
+        step_size_min=least,
+        step_size_max=most,
+        etaminus=down,
+        etaplus=up,
+        maximize=maximize,
+    )
 
-    return from_kernel(init_param, step_param, kernel)
+    def begun(params: list[Tensor], grads: list[Tensor], states: list[RpropState]) -> None:
+        set_first_rates(lr, [state.step for state in states], slots(states, "step_size"))
+        kernel(params, grads, states)
+
+    return from_kernel(init_param, step_param, begun)
 
 
 def _pair(values: Any) -> bool:

@@ -40,12 +40,15 @@ def rates_of(optimizer: Optimizer, params: Tree, slots: State) -> list[tuple[str
     """The hyperparameters that may differ between ranks, by name; without those that Python cannot read now."""
     if not plain(params, slots):
         return []
+    if optimizer.select is None and not compared(optimizer, optimizer.forms.probe):
+        return []
     names, _, states, _ = states_of(params, slots)
-    rates: list[tuple[str, float]] = []
-    for part, state in {optimizer.at(name): state for name, state in zip(names, states, strict=True)}.items():
-        if hypers := compared(part, state):
-            rates += check_rates(hypers, state.step)
-    return rates
+    parts = {}
+    for name, state in zip(names, states, strict=True):
+        part = optimizer.at(name)
+        parts[id(part)] = part, state
+    hypers = [(compared(part, state), state.step) for part, state in parts.values()]
+    return [rate for some, step in hypers if some for rate in check_rates(some, step)]
 
 
 def check_sum(rates: Rates, summed: Tensor, axes: AxisName, step: int) -> None:

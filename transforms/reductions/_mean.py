@@ -42,7 +42,7 @@ def _weighted_sum(
         return summed[len(waiting) :]
 
     # These wait for the sum of the weights, which is no float16 and so travels apart from them in any case.
-    waits = [lacks_unit(unit, [leaf]) for leaf in leaves]
+    waits = [lacks_unit(unit, leaf) for leaf in leaves]
     early, late = ([i for i, wait in enumerate(waits) if wait is last] for last in (False, True))
     scale: Unit = unit or 1.0
     if rider.goes_along:

@@ -79,7 +79,7 @@ def scatter_mean(axis: str, over: Over = "weight") -> Transform:
         slices: dict[str, Tensor] = {}
         sums: list[Tensor] = []
         scale: Unit = (call.unit or 1.0) if over == "weight" else 1.0
-        if lacks_unit(call.unit, of.values()):
+        if any(lacks_unit(call.unit, leaf) for leaf in of.values()):
             scale = unit_near(divisor_of(over, found[0] if found else rider.total, axis_size(axis)))
         for k in range(len(pieces.buckets)):
             if wire is not None and pieces.ranks > 1:

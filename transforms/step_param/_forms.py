@@ -33,10 +33,14 @@ class Forms:
         self._known: dict[Any, _Form] = {}
 
     @functools.cached_property
+    def probe(self) -> State:
+        """A state without data."""
+        return self.init_param(torch.empty(3, device="meta"))
+
+    @functools.cached_property
     def common(self) -> tuple[bool, ...]:
         """For each field of a state, whether one value serves all elements of a flat buffer."""
-        probe = self.init_param(torch.empty(3, device="meta"))
-        return tuple(field is not None and field.dim() == 0 for field in fields(probe))
+        return tuple(field is not None and field.dim() == 0 for field in fields(self.probe))
 
     def of(self, param: Tensor) -> _Form:
         key = param.shape, param.dtype

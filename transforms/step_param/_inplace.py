@@ -71,6 +71,26 @@ def unscale(grads: list[Tensor], grad_scale: Tensor | None) -> Tensor | None:
     return grad_scale.to(torch.float32)
 
 
+def kernel_of(
+    function: Callable[..., None], names: tuple[str, ...], lr: ScalarOrSchedule | None = None, **settings: Any
+) -> Kernel:
+    """A kernel that is one of the functions of torch.optim.
+
+    Args:
+        names: The fields of the states, in the order in which the function takes them.
+        lr: The learning rate, where the function takes one.
+        settings: Its other arguments.
+    """
+
+    def kernel(params: list[Tensor], grads: list[Tensor], states: list[Any]) -> None:
+        step = states[0].step
+        rate = {} if lr is None else {"lr": kernel_lr(lr, step)}
+        lists = (slots(states, name) for name in names)
+        function(params, grads, *lists, capturable=step.is_cuda, **rate, **settings)
+
+    return kernel
+
+
 def in_place(kernel: Kernel, common: tuple[str, ...] = ("step",)) -> Callable[..., None]:
     """`step_params_` from a kernel without `grad_scale` and `found_inf`.
 

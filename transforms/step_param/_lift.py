@@ -7,7 +7,7 @@ where a gradient is wanted it runs `step_param` leaf by leaf.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -39,18 +39,8 @@ def init(optimizer: Optimizer, params: Tree) -> State:
     return map_with_path(one, params)
 
 
-class Matched(NamedTuple):
-    """Parameters and their states, in the order of the tree."""
-
-    names: list[str]  # the paths
-    leaves: list[Any]
-    states: list[Any]
-    fields: list[list[Any]]  # those of each state
-    structure: Any  # of the tree of parameters
-
-
-def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
-    """The parameters with their states.
+def matched(optimizer: Optimizer, params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any, list[Any]]:
+    """As `states_of`, and the fields of each state.
 
     Raises:
         ValueError: a state of other parameters, or of another optimizer.
@@ -60,7 +50,7 @@ def matched(optimizer: Optimizer, params: Tree, state: State) -> Matched:
         optimizer.at(name).forms.check_state(param, own, lambda name=name: f"state[{name!r}]")  # type: ignore[misc]
         for name, param, own in zip(names, leaves, states, strict=True)
     ]
-    return Matched(names, leaves, states, found, structure)
+    return names, leaves, states, structure, found
 
 
 def states_of(params: Tree, state: State) -> tuple[list[str], list[Any], list[Any], Any]:
@@ -87,7 +77,7 @@ def step(
         found_inf: 0-d, with `donate`: change nothing where it is 1.
     """
     check_same("grads", grads, "params", params)
-    names, leaves, states, found, structure = matched(optimizer, params, state)
+    names, leaves, states, structure, found = matched(optimizer, params, state)
     given = zip(names, leaves, optree.tree_leaves(grads), strict=True)
     items = [(i, optimizer.at(name), param, grad) for i, (name, param, grad) in enumerate(given)]
     new_leaves, new_states = list(leaves), list(states)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -161,9 +160,9 @@ def unless_idle(total: Tensor, new: Tree, old: Tree, persistent: bool) -> Tree:
     return where(total != 0, new, old) if persistent else new
 
 
-def lacks_unit(unit: float | None, leaves: Iterable[Tensor]) -> bool:
-    """Whether a sum of weight * gradient of these leaves waits for the sum of the weights, to be scaled by `unit_near`."""
-    return unit is None and any(leaf.dtype is torch.float16 for leaf in leaves)
+def lacks_unit(unit: float | None, leaf: Tensor) -> bool:
+    """Whether a sum of weight * gradient waits for the sum of the weights, to be scaled by `unit_near`."""
+    return unit is None and leaf.dtype is torch.float16
 
 
 def unit_near(total: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def plain(*trees: Tree) -> bool:
     if _transformed():
         return False
     given: Tree = trees
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in optree.tree_leaves(given)))
+    return not (torch.is_grad_enabled() and any([t.requires_grad for t in optree.tree_leaves(given)]))
 
 
 def _transformed() -> bool:

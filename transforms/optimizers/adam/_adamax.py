@@ -12,7 +12,7 @@ from ...schedules._schedules import ScalarOrSchedule
 from ...spec._spec import factory
 from ...step_param._formula import lerp, penalized, rate_at
 from ...step_param._hyper import check_betas, not_negative
-from ...step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ...step_param._inplace import from_kernel, kernel_of, new_step
 from ...step_param._optimizer import Optimizer
 
 
@@ -72,21 +72,15 @@ def adamax(
         rate = rate / (1 - torch.pow(beta1, step.double()))
         return param - rate.to(param.dtype) * (exp_avg / exp_inf), AdamaxState(step, exp_avg, exp_inf)
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[AdamaxState]) -> None:
-        torch_adamax(
-            params,
-            grads,
-            slots(states, "exp_avg"),
-            slots(states, "exp_inf"),
-            slots(states, "step"),
-            foreach=True,
-            capturable=states[0].step.is_cuda,
-            lr=kernel_lr(lr, states[0].step),
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
-
+    kernel = kernel_of(
+        torch_adamax,
+        ("exp_avg", "exp_inf", "step"),
+        foreach=True,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+    )
     return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))

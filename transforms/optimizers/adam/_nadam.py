@@ -12,7 +12,7 @@ from ...schedules._schedules import ScalarOrSchedule
 from ...spec._spec import factory
 from ...step_param._formula import lerp, penalized, rate_at, root
 from ...step_param._hyper import check_betas, not_negative
-from ...step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ...step_param._inplace import from_kernel, kernel_of, new_step
 from ...step_param._optimizer import Optimizer
 
 
@@ -87,26 +87,19 @@ def nadam(
         param = param - of_grad.to(dtype) * (grad / below) - of_avg.to(dtype) * (exp_avg / below)
         return param, NAdamState(step, product, exp_avg, exp_avg_sq)
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[NAdamState]) -> None:
-        torch_nadam(
-            params,
-            grads,
-            slots(states, "exp_avg"),
-            slots(states, "exp_avg_sq"),
-            slots(states, "mu_product"),
-            slots(states, "step"),
-            foreach=True,
-            capturable=states[0].step.is_cuda,
-            lr=kernel_lr(lr, states[0].step),
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            momentum_decay=momentum_decay,
-            decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize,
-        )
-
+    kernel = kernel_of(
+        torch_nadam,
+        ("exp_avg", "exp_avg_sq", "mu_product", "step"),
+        foreach=True,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        momentum_decay=momentum_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+    )
     return from_kernel(
         init_param,
         step_param,

@@ -12,7 +12,7 @@ from ...schedules._schedules import ScalarOrSchedule
 from ...spec._spec import factory
 from ...step_param._formula import lerp, penalized, rate_at, root
 from ...step_param._hyper import check_betas, not_negative
-from ...step_param._inplace import from_kernel, kernel_lr, new_step, slots
+from ...step_param._inplace import from_kernel, kernel_of, new_step
 from ...step_param._optimizer import Optimizer
 
 
@@ -89,22 +89,16 @@ def radam(
         param = param - (rate / (1 - torch.pow(beta1, wide))).to(dtype) * exp_avg * factor
         return param, RAdamState(step, exp_avg, exp_avg_sq)
 
-    def kernel(params: list[Tensor], grads: list[Tensor], states: list[RAdamState]) -> None:
-        torch_radam(
-            params,
-            grads,
-            slots(states, "exp_avg"),
-            slots(states, "exp_avg_sq"),
-            slots(states, "step"),
-            foreach=None,
-            capturable=states[0].step.is_cuda,
-            lr=kernel_lr(lr, states[0].step),
-            beta1=beta1,
-            beta2=beta2,
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled_weight_decay=decoupled_weight_decay,
-            maximize=maximize,
-        )
-
+    kernel = kernel_of(
+        torch_radam,
+        ("exp_avg", "exp_avg_sq", "step"),
+        foreach=None,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+    )
     return from_kernel(init_param, step_param, kernel, numbers=(beta1, beta2, eps, weight_decay))
