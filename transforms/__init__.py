@@ -28,7 +28,7 @@ memory       remat  checkpoint_name  everything_saveable  nothing_saveable  dots
              save_from_both_policies  offload_dot_with_no_batch_dims  save_and_offload_only_these_names
              saved_residuals  Residuals  Residual
 look         tap  logged  explain  Explanation  fingerprint  to_json  from_json  factory
-save         to_state_dict  from_state_dict  placements  Placement  PerRank  Piece
+save         to_state_dict  from_state_dict  placements  Placement  PerRank  Merge
 """
 
 if __name__ != "fjoin.transforms":
@@ -240,8 +240,8 @@ from .transform._transform import Compression as Compression
 from .transform._transform import Needs as Needs
 from .transform._transform import Reduction as Reduction
 from .transform._transform import Transform as Transform
+from .tree._placement import Merge as Merge
 from .tree._placement import PerRank as PerRank
-from .tree._placement import Piece as Piece
 from .tree._placement import Placement as Placement
 from .tree._state_dict import from_state_dict as from_state_dict
 from .tree._state_dict import to_state_dict as to_state_dict

@@ -20,7 +20,7 @@ from ..transform._inner import Inner
 from ..transform._timing import Period, Periodic, Switch, Windows
 from ..transform._transform import Needs, Reduction, Transform, check_transform
 from ..transform._weights import check_weight
-from ..tree._placement import PerRank
+from ..tree._placement import Summed
 from ..tree._tree import State, Tree, choose_state, device_of, to_device
 
 
@@ -95,7 +95,7 @@ def switch_after(step: int, before: Transform, after: Transform) -> Transform:
 class EveryState(NamedTuple):
     step: int  # calls so far, on the host
     inner: State
-    weight: PerRank[Tensor]  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
+    weight: Summed[Tensor]  # for parameters: the sum of the weights of the calls since the last run, 0-d float64
 
 
 @factory
@@ -164,9 +164,9 @@ def every(steps: int, transform: Transform, first: int | None = None, except_eve
 
 class AccumulateState(NamedTuple):
     step: int  # calls so far, on the host
-    weight: PerRank[Tensor]  # the sum of the weights in this window so far, 0-d float64
-    grads: PerRank[Tree]  # sum of weight * gradient in this window, like the parameters; of 16-bit ones in float32
-    lane: PerRank[dict[str, Tensor]]  # sums of the lane in this window
+    weight: Summed[Tensor]  # the sum of the weights in this window so far, 0-d float64
+    grads: Summed[Tree]  # sum of weight * gradient in this window, like the parameters; of 16-bit ones in float32
+    lane: Summed[dict[str, Tensor]]  # sums of the lane in this window
     inner: State
 
     def choose(self, fine: Tensor, old: AccumulateState) -> AccumulateState:

@@ -21,7 +21,7 @@ from ..transform._counter import counts_steps
 from ..transform._timing import Changes
 from ..transform._transform import Compression, Needs, Reduction, Transform
 from ..transform._weights import Over, share_of
-from ..tree._placement import PerRank
+from ..tree._placement import Averaged, Shares, Summed
 from ..tree._tree import Tree, all_finite, device_of, global_norm, named_leaves, zeros_at_least_f32
 from ._error_feedback import WithoutInput, check_without_input
 
@@ -32,9 +32,9 @@ _STAGES = 5
 class DGCState(NamedTuple):
     reduced: MeanState
     step: int  # calls so far, on the host
-    momentum: PerRank[dict[str, Tensor]]  # path -> momentum of this rank's gradients, at least float32
-    error: PerRank[dict[str, Tensor]]  # path -> residual, not sent yet, in units of weight * momentum
-    last: PerRank[dict[str, Tensor]]  # as in `ErrorState`
+    momentum: Averaged[dict[str, Tensor]]  # path -> momentum of this rank's gradients, at least float32
+    error: Summed[dict[str, Tensor]]  # path -> residual, not sent yet, in units of weight * momentum
+    last: Shares[dict[str, Tensor]]  # as in `ErrorState`
 
 
 @factory

@@ -16,7 +16,7 @@ from ..transform._call import Call
 from ..transform._inner import Inner
 from ..transform._transform import Compression, Needs, Transform
 from ..transform._weights import nonzero_or_one, share_in, unless_idle
-from ..tree._placement import PerRank
+from ..tree._placement import Restarted
 from ..tree._tree import State, Tree, all_finite, device_of, named_leaves, to_device
 from ._error_feedback import WithoutInput, check_lossy, zero_errors
 
@@ -26,10 +26,10 @@ _MOVED = "ranks with the state of another"
 
 class EF21State(NamedTuple):
     inner: State
-    own: PerRank[dict[str, Tensor]]  # path -> the others' estimate of this rank's weight * gradient, at least float32
+    own: Restarted[dict[str, Tensor]]  # path -> the others' estimate of this rank's weight * gradient, at least float32
     whole: dict[str, Tensor]  # path -> the sum of all ranks' estimates, equal on all ranks
-    counts: PerRank[Tensor]  # this rank's factor when it last had input, 0-d float64
-    place: PerRank[Tensor]  # (2,) int64, the rank and the number of ranks that `own` belongs to; -1 at first
+    counts: Restarted[Tensor]  # this rank's factor when it last had input, 0-d float64
+    place: Restarted[Tensor]  # (2,) int64, the rank and the number of ranks that `own` belongs to; -1 at first
 
 
 @factory

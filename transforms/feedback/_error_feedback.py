@@ -16,7 +16,7 @@ from ..transform._call import Call
 from ..transform._counter import counts_steps
 from ..transform._inner import Inner
 from ..transform._transform import Compression, Needs, Transform, check_transform
-from ..tree._placement import PerRank
+from ..tree._placement import PerRank, Shares, Summed
 from ..tree._tree import State, Tree, named_leaves, zeros_at_least_f32
 
 WithoutInput: TypeAlias = Literal["freeze", "flush"]
@@ -24,10 +24,9 @@ WithoutInput: TypeAlias = Literal["freeze", "flush"]
 
 class ErrorState(NamedTuple):
     inner: State
-    error: PerRank[dict[str, Tensor]]  # path -> residual, not sent yet, in units of weight * gradient, at least float32
-    last: PerRank[
-        dict[str, Tensor]
-    ]  # path -> (weight of the residual, its divisor), (1, 2), float64; 0 before the first call
+    error: Summed[dict[str, Tensor]]  # path -> residual, not sent yet, in units of weight * gradient, at least float32
+    # path -> (weight of the residual, its divisor), (1, 2), float64; 0 before the first call
+    last: Shares[dict[str, Tensor]]
 
 
 @factory
@@ -99,7 +98,7 @@ class LocoState(NamedTuple):
     inner: State
     step: int  # calls so far, on the host
     error: PerRank[dict[str, Tensor]]  # path -> encoded residual, uint8
-    last: PerRank[dict[str, Tensor]]  # as in `ErrorState`
+    last: Shares[dict[str, Tensor]]  # as in `ErrorState`
 
 
 @factory

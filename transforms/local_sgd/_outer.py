@@ -17,7 +17,7 @@ from ..transform._counter import check_state, counts_steps
 from ..transform._timing import Period, Periodic
 from ..transform._transform import Needs, Transform, check_transform
 from ..transform._weights import Over, check_weight
-from ..tree._placement import PerRank
+from ..tree._placement import Averaged, Summed
 from ..tree._tree import State, Tree, choose_state, map_with_path, named_leaves, where
 from ._window import WindowMean, at_least_f32, check_reduces, like, no_weight
 
@@ -27,9 +27,9 @@ class OuterState(NamedTuple):
     anchor: dict[str, Tensor]  # path -> the parameters after the last outer step, at least float32, equal on all ranks
     hook: State
     optimizer: dict[str, State]  # path -> state, equal on all ranks
-    weight: PerRank[Tensor]  # the sum of the weights since the last message, 0-d float64
-    pending: PerRank[dict[str, Tensor]]  # path -> this rank's change that waits for its use; empty without a delay
-    pending_weight: PerRank[Tensor]  # its weight, 0-d float64
+    weight: Summed[Tensor]  # the sum of the weights since the last message, 0-d float64
+    pending: Averaged[dict[str, Tensor]]  # path -> this rank's change that waits for its use; empty without a delay
+    pending_weight: Summed[Tensor]  # its weight, 0-d float64
 
 
 @factory

@@ -12,7 +12,7 @@ from ..axes._ragged import all_to_all_single
 from ..codecs._codec import Codec
 from ..codecs._rows import decode_pieces, encode_rows
 from ..layout._pieces import Pieces
-from ..tree._placement import PerRank, Piece
+from ..tree._placement import Restarted
 from ..tree._tree import Tree, map_with_path, named_leaves
 
 
@@ -20,7 +20,7 @@ class Cut(NamedTuple):
     """Host numbers that say which pieces a state is of."""
 
     ranks: int
-    rank: PerRank[int]
+    rank: Restarted[int]
     fingerprint: int  # of the pieces
 
 
@@ -35,7 +35,7 @@ class GatherState(NamedTuple):
 
     cut: Cut
     step: int  # calls so far, on the host; it keys the random bits
-    master: Piece[dict[str, Tensor]]  # path -> slice; without the parameters of which the optimizer keeps a master copy
+    master: dict[str, Tensor]  # path -> slice; without the parameters of which the optimizer keeps a master copy
 
 
 def cut_of(pieces: Pieces) -> Cut:

@@ -1,53 +1,59 @@
-"""The placement of a state's leaves: which ranks have which values."""
+"""The placement of a state's leaves: which ranks have which values, and what becomes of them on other ranks."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
-
-import torch
+import functools
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
 
 
-class Placement(enum.Enum):
-    """The values of one leaf on the ranks."""
+class Merge(enum.Enum):
+    """What a run on other ranks begins with, where the ranks had values of their own."""
 
-    REPLICATED = "replicated"  # equal on all ranks that share their gradients
-    PER_RANK = "per rank"  # each rank has its own, of the same shape
-    PIECE = "piece"  # each rank has its slice of one value
-
-
-# Annotations of the fields of state NamedTuples, and of all leaves inside; a field without one is as its state is.
-PerRank: TypeAlias = Annotated[T, Placement.PER_RANK]
-Piece: TypeAlias = Annotated[T, Placement.PIECE]
+    SUM = "sum"  # their sum, in units of which it is one: what has not been sent yet
+    SHARE = "share"  # of (weight, divisor): the sum of the weights, and the divisor of the first rank
+    MEAN = "mean"  # their mean
+    RESTART = "restart"  # the value at the start
+    REFUSE = "refuse"  # nothing is right
 
 
-def leaves_with_placement(
-    state: Any, path: str = "", kind: Placement = Placement.REPLICATED
-) -> Iterator[tuple[str, Placement]]:
-    """(path, placement) of all tensors and numbers of a state.
+class Placement(NamedTuple):
+    """The ranks that have equal values of a leaf, and what the others have.
 
-    In a part that is a piece, 0-d leaves such as step counts are replicated.
-
-    Args:
-        path, kind: The path of this part, and the placement of fields without one of their own.
+    A host integer is equal over all axes.
     """
-    if hasattr(state, "_fields"):
-        hints = get_type_hints(type(state), include_extras=True)
-        for name, value in zip(state._fields, state, strict=True):
-            marks = [mark for mark in get_args(hints[name])[1:] if isinstance(mark, Placement)]
-            if marks and isinstance(value, int):
-                yield f"{path}.{name}".removeprefix("."), marks[0]
-                continue
-            yield from leaves_with_placement(value, f"{path}.{name}", marks[0] if marks else kind)
-    elif isinstance(state, dict):
-        for name, value in state.items():
-            yield from leaves_with_placement(value, f"{path}.{name}", kind)
-    elif isinstance(state, (tuple, list)):
-        for i, value in enumerate(state):
-            yield from leaves_with_placement(value, f"{path}.{i}", kind)
-    elif state is not None:
-        common = kind is Placement.PIECE and not (isinstance(state, torch.Tensor) and state.dim())
-        yield path.removeprefix("."), Placement.REPLICATED if common or isinstance(state, int) else kind
+
+    equal: tuple[str, ...]  # the axes over which it is equal; in a state's life it may be equal over more
+    cut: str | None = None  # the axis over which each rank has its slice of one value
+    merge: Merge = Merge.REFUSE  # of the values of ranks that differ, for other numbers of ranks
+
+    def __str__(self) -> str:
+        equal = f"equal over {', '.join(self.equal)}" if self.equal else ""
+        slices = f"a slice over {self.cut}" if self.cut else ""
+        return ", ".join(filter(None, (slices, equal))) or "of each rank"
+
+
+class Mark(enum.Enum):
+    """Of a field of a state, and of all leaves inside; a field without a mark is as its state is."""
+
+    PER_RANK = "per rank"  # each rank that a transform reduces over has its own
+
+
+# Annotations of the fields of state NamedTuples: each rank has its own value, and how these are merged.
+PerRank: TypeAlias = Annotated[T, Mark.PER_RANK]
+Summed: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.SUM]
+Averaged: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.MEAN]
+Shares: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.SHARE]
+Restarted: TypeAlias = Annotated[T, Mark.PER_RANK, Merge.RESTART]
+
+
+@functools.cache
+def marks(kind: type) -> dict[str, tuple[bool, Merge | None]]:
+    """Field -> whether it is per rank, and its merge, of a state's class."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        notes = get_args(hint)[1:] if hasattr(hint, "__metadata__") else ()
+        found[name] = Mark.PER_RANK in notes, next((note for note in notes if isinstance(note, Merge)), None)
+    return found

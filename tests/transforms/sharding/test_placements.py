@@ -1,81 +1,65 @@
-"""The placements of states hold: replicated leaves are equal on all ranks, pieces make up the whole."""
+"""The placements of states hold: a leaf is equal on the ranks along its axes, and slices make up the whole."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from fjoin import transforms as tx
-from tests.sharded_problem import run
-from tests.sharded_table import PAIRS
+from fjoin.transforms.pipelines.explain._placements import params_placement
+from tests.goldens.golden_problem import STEPS, gradients, start, weight
+from tests.goldens.golden_rows import ROWS
 
-ADAM = tx.adamw(0.01)
-MEAN = tx.quantized_mean("data", tx.int8(block=8))
-PIPELINES = {
-    **{name: pair.sharded for name, pair in PAIRS.items() if not pair.axes},
-    "mean": tx.fuse(tx.mean("data"), ADAM),
-    "feedback": tx.fuse(tx.error_feedback(MEAN), ADAM),
-    "ef21": tx.fuse(tx.ef21(MEAN), ADAM),
-    "loco": tx.fuse(tx.loco(MEAN), ADAM),
-    "dgc": tx.fuse(tx.dgc("data", 0.1), ADAM),
-    "power": tx.fuse(tx.error_feedback(tx.power_sgd("data", min_compression_rate=1.0)), ADAM),
-    "one bit": tx.fuse(tx.one_bit_adam("data", 4), tx.sgd(0.1)),
-    "later": tx.fuse(tx.switch_after(2, tx.mean("data"), tx.error_feedback(MEAN)), ADAM),
-    "windows": tx.fuse(tx.accumulate(2, tx.mean("data")), ADAM),
-    "local": tx.local_sgd(ADAM, "data", 4),
-    "outer": tx.diloco(ADAM, "data", 4, delay=2),
-    "both ways": tx.fuse(tx.error_feedback(tx.compress(tx.int8(), tx.scatter_mean("data"))), ADAM, gather=tx.int8()),
-}
+NAMES = [name for name, row in ROWS.items() if "pure" in row.paths and not row.poisoned]
 
 
-def leaves(state: Any) -> dict[str, Any]:
-    """Path -> leaf."""
-    found: dict[str, Any] = {}
+def runs(name: str) -> list[Any]:
+    """For each rank: the parameters and the state after each step, and the placements of the last state."""
+    row = ROWS[name]
+    ranks = list(itertools.product(*map(range, row.axes.values())))
 
-    def walk(part: Any, path: str) -> None:
-        items: Any = ()
-        if hasattr(part, "_fields"):
-            items = zip(part._fields, part, strict=True)
-        elif isinstance(part, dict):
-            items = part.items()
-        elif isinstance(part, (tuple, list)):
-            items = enumerate(part)
-        elif part is not None:
-            found[path.removeprefix(".")] = part
-        for name, one in items:
-            walk(one, f"{path}.{name}")
+    def run(place: tuple[int, ...]) -> Any:
+        rank, pipeline, params = ranks.index(place), row.make(), start(row.dtype)
+        state = pipeline.init(params)
+        found = []
+        for step in range(STEPS):
+            grads = gradients(row, rank, step)
+            if hasattr(state, "scale"):
+                grads = {path: g * state.scale.to(g.dtype) for path, g in grads.items()}
+            params, state = pipeline.step(params, grads, state, weight=weight("odd", rank, step))
+            found.append((params, state, tx.placements(pipeline, state)))
+        return found
 
-    walk(state, "")
-    return found
+    return tx.simulate(run, row.axes, ranks)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", NAMES)
 def test_placements(name: str) -> None:
-    """After 7 steps: in the middle of windows, with residuals that differ."""
-    pipeline, dtype = PIPELINES[name], torch.float32
-    if name in PAIRS:
-        dtype = PAIRS[name].options.get("dtype", dtype)
-    states = [state for _, state in run(pipeline, {"data": 3}, dtype, steps=7)]
-    kinds = tx.placements(pipeline, states[0])
-    of = [leaves(state) for state in states]
-    assert kinds.keys() == of[0].keys()
-    differ = set()
-    for path, kind in kinds.items():
-        values = [one[path] for one in of]
-        if kind is tx.Placement.REPLICATED:
-            assert all(_same(value, values[0]) for value in values), path
-        elif not all(_same(value, values[0]) for value in values):
-            differ.add(kind)
-        if kind is tx.Placement.PER_RANK:
-            assert len({value.shape for value in values if isinstance(value, torch.Tensor)}) <= 1, path
-    # `window` is 0 unless gradients are accumulated.
-    marked = {kind for path, kind in kinds.items() if not path.endswith("window")}
-    assert differ >= marked - {tx.Placement.REPLICATED}
+    row = ROWS[name]
+    ranks, pipeline = list(itertools.product(*map(range, row.axes.values()))), row.make()
+    found = runs(name)
+    places = params_placement(pipeline, row.axes)
+    for step in range(STEPS):
+        states = [tx.to_state_dict(one[step][1]) for one in found]
+        kinds = found[0][step][2]
+        assert kinds.keys() == states[0].keys()
+        for path, kind in kinds.items():
+            assert_equal_along(row.axes, ranks, [state[path] for state in states], kind.equal, path)
+        for path in found[0][step][0]:
+            assert_equal_along(row.axes, ranks, [one[step][0][path] for one in found], places.equal, path)
 
 
-def _same(a: Any, b: Any) -> bool:
+def assert_equal_along(axes: Any, ranks: Any, values: list[Any], equal: tuple[str, ...], path: str) -> None:
+    first: dict[Any, Any] = {}
+    for place, value in zip(ranks, values, strict=True):
+        group = tuple(at for name, at in zip(axes, place, strict=True) if name not in equal)
+        assert same(first.setdefault(group, value), value), f"{path} differs over {equal}"
+
+
+def same(a: Any, b: Any) -> bool:
     if not isinstance(a, torch.Tensor):
         return bool(a == b)
     return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))

@@ -1,60 +1,177 @@
-"""The placements of a pipeline's state."""
+"""The placements of a pipeline's state, read off its transforms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
+import torch
+
+from ..._axis_env import bound
 from ...combinators._chain import stages
+from ...plan._plan import axes_of
+from ...transform._timing import Periodic, Switch, children, running
 from ...transform._transform import Transform
-from ...tree._placement import Placement, leaves_with_placement
+from ...tree._placement import Merge, Placement, marks
 from ...tree._tree import State
 from .._pipeline import Pipeline
 from .._tree_memory import PipelineState
 
 
-def placements(part: Pipeline | Transform, state: State) -> dict[str, Placement]:
+def placements(part: Pipeline | Transform, state: State, axes: Mapping[str, int] | None = None) -> dict[str, Placement]:
     """Path -> placement of the tensors and numbers of a state: which ranks have which values.
 
-    - `REPLICATED`: equal on all ranks. Host counters always are.
-    - `PER_RANK`: each rank has its own, such as the residuals of error feedback, or the optimizer's state where no
-      gradients are averaged.
-    - `PIECE`: each rank has its slice, where a `scatter_mean` shards.
+    Each is equal on the ranks along some axes. Along others a rank has its own value, such as a residual of error feedback, or its
+    slice of one value, where a `scatter_mean` shards.
 
     Args:
-        part: A pipeline, or a transform.
+        part: A pipeline, or a transform of gradients.
         state: Its state.
+        axes: Axis name -> number of ranks; by default those that are bound.
 
     >>> from fjoin import transforms as tx
     >>> hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
-    >>> {path: kind.value for path, kind in placements(hook, hook.init({"w": torch.zeros(2)})).items()}
-    {'inner.total': 'replicated', 'error.w': 'per rank', 'last.w': 'per rank'}
+    >>> state = hook.init({"w": torch.zeros(2)})
+    >>> {path: str(place) for path, place in placements(hook, state, {"data": 2}).items()}
+    {'inner.total': 'equal over data', 'error.w': 'of each rank', 'last.w': 'of each rank'}
     """
+    names = tuple(bound() if axes is None else axes)
     if isinstance(part, Transform):
-        return dict(leaves_with_placement(state))
+        return dict(_of_part(names, "", part, state, Over()))
     path, inner = "", state
     found: dict[str, Placement] = {}
     if part.skips is not None:
         path, inner = ".inner", state.inner
-        found.update(leaves_with_placement(state._replace(inner=())))
-    found.update(_of_pipeline(part, inner, path))
+        found.update(_of_leaves(names, "", state._replace(inner=()), _behind(names, part.hook, Over())))
+    found.update(_of_pipeline(names, part, inner, path))
     return found
 
 
-def _of_pipeline(pipeline: Pipeline, state: PipelineState, path: str) -> Iterator[tuple[str, Placement]]:
-    own = Placement.REPLICATED
-    if pipeline.sharding is not None:
-        own = Placement.PIECE
-    elif pipeline.hook.reduces is None:
-        own = Placement.PER_RANK
-    yield from leaves_with_placement(state._replace(hook=(), optimizer=(), after=(), on_state=()), path)
-    parts = stages(pipeline.hook)
-    behind = next((i + 1 for i, part in enumerate(parts) if part.sharded_over), len(parts))
+def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
+    """The placement of the parameters that a pipeline steps."""
+    own = _behind(tuple(axes), pipeline.hook, Over())
+    for stage in stages(pipeline.after) if pipeline.after is not None else ():
+        own = _behind(tuple(axes), stage, own)
+    whole = own.equal | ({own.cut} if own.cut else set())  # they have been gathered
+    return Placement(_in_order(tuple(axes), whole), None, Merge.MEAN)
+
+
+def buffers_placement(on_buffers: Transform | None, axes: Mapping[str, int]) -> Placement:
+    """The placement of the buffers of a model, each of which a rank changes by itself."""
+    equal = frozenset[str]()
+    for stage in stages(on_buffers) if on_buffers is not None else ():
+        equal |= _always(tuple(axes), stage)
+    return Placement(_in_order(tuple(axes), equal), None, Merge.MEAN)
+
+
+class Over(NamedTuple):
+    """The axes over which values are equal, and the one over which they are cut."""
+
+    equal: frozenset[str] = frozenset()
+    cut: str | None = None
+
+
+def _of_pipeline(
+    names: tuple[str, ...], pipeline: Pipeline, state: PipelineState, path: str
+) -> Iterator[tuple[str, Placement]]:
+    rest = state._replace(hook=(), optimizer=(), after=(), on_state=())
+    own = _behind(names, pipeline.hook, Over())
+    yield from _of_part(names, f"{path}.hook", pipeline.hook, state.hook, Over())
+    at_end = own
+    for name, part in (("after", pipeline.after), ("on_state", pipeline.on_state)):
+        if part is not None:
+            yield from _of_part(names, f"{path}.{name}", part, getattr(state, name), own)
+        if name == "on_state" and part is not None:
+            for stage in stages(part):
+                at_end = _behind(names, stage, at_end)
+    yield from _of_leaves(names, f"{path}.optimizer", state.optimizer, at_end, Merge.MEAN)
+    yield from _of_leaves(names, path, rest, own, before=Over())
+
+
+def _of_part(
+    names: tuple[str, ...], path: str, part: Transform, state: State, before: Over
+) -> Iterator[tuple[str, Placement]]:
+    """The placements of a transform's state.
+
+    Args:
+        before: Where its input is equal.
+    """
+    parts = stages(part)
     if len(parts) > 1:
-        for i, one in enumerate(state.hook):
-            kind = Placement.PIECE if i >= behind else Placement.REPLICATED
-            yield from leaves_with_placement(one, f"{path}.hook.{i}", kind)
-    else:
-        yield from leaves_with_placement(state.hook, f"{path}.hook")
-    for name in ("optimizer", "after", "on_state"):
-        kind = own if name == "optimizer" or own is Placement.PIECE else Placement.REPLICATED
-        yield from leaves_with_placement(getattr(state, name), f"{path}.{name}", kind)
+        for i, (stage, own) in enumerate(zip(parts, state, strict=True)):
+            yield from _of_part(names, f"{path}.{i}", stage, own, before)
+            before = _behind(names, stage, before)
+        return
+    inside, reach = children(part), Over(before.equal | axes_of(part, names), before.cut)
+    if type(state) is tuple and len(state) == len(inside):  # each for some leaves
+        for i, (child, own) in enumerate(zip(inside, state, strict=True)):
+            yield from _of_part(names, f"{path}.{i}", child, own, before)
+        return
+    held = {"inner": inside[0]} if len(inside) == 1 and hasattr(state, "inner") else {}
+    if isinstance(part.timing, Switch):
+        held = {"before": part.timing.before, "after": part.timing.after}
+    for name, child in held.items():
+        yield from _of_part(names, f"{path}.{name}", child, getattr(state, name), before)
+    state = state._replace(**dict.fromkeys(held, ())) if held else state
+    yield from _of_leaves(names, path, state, reach, before=before)
+
+
+def _of_leaves(
+    names: tuple[str, ...],
+    path: str,
+    state: Any,
+    own: Over,
+    merge: Merge = Merge.REFUSE,
+    before: Over | None = None,
+) -> Iterator[tuple[str, Placement]]:
+    """The placements of leaves.
+
+    Args:
+        own: Where leaves without a mark are equal.
+        before: Where those are equal that each rank has by itself; by default `own`.
+    """
+    if hasattr(state, "_fields"):
+        kind: Any = type(state)
+        fields = marks(kind)
+        for name, value in zip(state._fields, state, strict=True):
+            mark, how = fields[name]
+            over, inside = own, f"{path}.{name}"
+            if mark:
+                over = before or own
+                if isinstance(value, int):
+                    yield inside.removeprefix("."), Placement(_in_order(names, over.equal), None, how or merge)
+                    continue
+            yield from _of_leaves(names, inside, value, over, how or merge, over if mark else before)
+        return
+    if isinstance(state, dict):
+        for name, value in state.items():
+            yield from _of_leaves(names, f"{path}.{name}", value, own, merge, before)
+    elif isinstance(state, (tuple, list)):
+        for i, value in enumerate(state):
+            yield from _of_leaves(names, f"{path}.{i}", value, own, merge, before)
+    elif state is not None:
+        is_host, common = not isinstance(state, torch.Tensor), isinstance(state, torch.Tensor) and not state.dim()
+        equal = frozenset(names) if is_host else own.equal | {own.cut} if own.cut and common else own.equal
+        cut = None if is_host or common else own.cut
+        yield path.removeprefix("."), Placement(_in_order(names, equal), cut, merge)
+
+
+def _behind(names: tuple[str, ...], part: Transform, before: Over) -> Over:
+    """Where the output of a transform is equal in every step."""
+    equal = before.equal | _always(names, part)
+    cut = part.sharded_over or before.cut
+    return Over(equal - {cut}, cut)
+
+
+def _always(names: tuple[str, ...], part: Transform) -> frozenset[str]:
+    """The axes over which a transform makes all values equal in every step."""
+    if part.sums is None or (isinstance(part.timing, Periodic) and part.timing.period.steps > 1):
+        return frozenset()
+    inside = [_always(names, child) for child, _ in running(part, None)]
+    if part.wraps == "stages":
+        return frozenset().union(*inside)
+    return frozenset.intersection(*inside) if inside else frozenset(axes_of(part, names))
+
+
+def _in_order(names: tuple[str, ...], equal: frozenset[str] | set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in equal)
