@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..transforms.layout._buckets import Bucket, views
 from ..transforms.layout._pieces import Pieces
-from ..transforms.tree._bucketwise import merge
+from ..transforms.tree._bucketwise import merge, restrict
 
 # The path of a flat bucket in a tree of one tensor; no parameter has this path.
 FLAT = "(flat)"
@@ -47,6 +47,20 @@ class HookState(NamedTuple):
         whole = (*early, *self.rest)
         return whole if form.stages > 1 else whole[0] if whole else ()
 
+    def split(self, whole: Any) -> HookState:
+        """The stored form of another state, given in the form of the pure hook; the inverse of `whole`."""
+        form = self.form
+        parts = whole if form.stages > 1 else (whole,) if form.stages else ()
+        early, rest = parts[: form.n_early], tuple(parts[form.n_early :])
+        if not form.n_early:
+            return HookState((), rest, form)
+        early = early if form.n_early > 1 else early[0]
+        if form.flat:
+            buckets = tuple(_in_flat(early, own, form, k) for k, own in enumerate(self.buckets))
+        else:
+            buckets = tuple(restrict(early, form.shapes, bucket.paths) for bucket in form.layout)
+        return HookState(buckets, rest, form)
+
 
 def _by_path(state: Any, form: Form, k: int) -> Any:
     """A state on a flat bucket, with its flat tensors replaced by views of the leaves, or of this rank's slices."""
@@ -62,4 +76,28 @@ def _by_path(state: Any, form: Form, k: int) -> Any:
     if isinstance(state, (tuple, list)):
         children = [_by_path(part, form, k) for part in state]
         return type(state)(*children) if hasattr(state, "_fields") else type(state)(children)
+    return state
+
+
+def _in_flat(state: Any, like: Any, form: Form, k: int) -> Any:
+    """The inverse of `_by_path`; `like` is a state on the flat bucket."""
+    if isinstance(like, dict):
+        if like.keys() != {FLAT}:
+            return {key: _in_flat(part, like[key], form, k) if key in like else part for key, part in state.items()}
+        held, bucket, pieces = like[FLAT], form.layout[k], form.pieces
+        shape = held.shape if isinstance(held, Tensor) else None
+        if shape == (bucket.numel,):
+            flat = torch.zeros_like(held)
+            places = dict(zip(bucket.paths, views(bucket, flat, form.shapes), strict=True))
+        elif pieces and shape == (pieces.sizes(k)[pieces.rank],):
+            flat = torch.zeros_like(held)
+            places = pieces.leaves_own(k, flat)
+        else:
+            return {FLAT: state[bucket.paths[0]]}
+        for path, place in places.items():
+            place.copy_(state[path])
+        return {FLAT: flat}
+    if isinstance(like, (tuple, list)):
+        children = [_in_flat(part, own, form, k) for part, own in zip(state, like, strict=True)]
+        return type(like)(*children) if hasattr(like, "_fields") else type(like)(children)
     return state
