@@ -13,8 +13,8 @@ import fjoin
 from fjoin import transforms as tx
 from fjoin.reducer._hook_state import HookState
 from fjoin.training.state._load import load_state
-from tests.goldens.golden_problem import buffers_of, gradients, loss_fn, start, weight
 from tests.goldens.golden_paths import BUCKET_BYTES
+from tests.goldens.golden_problem import buffers_of, gradients, loss_fn, start, weight
 from tests.goldens.golden_rows import ROWS
 
 NAMES = [
