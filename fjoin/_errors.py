@@ -46,6 +46,10 @@ class NonFinite(FjoinError):
         self.ranks, self.paths = ranks, paths
 
 
+class CheckpointError(FjoinError):
+    """A checkpoint cannot be written or read: a fault of the file system, damaged files, or a folder that another run uses."""
+
+
 class DonatedState(FjoinError, _DonatedState):
     """A state was used again after a step, or `with_hyperparameters`, had taken its memory."""
 

@@ -1,0 +1,248 @@
+"""The folder of a run: one folder for each step, which is there whole or not at all.
+
+A step is written in `.tmp-<uuid>` and renamed to `step-00000500`. It holds the files of tensors, `manifest.json`, which
+covers every byte of them, and `COMMIT`, which covers the manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from .._errors import CheckpointError
+from ._commits import Commit, check_files, read_commit, read_step, verify_files, write_commit
+from ._files import make_folders, sync_folder, typed_errors
+from ._manifest import Manifest
+
+_STEP = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{32}")
+
+
+class Newest(NamedTuple):
+    """The newest step that can be read, and the newer ones that cannot, with the reasons."""
+
+    step: int
+    path: Path
+    manifest: Manifest
+    refused: list[tuple[int, str]]
+
+
+class Folder:
+    """The folder of a run. It is made by the first `begin`.
+
+    Args:
+        path: The folder; links in the place of its steps and files are refused.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def step_path(self, step: int) -> Path:
+        """The folder of a step, whether it exists or not."""
+        return self.path / f"step-{step:08d}"
+
+    def begin(self, step: int) -> Path:
+        """Make a new temporary folder for the files of a step.
+
+        Raises:
+            CheckpointError: The step, or a newer one, exists, or the system refuses. Nothing is written then.
+        """
+        self._refuse_existing(step)
+        if newer := [other for other in self._found() if other > step]:
+            raise CheckpointError(
+                f"{self.path} holds step {newer[-1]}, and step {step} is to be saved; choose another folder, or reject newer steps"
+            )
+        make_folders(self.path)
+        temporary = self._temporary()
+        with typed_errors(f"make {temporary}"):
+            os.mkdir(temporary)
+        return temporary
+
+    def commit(self, tmp: Path, manifest: Manifest) -> Path:
+        """Make a temporary folder the folder of its step, durably. One rank calls it when all files are written.
+
+        Args:
+            tmp: What `begin` returned, which holds the manifest's files, each durable, and nothing else.
+            manifest: Of the step; `parent` is the id of the newest step in the folder.
+
+        Returns:
+            The step's folder.
+
+        Raises:
+            CheckpointError: The step exists, the newest step is not the parent, the files are not those of the manifest,
+                or the system refuses. The step does not exist then, unless the message says that it may.
+            TypeError: The manifest holds a value that would not be read back.
+        """
+        target = self.step_path(manifest.step)
+        self._check_parent(manifest)
+        if tmp.parent != self.path or not _TEMPORARY.fullmatch(tmp.name):
+            raise ValueError(f"{tmp} is no temporary folder of {self.path}; take what begin() returns")
+        check_files(tmp, manifest)
+        commit = write_commit(tmp, manifest)
+        sync_folder(tmp)
+        self._refuse_existing(manifest.step)  # as late as possible: a rename would replace an empty folder
+        self._check_parent(manifest)
+        try:
+            os.rename(tmp, target)
+        except OSError as error:
+            if not self._is_there(target, commit):  # a network file system may report an error of what it has done
+                raise CheckpointError(f"cannot rename {tmp} to {target}: {error}; the step is not saved") from error
+        try:
+            sync_folder(self.path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{target} is written, but may be lost if the machine stops now: {error}") from error
+        return target
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return [step for step in self._found() if self._has_commit(step)]
+
+    def newest(self) -> int | None:
+        """The newest step, committed or not; None where there is none."""
+        return max(self._found(), default=None)
+
+    def read(self, step: int) -> tuple[Path, Manifest]:
+        """The folder and the manifest of a step.
+
+        Raises:
+            CheckpointError: There is no such step, or its manifest is not the one that was committed.
+        """
+        path = self.step_path(step)
+        if not os.path.lexists(path):
+            raise CheckpointError(f"{path} does not exist; {self.path} holds the steps {self.steps()}")
+        manifest = read_step(path)
+        if manifest.step != step:
+            raise CheckpointError(
+                f"{path} holds step {manifest.step}; rename it to {self.step_path(manifest.step).name}"
+            )
+        return path, manifest
+
+    def newest_verified(self, verify: Callable[[Path, Manifest], object] = verify_files) -> Newest | None:
+        """The newest step that can be read, or None where the folder holds no step at all.
+
+        Args:
+            verify: Raises a CheckpointError where it refuses a step; by default it reads all bytes.
+
+        Raises:
+            CheckpointError: There are steps, and none can be read; each is named with the reason.
+        """
+        refused: list[tuple[int, str]] = []
+        for step in reversed(self._found()):
+            try:
+                path, manifest = self.read(step)
+                verify(path, manifest)
+            except CheckpointError as error:
+                refused.append((step, str(error)))
+            else:
+                return Newest(step, path, manifest, refused)
+        if refused:
+            reasons = "".join(f"\n  {self.step_path(step)}: {reason}" for step, reason in refused)
+            raise CheckpointError(
+                f"{self.path} holds steps, and none can be read; repair one, or choose another folder to start anew:{reasons}"
+            )
+        return None
+
+    def quarantine(self, newer_than: int, run_uuid: str) -> list[Path]:
+        """Rename the steps after this one to `step-00000500.rejected-<uuid>`. Returns the new paths."""
+        if not re.fullmatch("[0-9a-f]{32}", run_uuid):
+            raise ValueError(f"run_uuid={run_uuid!r}, expected the 32 hexadecimal digits of a uuid")
+        renamed = []
+        for step in self._found():
+            if step > newer_than:
+                target = self.path / f"{self.step_path(step).name}.rejected-{run_uuid}"
+                if os.path.lexists(target):
+                    target = target.with_name(f"{target.name}-{uuid.uuid4().hex}")
+                with typed_errors(f"rename {self.step_path(step)} to {target.name}"):
+                    os.rename(self.step_path(step), target)
+                renamed.append(target)
+        if renamed:
+            sync_folder(self.path)
+        return renamed
+
+    def retain(self, keep_last: int, keep_every: int | None, run: str) -> list[int]:
+        """Delete the steps of a run, except the newest ones and those that `keep_every` divides. Returns the deleted ones.
+
+        Steps of other runs, and steps whose COMMIT cannot be read, are left alone.
+        """
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise ValueError(
+                f"keep_last={keep_last!r}, keep_every={keep_every!r}: expected at least 1, or None for the second"
+            )
+        own = [step for step in self.steps() if self._run_of(step) == run]
+        deleted = [step for step in own[:-keep_last] if keep_every is None or step % keep_every]
+        for step in deleted:
+            temporary = self._temporary()
+            with typed_errors(f"delete {self.step_path(step)}"):
+                os.rename(self.step_path(step), temporary)  # so that no half of a step is ever under its name
+            sync_folder(self.path)
+            self.discard(temporary)
+        return deleted
+
+    def clean(self, older_than_s: float) -> list[Path]:
+        """Delete temporary folders in which nothing was written for this number of seconds. Returns them."""
+        stale = []
+        for name in self._names():
+            path = self.path / name
+            if _TEMPORARY.fullmatch(name) and path.is_dir() and not path.is_symlink():
+                with typed_errors(f"look at {path}"):
+                    newest = max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
+                if time.time() - newest >= older_than_s:
+                    self.discard(path)
+                    stale.append(path)
+        return stale
+
+    def discard(self, tmp: Path) -> None:
+        """Delete a temporary folder, such as that of a save that has failed."""
+        if not _TEMPORARY.fullmatch(tmp.name) or tmp.parent != self.path:
+            raise ValueError(f"{tmp} is no temporary folder of {self.path}")
+        with typed_errors(f"delete {tmp}"):
+            shutil.rmtree(tmp)
+
+    def _temporary(self) -> Path:
+        return self.path / f".tmp-{uuid.uuid4().hex}"
+
+    def _names(self) -> list[str]:
+        with typed_errors(f"list {self.path}"):
+            return sorted(os.listdir(self.path)) if self.path.exists() else []
+
+    def _found(self) -> list[int]:
+        """All steps, also those that cannot be read."""
+        matches = [match for name in self._names() if (match := _STEP.fullmatch(name))]
+        return sorted(int(match[1]) for match in matches if self.step_path(int(match[1])).name == match[0])
+
+    def _has_commit(self, step: int) -> bool:
+        path = self.step_path(step)
+        return not path.is_symlink() and os.path.lexists(path / "COMMIT")
+
+    def _run_of(self, step: int) -> str:
+        try:
+            return read_commit(self.step_path(step)).run
+        except CheckpointError:
+            return ""
+
+    def _is_there(self, target: Path, commit: Commit) -> bool:
+        try:
+            return read_commit(target) == commit
+        except CheckpointError:
+            return False
+
+    def _refuse_existing(self, step: int) -> None:
+        if os.path.lexists(target := self.step_path(step)):
+            raise CheckpointError(f"{target} exists, and a step is never replaced; choose another folder, or remove it")
+
+    def _check_parent(self, manifest: Manifest) -> None:
+        """The newest step is the parent; else two runs write to this folder."""
+        steps = self.steps()
+        newest = read_commit(self.step_path(steps[-1])).id if steps else ""
+        if newest != manifest.parent or steps[-1:] >= [manifest.step]:
+            held = f"step {steps[-1]} with id {newest}" if steps else "no step"
+            raise CheckpointError(
+                f"{self.path} holds {held}, and step {manifest.step} was to follow {manifest.parent or 'no step'!r}: "
+                "another run writes there too; give each run a folder of its own"
+            )

@@ -1,0 +1,138 @@
+"""The leaves of a checkpoint, read from its files."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._errors import CheckpointError
+from ._files import typed_errors
+from ._manifest import Manifest
+from ._parts import DTYPES, Leaf, Part
+from ._safetensors import TensorFile
+
+OWN_FILES = frozenset({"manifest.json", "COMMIT"})  # beside those that a manifest lists
+
+
+class Leaves:
+    """The leaves of one step's folder. Files are opened when a leaf of them is read first.
+
+    Args:
+        folder: The step's folder.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._files: dict[int, TensorFile] = {}
+        self._last = -1
+
+    def __enter__(self) -> Leaves:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def file(self, index: int) -> TensorFile:
+        """An open file of the manifest's list."""
+        if index not in self._files:
+            entry = self._manifest.files[index]
+            self._files[index] = TensorFile(self._folder / entry.name, entry)
+        if self._last != index and self._last in self._files:
+            self._files[self._last].release()  # at most one block is kept in memory, however many files there are
+        self._last = index
+        return self._files[index]
+
+    def part(self, path: str, part: Part) -> Tensor:
+        """A part of a leaf: the whole shape, or of a piece its elements, (n,). In the leaf's dtype.
+
+        Raises:
+            CheckpointError: The file does not hold it, in this shape and dtype, or is damaged.
+        """
+        self.check(path, part)
+        values = self.file(part.file).read(part.name)
+        return torch.view_as_complex(values) if self._manifest.leaves[path].dtype == "complex128" else values
+
+    def check(self, path: str, part: Part) -> int:
+        """Compare a part's shape and dtype with its leaf, without reading it. Returns the number of its elements."""
+        leaf, file = self._manifest.leaves[path], self.file(part.file)
+        double = leaf.dtype == "complex128"
+        shape, dtype = file.shape(part.name), file.dtype(part.name)
+        own = shape[:-1] if double and shape[-1:] == (2,) else shape
+        fits = list(own) == leaf.shape if part.start is None else len(own) == 1
+        fits = fits and (part.start or 0) + math.prod(own) <= math.prod(leaf.shape) and (own is not shape or not double)
+        if not fits or dtype != (torch.float64 if double else DTYPES[leaf.dtype]):
+            found, where = f"{dtype} {list(shape)}", f"{file.path}: {part.name!r}, a part of {path!r}"
+            form = f"{leaf.dtype} {leaf.shape}" + (f" from element {part.start} on" if part.start is not None else "")
+            raise CheckpointError(
+                f"{where}, is {found}, expected of {form}; the files are of another step: use another one"
+            )
+        return math.prod(own)
+
+    def values(self, path: str) -> dict[str, Tensor]:
+        """The values of a leaf: one under its path where all ranks have it or its pieces make a whole.
+
+        Else one for each rank, under `path@rank-3`, or for each piece, under `path@rank-3[start]`.
+        """
+        leaf = self._manifest.leaves[path]
+        if leaf.parts[0].start is None:
+            return {_label(path, part): self.part(path, part) for part in leaf.parts}
+        pieces = sorted(leaf.parts, key=lambda part: (part.start or 0, part.rank or 0))
+        if any(part.start != end for part, end in zip(pieces, self._ends(path, pieces), strict=True)):
+            return {f"{_label(path, part)}[{part.start}]": self.part(path, part) for part in pieces}
+        whole = torch.empty(math.prod(leaf.shape), dtype=DTYPES[leaf.dtype], device="cpu")
+        for part in pieces:
+            values = self.part(path, part)
+            whole[part.start : (part.start or 0) + len(values)] = values
+        return {path: whole.reshape(leaf.shape)}
+
+    def _ends(self, path: str, pieces: list[Part]) -> list[int]:
+        """Where each piece of a whole would begin."""
+        ends = [0]
+        for part in pieces:
+            ends.append(max(ends[-1], (part.start or 0) + self.check(path, part)))
+        return ends[:-1]
+
+    def problems(self) -> list[str]:
+        """What is wrong with the files: every byte, missing and unexpected files, parts that do not fit their leaves."""
+        with typed_errors(f"list {self._folder}"):
+            found = set(os.listdir(self._folder)) - OWN_FILES
+        listed = {entry.name for entry in self._manifest.files}
+        problems = [f"{self._folder / name} is unexpected; remove it" for name in sorted(found - listed)]
+        broken = set()
+        for index in range(len(self._manifest.files)):
+            try:
+                self.file(index).verify()
+            except CheckpointError as error:
+                problems.append(str(error))
+                broken.add(index)
+        for path, leaf in self._manifest.leaves.items():
+            if not broken & {part.file for part in leaf.parts}:
+                try:
+                    self._check_leaf(path, leaf)
+                except CheckpointError as error:
+                    problems.append(str(error))
+        return problems
+
+    def _check_leaf(self, path: str, leaf: Leaf) -> None:
+        end = 0
+        for part in sorted(leaf.parts, key=lambda part: part.start or 0):
+            if (part.start or 0) > end:
+                break
+            end = max(end, (part.start or 0) + self.check(path, part))
+        if end != math.prod(leaf.shape):
+            raise CheckpointError(f"{self._folder}: no part of {path!r} has element {end}; use another step")
+
+
+def _label(path: str, part: Part) -> str:
+    return path if part.rank is None else f"{path}@rank-{part.rank}"

@@ -1,0 +1,130 @@
+"""What one does with a checkpoint outside a run: show, verify, compare, export. A path is a run's folder or a step's."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._errors import CheckpointError
+from ._commits import read_step
+from ._files import sync_folder, typed_errors
+from ._folder import Folder
+from ._leaves import Leaves
+from ._safetensors import write_file
+
+_PARAMS = "params."
+
+
+def show(path: Path | str) -> str:
+    """A text: the step, where it is from, and its leaves with dtype, shape, placement and number of parts.
+
+    Raises:
+        CheckpointError: There is no step, or its manifest is damaged.
+    """
+    step = _step_folder(path)
+    manifest = read_step(step)
+    size = sum(file.size for file in manifest.files)
+    lines = [
+        f"{step}: step {manifest.step}, {len(manifest.leaves)} leaves, {size} bytes in {len(manifest.files)} files",
+        f"run {manifest.run}, id {manifest.id}, after {manifest.parent or 'no other'}",
+        f"axes {manifest.axes}, versions {manifest.library}, settings {manifest.settings}",
+        *(f"note: {note}" for note in manifest.notes),
+    ]
+    for name, leaf in manifest.leaves.items():
+        lines.append(f"{name}: {leaf.dtype} {leaf.shape}, {leaf.placement}, parts: {len(leaf.parts)}")
+    return "\n".join([*lines, *(f"{name}: {numbers}" for name, numbers in manifest.numbers.items())])
+
+
+def verify(path: Path | str) -> list[str]:
+    """What is wrong with a step, whose every byte is read: damaged, missing and unexpected files. Empty: nothing.
+
+    Raises:
+        CheckpointError: There is no step.
+    """
+    step = _step_folder(path)
+    try:
+        with Leaves(step, read_step(step)) as leaves:
+            return leaves.problems()
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def diff(a: Path | str, b: Path | str) -> list[str]:
+    """How the leaves of two steps differ: one line for each that is only in one, has another form, or other values.
+
+    Raises:
+        CheckpointError: There is no step, or it is damaged.
+    """
+    steps = [_step_folder(a), _step_folder(b)]
+    manifests = [read_step(step) for step in steps]
+    lines = []
+    with Leaves(steps[0], manifests[0]) as first, Leaves(steps[1], manifests[1]) as second:
+        for path in sorted(manifests[0].leaves.keys() | manifests[1].leaves.keys()):
+            mine, other = (manifest.leaves.get(path) for manifest in manifests)
+            if mine is None or other is None:
+                lines.append(f"{path}: only in {steps[mine is None]}")
+            elif (mine.shape, mine.dtype) != (other.shape, other.dtype):
+                lines.append(f"{path}: {mine.dtype} {mine.shape} and {other.dtype} {other.shape}")
+            else:
+                lines += _differences(first.values(path), second.values(path), steps)
+    return lines
+
+
+def _differences(first: dict[str, Tensor], second: dict[str, Tensor], steps: list[Path]) -> list[str]:
+    lines = [f"{label}: only in {steps[label not in first]}" for label in sorted(first.keys() ^ second.keys())]
+    for label in first.keys() & second.keys():
+        one, two = first[label], second[label]
+        if one.shape != two.shape:
+            lines.append(f"{label}: pieces of {len(one)} and {len(two)} elements")
+        elif not torch.equal(*(_bits(value) for value in (one, two))):
+            wide = torch.complex128 if one.is_complex() else torch.float64
+            apart = (one.to(wide) - two.to(wide)).abs().max().item() if one.numel() else 0.0
+            lines.append(f"{label}: largest absolute difference {apart:g}")
+    return sorted(lines)
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def export(path: Path | str, out: Path | str) -> None:
+    """Write the parameters of a step, whole, to one new file of the format safetensors, durably. They must fit in memory.
+
+    Raises:
+        CheckpointError: There is no step, it is damaged, has no parameters, or they differ by rank; or `out` exists.
+    """
+    step, out = _step_folder(path), Path(out)
+    if os.path.lexists(out):
+        raise CheckpointError(f"{out} exists and is not replaced; choose another name")
+    manifest = read_step(step)
+    params = {}
+    with Leaves(step, manifest) as leaves:
+        for name in manifest.leaves:
+            if name.startswith(_PARAMS):
+                values = leaves.values(name)
+                if values.keys() != {name}:
+                    raise CheckpointError(
+                        f"{step}: {name!r} has values {sorted(values)}, expected one; average them first"
+                    )
+                params[name.removeprefix(_PARAMS)] = values[name]
+    if not params:
+        raise CheckpointError(f"{step} has no leaves under {_PARAMS!r}; it has {sorted(manifest.leaves)[:5]}")
+    temporary = out.with_name(f"{out.name}.tmp-{uuid.uuid4().hex}")
+    write_file(temporary, params, {"format": "pt"})
+    with typed_errors(f"rename {temporary} to {out}"):
+        os.rename(temporary, out)
+    sync_folder(out.parent)
+
+
+def _step_folder(path: Path | str) -> Path:
+    """The folder itself where it is that of a step, else that of the newest step in it."""
+    path = Path(path)
+    if os.path.lexists(path / "COMMIT") or os.path.lexists(path / "manifest.json"):
+        return path
+    if (newest := Folder(path).newest()) is None:
+        raise CheckpointError(f"{path} holds no step, expected the folder of a run or of a step")
+    return Folder(path).step_path(newest)
