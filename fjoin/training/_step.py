@@ -31,12 +31,12 @@ class TrainStep:
     Attributes:
         ranks: The number of ranks that step together.
         rank: This rank in the mesh.
+        run: What runs its steps; inside fjoin only.
     """
 
     def __init__(self, run: Run, donate: bool, bucket_bytes: int) -> None:
-        self._run, self._donate = run, donate
-        self._bucket_bytes = bucket_bytes
-        self._mesh, self.pipeline = run.mesh, run.pipeline
+        self.run, self._donate, self.bucket_bytes = run, donate, bucket_bytes
+        self.pipeline = run.pipeline
         self.ranks, self.rank = run.ranks, run.mesh.rank
         left = LeftOpen(self, run.ends, "state = step.flush(state)")
         self._left, self._failures = left, Failures(run, left)
@@ -78,12 +78,12 @@ class TrainStep:
         self._failures.check()
         refuse_inference("init")
         check_buffers(buffers)
-        if buffers is None and self._run.on_buffers is not None:
-            raise ValueError(f"on_buffers={self._run.on_buffers!r} was given, but init got no buffers")
+        if buffers is None and self.run.on_buffers is not None:
+            raise ValueError(f"on_buffers={self.run.on_buffers!r} was given, but init got no buffers")
         try:
-            body = make_state_data(self._run, params, buffers, sync, self._bucket_bytes)
+            body = make_state_data(self.run, params, buffers, sync, self.bucket_bytes)
             self._in_loop.device = body.storage.layout[0].device if body.storage.layout else None
-            self._run.agreements.forget()
+            self.run.agreements.forget()
             self._left.steps, self._left.gathers = 0, False
             return TrainState(body)
         except BaseException as error:
@@ -98,7 +98,7 @@ class TrainStep:
             UserWarning: the last steps have not been averaged, see `flush`; or an accumulation window is unfinished. A
                 program that ends without a call of `close` warns then.
         """
-        self._run.close()
+        self.run.close()
         self._left.warn(stacklevel=2)
 
     def flush(self, state: TrainState) -> TrainState:
@@ -124,13 +124,13 @@ class TrainStep:
         with self._failures.alone():
             self._failures.check()
             try:
-                body = check_state(state)._claim(self._run.token)
+                body = check_state(state)._claim(self.run.token)
                 if body.window:
                     raise ValueError("flush within an accumulation window; call it after the last call of a window")
                 if not self._donate:
                     body = body.clone()
                 self._in_loop.compare("step.flush before any step", begins=False)
-                self._run.flush(body)
+                self.run.flush(body)
             except NonFinite:  # raised by all ranks at the same place; nothing has changed
                 self._failures.together = True
                 raise
@@ -170,14 +170,14 @@ class TrainStep:
         try:
             if iteration is not None:
                 self._in_loop.called(iteration)
-            given = body = check_state(state)._claim(self._run.token)
+            given = body = check_state(state)._claim(self.run.token)
             if not self._donate:
                 body = body.clone()
-            self._run.step_check.raise_pending()
+            self.run.step_check.raise_pending()
             self._failures.last_step = body.step
             if iteration is None:
                 self._in_loop.compare("a loop without step.join")
-            metrics = self._run(body, batch, iteration)
+            metrics = self.run(body, batch, iteration)
             self._left.steps, self._left.gathers = body.step, bool(body.window)
         except NonFinite:  # raised by all ranks at the same place; nothing has changed
             self._failures.together = True
@@ -186,7 +186,7 @@ class TrainStep:
             raise
         except BaseException as error:
             if body is not None and body.window and not body.torn:
-                body.lose_window(body.calls - body.calls % self._run.accumulate)
+                body.lose_window(body.calls - body.calls % self.run.accumulate)
                 body.lost = (
                     f"a call failed within an accumulation window, whose gradients are lost: {error!r}. The state can be read; "
                     f"go on from the last completed step with state.clone()"

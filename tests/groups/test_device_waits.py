@@ -171,7 +171,7 @@ def test_each_step_and_flush_on_a_device_notes_its_end(monkeypatch: Any) -> None
     state = step.flush(state)
     ended.append(state._body.ended)
     assert [end.step for end in ended if end is not None] == [0, 1, 2]
-    step._run.mesh.use.unfinished.settle(0.0, 2)  # of copies too
+    step.run.mesh.use.unfinished.settle(0.0, 2)  # of copies too
     assert all(end is not None and end.failed for end in ended) and kept._body.ended is ended[1]
 
 
@@ -201,7 +201,7 @@ def test_loop_end_raises_for_a_nonfinite_step_on_a_device() -> None:
     from fjoin import transforms as tx
 
     step = fjoin.train_step(lambda p, batch: (p["w"] * batch).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)))
-    step._run.step_check.grads.on_device = True
+    step.run.step_check.grads.on_device = True
     for bad in (0, 1, 2):  # the last one and the one before are not read by a later step
         state = step.init({"w": torch.zeros(2)})
         with pytest.raises(fjoin.NonFinite, match=f"step {bad}"):

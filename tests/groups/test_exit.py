@@ -17,7 +17,7 @@ from fjoin import transforms as tx
 
 @atexit.register  # before fjoin's own, so that it runs after it
 def look() -> None:
-    line = f"initialized: {dist.is_initialized()} axis: {step._mesh.axes['data'].group}\\n"
+    line = f"initialized: {dist.is_initialized()} axis: {step.run.mesh.axes['data'].group}\\n"
     os.write(1, line.encode())  # at once: both processes write to one pipe
 
 

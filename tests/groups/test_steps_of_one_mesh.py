@@ -29,7 +29,7 @@ def two_steps(hook: str, mesh: Any = None, on_device: bool = False) -> Any:
     mesh = mesh or fjoin.mesh({"data": -1})
     steps = [fjoin.train_step(lambda p, b, k=k: (p["w"] * b * k).sum(), pipeline, mesh=mesh) for k in (1, 2, 3)]
     for step in steps:
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
     return steps, [step.init({"w": torch.zeros(3)}) for step in steps]
 
 

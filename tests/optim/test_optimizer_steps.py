@@ -40,7 +40,7 @@ def test_a_step_is_the_pure_pipelines(make: Any, bucket_bytes: int) -> None:
 def test_skipped_step_changes_nothing(make: Any, on_device: bool) -> None:
     """The decision is the host's, or a tensor that the host does not read."""
     step = fjoin.train_step(net_loss, tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), make())))
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state = step.init(net_params())
     state, _ = step(state, net_batch(0, 0))
     kept = state.clone()

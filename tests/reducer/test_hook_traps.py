@@ -42,7 +42,7 @@ def test_nonfinite_first_step_does_not_change_the_hook_state(order: str, on_devi
     parts = [_smooth(), tx.mean("data")]
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(*parts if order == "before" else parts[::-1]), tx.sgd(0.1)))
     step = fjoin.train_step(net_loss, pipeline)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state, params = step.init(net_params()), net_params()
     pure = pipeline.init(params)
     with fjoin.bind(fjoin.mesh({"data": -1})):

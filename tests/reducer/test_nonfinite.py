@@ -145,7 +145,7 @@ def test_nonfinite_step_on_a_device_changes_nothing_and_raises_later() -> None:
         tx.chain(tx.mean("data"), tx.clip_by_value(9.0)),
     ):
         step, state = step_of(pipeline=tx.fuse(hook, tx.adamw(0.1)))
-        step._run.step_check.grads.on_device = True
+        step.run.step_check.grads.on_device = True
         reference, other = step_of(pipeline=tx.fuse(hook, tx.adamw(0.1)))
         state, metrics = step(state, X)
         other, expected = reference(other, X)
@@ -179,7 +179,7 @@ def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_devic
     def one_rank(batch: Tensor) -> Any:
         pipeline = tx.fuse(LOCAL_HOOKS[hook](), tx.sgd(0.1))
         step = fjoin.train_step(loss, pipeline)
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
         state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
 
         def run() -> None:
@@ -192,7 +192,7 @@ def test_ranks_with_local_gradients_agree_on_nonfinite_steps(hook: str, on_devic
         assert torch.equal(state.params["w"], torch.ones(2)) and torch.equal(state.params["v"], torch.ones(2))
 
         skipping = fjoin.train_step(loss, tx.skip_if_nonfinite(pipeline))
-        skipping._run.step_check.grads.on_device = on_device
+        skipping.run.step_check.grads.on_device = on_device
         state = skipping.init({"w": torch.ones(2), "v": torch.ones(2)})
         state, _ = skipping(state, batch)
         assert torch.equal(state.params["w"], torch.ones(2)) and state.pipeline.skipped == 1
@@ -207,7 +207,7 @@ def test_host_counters_advance_in_steps_without_effect(on_device: bool) -> None:
     """They count all calls, in a skipped step as in the pure pipeline, and where no rank has weight."""
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.chain(tx.mean("data"), tx.every(2, tx.clip_by_value(1.0))), tx.sgd(0.1)))
     step = fjoin.train_step(product, pipeline, weight=lambda b: float(b[1] != 0))
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state = step.init({"w": torch.ones(2)})
     pure, params = pipeline.init({"w": torch.ones(2)}), {"w": torch.ones(2)}
     with fjoin.bind(fjoin.mesh({"data": -1})):
@@ -232,7 +232,7 @@ def test_host_waits_for_skipped_steps(monkeypatch: Any) -> None:
     waited: list[Any] = []
     monkeypatch.setattr(DeviceReads, "_await", lambda reads, event: waited.append(event))
     step, state = step_of(pipeline=tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
-    step._run.step_check.grads.on_device = True
+    step.run.step_check.grads.on_device = True
     for batch in (X, torch.tensor([1.0, float("nan")]), X):
         state, metrics = step(state, batch)
         before = len(waited)

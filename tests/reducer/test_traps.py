@@ -168,7 +168,7 @@ def test_skipping_on_the_device_and_early() -> None:
     results = []
     for settings, on_device in (({}, False), ({}, True), ({"overlap_step": True}, False)):
         step = fjoin.train_step(_linear, pipeline, **settings)
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
         state = step.init(_w())
         for batch in (1.0, float("nan"), 1.0, 1.0, 1.0):
             state, _ = step(state, batch)

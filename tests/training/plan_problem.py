@@ -45,7 +45,7 @@ def by_step(
     pipeline: tx.Pipeline, axes: dict[str, int], batches: Sequence[Any], on_device: bool, dtype: torch.dtype = torch.float64
 ) -> Any:  # fmt: skip
     step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh(axes), weight=weight_of)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state, seen = step.init(start(dtype)), []
     for batch in batches:
         state, _ = step(state, batch)

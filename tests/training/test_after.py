@@ -35,7 +35,7 @@ def averaged(hook: tx.Transform) -> tx.Pipeline:
 def by_step(pipeline: tx.Pipeline, batches: list[Any], on_device: bool) -> Any:
     """A batch of None is one of weight 0."""
     step = fjoin.train_step(product, pipeline, weight=lambda batch: 1.0 if batch is not None else 0.0)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state, seen = step.init({"w": torch.zeros(2)}), []
     for batch in batches:
         state, _ = step(state, batch)
@@ -103,7 +103,7 @@ def test_due_average_is_taken_in_a_skipped_step(on_device: bool) -> None:
 def test_nonfinite_step_changes_nothing(on_device: bool) -> None:
     pipeline = tx.fuse(tx.mean("data"), tx.sgd(0.5), after=tx.stateless(_plus_one))
     step = fjoin.train_step(product, pipeline)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state = step.init({"w": torch.zeros(2)})
     try:
         state, metrics = step(state, NAN)
@@ -123,7 +123,7 @@ def test_buffers_are_transformed_in_every_step_too(on_device: bool) -> None:
 
     pipeline = tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.5)))
     step = fjoin.train_step(loss, pipeline, on_buffers=tx.every(2, tx.stateless(_plus_one)))
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state, seen = step.init({"w": torch.zeros(2)}, {"n": torch.tensor(0.0)}), []
     for batch in (1.0, NAN, 1.0, 1.0):
         state, _ = step(state, batch)

@@ -123,7 +123,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
 
     def one_rank(value: float) -> Any:
         step, state = counting(tx.fuse(tx.mean("data"), tx.sgd(0.1)), on_buffers=transform)
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
         for x in (value, 7.0):
             state, _ = step(state, torch.full((2,), x))
         return {path: (b.dtype, b.tolist()) for path, b in state.buffers.items()}
@@ -135,7 +135,7 @@ def test_any_dtype_and_ranks_without_weight(transform: tx.Transform, on_device: 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_skipped_step_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))))
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     for x in (1.0, float("nan"), 2.0):
         state, _ = step(state, torch.full((2,), x))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0] and state.pipeline.skipped == 1
@@ -144,7 +144,7 @@ def test_skipped_step_changes_no_buffer(on_device: bool) -> None:
 @pytest.mark.parametrize("on_device", [False, True])
 def test_skipped_window_changes_no_buffer(on_device: bool) -> None:
     step, state = counting(tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.sgd(0.1))), accumulate=2)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     for x in (1.0, 2.0, float("nan"), 3.0):
         state, _ = step(state, torch.full((2,), x))
     assert state.buffers["n"] == 2 and state.buffers["x"].tolist() == [2.0, 2.0]
@@ -204,7 +204,7 @@ def test_raises_on_bad_input() -> None:
         lambda: tx.average_buffers("data").update({"n": large}, (), weight=1)[0], {"data": 2}), "'n'", "uint64")  # fmt: skip
 
     step, state = counting(pipeline)
-    step._run.passes._loss._loss_fn = lambda p, b, x: ((p["w"] * x).sum(), None, {**b, "n": b["n"].double()})
+    step.run.passes._loss._loss_fn = lambda p, b, x: ((p["w"] * x).sum(), None, {**b, "n": b["n"].double()})
     raises_text(ValueError, lambda: step(state, torch.ones(2)), "'n'", "float64", "int32")
 
     def other_choices(mine: bool) -> None:

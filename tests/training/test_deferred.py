@@ -129,7 +129,7 @@ def under_way(name: str) -> Any:
     state, seen = step.init(start()), []
     for batch in batches(step.rank, 21):
         state, _ = step(state, batch)
-        seen.append(step._run.deferred.under_way)
+        seen.append(step.run.deferred.under_way)
         if step.rank == 0:
             state.clone().pipeline  # noqa: B018
     return seen, state.clone().params, state.pipeline.after
@@ -174,12 +174,12 @@ def left_behind(how: str) -> int:
         state = step.init(start())
         for batch in batches(step.rank, 5):
             state, _ = step(state, batch)
-        assert step._run.deferred.under_way == 1
+        assert step.run.deferred.under_way == 1
         if how == "close":
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the unfinished window
                 step.close()
-            assert step._run.deferred.under_way == 0
+            assert step.run.deferred.under_way == 0
     if how != "init":
         del step
         gc.collect()
@@ -201,7 +201,7 @@ def taken_again(how: str) -> Any:
     for batch in batches(step.rank, 21):
         step(state.clone() if how == "copies" else state, 2 * batch)
         state, _ = step(state, batch)
-        most = max(most, step._run.deferred.under_way)
+        most = max(most, step.run.deferred.under_way)
     return most, state.clone().params
 
 

@@ -33,7 +33,7 @@ def trained(
         return out if loss_dtype is None else out.to(loss_dtype)
 
     step = fjoin.train_step(loss, tx.fuse(hook, tx.sgd(1.0)), weight=lambda b: b[1], **settings)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state, seen = step.init({"w": torch.zeros(3, dtype=torch.float16), "v": torch.zeros(2)}), []
     for batch in step.join(batches):
         state, metrics = step(state, batch)
@@ -141,8 +141,8 @@ def test_other_dtypes_exchange_no_weights() -> None:
         step = fjoin.train_step(
             lambda p, b: (p["w"] * b).sum(), tx.fuse(tx.mean("data"), tx.sgd(1.0)), weight=lambda b: 2.0
         )
-        exchange = step._mesh.exchange
-        step._mesh.exchange = lambda *args: (met.append(dtype), exchange(*args))[1]  # type: ignore[method-assign]
+        exchange = step.run.mesh.exchange
+        step.run.mesh.exchange = lambda *args: (met.append(dtype), exchange(*args))[1]  # type: ignore[method-assign]
         state = step.init({"w": torch.zeros(3, dtype=dtype)})
         for _ in range(3):
             state, _ = step(state, 1.0)

@@ -233,7 +233,7 @@ def test_a_flush_uses_messages_under_way_within_periods_and_at_a_switch(pool: An
 def left_out(bad: tuple[int, ...], on_device: bool) -> Any:
     """The NonFinite of a flush after four steps, and the parameters after a second flush; rank 1 has bad batches."""
     step = fjoin.train_step(product, tx.local_sgd(SGD, "data", 3))
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state = step.init({"w": torch.zeros(1)})
     for i in range(4):
         state, _ = step(state, math.nan if step.rank == 1 and i in bad else 1.0)

@@ -86,7 +86,7 @@ def test_in_a_step_as_in_the_pure_pipeline(hook: str, on_device: bool) -> None:
     def one_rank(mine: list[Any]) -> Any:
         batches = [torch.tensor(b) for b in mine]
         step = fjoin.train_step(half_loss, pipeline, weight=lambda b: b[0].item())
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
         state = step.init({"w": torch.ones(2), "v": torch.ones(2)})
         losses, scales = [], []
         for batch in step.join(batches):
@@ -174,7 +174,7 @@ def test_no_rank_with_weight_counts_as_no_step() -> None:
             pipeline=tx.dynamic_loss_scale(tx.fuse(tx.mean("data"), tx.sgd(0.5)), growth_interval=2),
             weight=lambda b: b[0],
         )
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
         for batch in (X, X * 0, X):
             state, _ = step(state, batch)
         assert state.pipeline.scale == 2.0**17 and state.pipeline.skipped == 0 and state.pipeline.streak == 0

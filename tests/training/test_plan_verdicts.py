@@ -40,7 +40,7 @@ def not_finite(hook: tx.Transform, on_device: bool, batches: list[float], as_loo
     """The step of the NonFinite, its text, and the state after it."""
     pipeline = tx.fuse(hook, SGD, after=tx.every(4, tx.mean("data" if "node" not in repr(hook) else "node")))
     step = fjoin.train_step(product, pipeline, mesh=fjoin.mesh({"data": -1}))
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state, calls = step.init(start()), 0
     try:
         for batch in step.join(batches) if as_loop else batches:
@@ -90,7 +90,7 @@ def test_only_the_ranks_with_bad_gradients_are_named(name: str, on_device: bool)
 
     def one_rank(batches: list[float]) -> Any:
         step = fjoin.train_step(product, tx.fuse(WARMUPS[name], SGD), mesh=fjoin.mesh({"data": 3}))
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
         state = step.init(start())
         with pytest.raises(fjoin.NonFinite) as info:
             for batch in batches:

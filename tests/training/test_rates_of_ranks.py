@@ -79,12 +79,12 @@ def _loss(params: Any, batch: Tensor) -> Tensor:
 
 def _train(pipeline: tx.Pipeline, change: Change, lr: float, on_device: bool = False, steps: int = 5) -> Any:
     step = fjoin.train_step(_loss, pipeline)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state = step.init({"w": torch.ones(3, 2), "b": torch.ones(2)})
     for i in range(steps):
         state = change(state, lr if i > 1 else 0.1)
         state, _ = step(state, torch.ones(4, 3) / 9)
-    step._run.step_check.drain()
+    step.run.step_check.drain()
     return state.clone().params
 
 

@@ -62,9 +62,9 @@ def test_clones_and_second_states_overlap_too() -> None:
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)), bucket_bytes=1)
     state, _ = step(state, X)
     seen: list[int] = []
-    assert step._run._queue is not None
-    arrived = step._run._queue.arrived
-    step._run._queue.arrived = lambda bucket, *leaf: (seen.append(bucket), arrived(bucket, *leaf))[1]  # type: ignore
+    assert step.run._queue is not None
+    arrived = step.run._queue.arrived
+    step.run._queue.arrived = lambda bucket, *leaf: (seen.append(bucket), arrived(bucket, *leaf))[1]  # type: ignore
     a, b = state.clone(), state.clone()
     for s in (a, b, state):
         step(s, X)
@@ -100,7 +100,7 @@ def test_a_closed_step_is_freed() -> None:
     step, state = one(tx.fuse(tx.mean("data"), tx.sgd(0.1)))
     state, _ = step(state, X)
     gone = weakref.ref(step)
-    run = weakref.ref(step._run)
+    run = weakref.ref(step.run)
     step.close()
     del step
     gc.collect()
@@ -178,7 +178,7 @@ def freed_without_looking_for_cycles() -> list[bool]:
         state = step.init({"w": torch.zeros(2)})
         for batch in step.join([torch.ones(2)] * 2):
             state, metrics = step(state, batch)
-        refs = [weakref.ref(mesh), weakref.ref(step), weakref.ref(step._run)]
+        refs = [weakref.ref(mesh), weakref.ref(step), weakref.ref(step.run)]
         del mesh, step, state, metrics, batch
         return [ref() is None for ref in refs]
     finally:

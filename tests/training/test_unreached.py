@@ -83,9 +83,9 @@ def test_a_later_step_may_reach_no_parameter() -> None:
 def test_after_a_refused_step_a_right_one_can_follow_on_one_rank() -> None:
     """Only the first step checks."""
     step, state = make(calls_module=False)
-    assert not step._run.passes._reached
+    assert not step.run.passes._reached
     state, _ = step(state, X)
-    assert step._run.passes._reached
+    assert step.run.passes._reached
 
 
 def test_a_step_without_parameters() -> None:

@@ -45,7 +45,7 @@ def purely(pipeline: tx.Pipeline, batches: list[Batch]) -> list[float]:
 def by_step(pipeline: tx.Pipeline, batches: list[Batch], on_device: bool, axes: Any = None) -> list[float]:
     mesh = fjoin.mesh(axes or {"data": -1})
     step = fjoin.train_step(loss, pipeline, mesh=mesh, weight=lambda batch: batch.weight)
-    step._run.step_check.grads.on_device = on_device
+    step.run.step_check.grads.on_device = on_device
     state, seen = step.init(start()), []
     for batch in batches:
         state, _ = step(state, batch)
@@ -190,7 +190,7 @@ def test_buffers_are_averaged_by_rank_weights(hook: str, on_device: bool) -> Non
         step = fjoin.train_step(
             with_buffers, pipeline, weight=lambda batch: batch.weight, on_buffers=tx.average_buffers("data")
         )
-        step._run.step_check.grads.on_device = on_device
+        step.run.step_check.grads.on_device = on_device
         state, seen = step.init(start(), {"n": torch.zeros(2, dtype=torch.float64)}), []
         for batch in own:
             state, _ = step(state, batch)

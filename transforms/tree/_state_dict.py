@@ -70,7 +70,7 @@ def restored(what: str, like: State, saved: Mapping[str, Any]) -> State:
     """`from_state_dict`, for a state whose name in errors is `what`."""
     if not isinstance(saved, Mapping):
         raise TypeError(f"{what} must be a mapping from names to tensors and numbers, got {saved!r}")
-    names, positions, structure = _named(_without_unread(like))
+    names, positions, structure = _named(without_unread(like))
     taken = set(names)
     free = [name for name in saved if name not in taken]
     open_ended = {name: _behind(name, free) for name, place in zip(names, positions, strict=True) if _is_empty(place)}
@@ -122,7 +122,7 @@ def _named(state: State) -> tuple[list[str], list[Any], Any]:
     return names, leaves, structure
 
 
-def _without_unread(state: State) -> State:
+def without_unread(state: State) -> State:
     """The state with empty dicts in the fields that a class names in `unread`."""
 
     def emptied(node: Any) -> Any:

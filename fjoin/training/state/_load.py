@@ -14,7 +14,35 @@ from ...transforms.optimizers.wrappers._mixed_precision import master_of
 from ...transforms.pipelines._tree_memory import PipelineState, by_path
 from ...transforms.tree._tree import fields, named_leaves
 from ._ends import EndStates
-from ._state import StateData
+from ._state import StateData, TrainState
+
+
+def loaded(
+    state: TrainState,
+    owner: object,
+    params: Mapping[str, Tensor],
+    pipeline: Any,
+    buffers: Mapping[str, Tensor] | None,
+    on_buffers: Any,
+    batches: int,
+    accumulate: int,
+) -> TrainState:
+    """The state with other values; it takes the memory of the given one.
+
+    Args:
+        state: From `init`.
+        owner: The token of its step.
+        accumulate: The number of calls of a step.
+    """
+    body = state.settled(owner)
+    load_state(body, params, pipeline)
+    if body.buffers is not None and buffers is not None:
+        for path, place in body.buffers.items():
+            place.copy_(buffers[path])
+        body.buffers_state = on_buffers
+    body.batches, body.calls = batches, body.step * accumulate
+    body.version += 1
+    return TrainState(body)
 
 
 @torch.no_grad()

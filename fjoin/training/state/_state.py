@@ -125,6 +125,21 @@ class TrainState:
         body.storage.arrivals.wait()
         return body
 
+    def settled(self, owner: object) -> StateData:
+        """The data of a completed step, to be saved or replaced.
+
+        Raises:
+            ValueError: it is within an accumulation window.
+        """
+        body = self._claim(owner)
+        if body.window:
+            raise ValueError(
+                "the state is within an accumulation window, whose gradients cannot be saved; save after the last call of a window, "
+                "where metrics.stepped is True"
+            )
+        body.storage.arrivals.wait()
+        return body
+
     @property
     def params(self) -> Any:
         """The parameters, in the tree given to `init`: views that the next step overwrites."""

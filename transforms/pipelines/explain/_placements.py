@@ -47,6 +47,11 @@ def placements(part: Pipeline | Transform, state: State, axes: Mapping[str, int]
     return found
 
 
+def placements_at_end(part: Transform, state: State, axes: Mapping[str, int]) -> dict[str, Placement]:
+    """As `placements`, for a transform of values that each rank has by itself, such as buffers."""
+    return dict(_of_part(tuple(axes), "", part, state, Over()))
+
+
 def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
     """The placement of the parameters that a pipeline steps."""
     own = _behind(tuple(axes), pipeline.hook, Over())

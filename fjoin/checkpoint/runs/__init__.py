@@ -1,0 +1,1 @@
+"""Saves and loads runs: what each rank has, who writes it, and the agreement of the ranks."""

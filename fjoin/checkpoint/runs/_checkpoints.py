@@ -1,0 +1,239 @@
+"""The checkpoints of a run."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from ..._errors import CheckpointError
+from ...training._step import TrainStep
+from ...training.state._load import loaded
+from ...training.state._metrics import Metrics
+from ...training.state._state import TrainState
+from .._commits import read_step
+from .._folder import Folder
+from .._manifest import Manifest
+from ._load import Load, tree_from
+from ._save import Save
+from ._snapshot import of_step
+
+
+class Checkpoints:
+    """Saves a run every so often, and restores it.
+
+    Every rank makes one, with the same arguments. A save is committed as a whole or not at all: the folder `step-00000500` appears
+    once all its bytes are on the disk. It needs a folder that all ranks see.
+
+    Args:
+        path: The run's folder.
+        step: The step, from `train_step`.
+        every: Save after steps whose number is a multiple of this.
+        keep_last: The number of checkpoints to keep, the newest ones.
+        keep_every: Also keep those of steps that are multiples of this.
+
+    Raises:
+        TypeError: `step` is no train_step.
+        ValueError: a number below 1.
+
+    >>> import tempfile
+    >>> from fjoin import transforms as tx
+    >>> step = fjoin.train_step(lambda p, x: (p["w"] * x).sum(), tx.fuse(tx.mean("data"), tx.sgd(0.5)))
+    >>> with tempfile.TemporaryDirectory() as folder, fjoin.Checkpoints(folder, step, every=2) as runs:
+    ...     state = runs.restore({"w": torch.zeros(1)})
+    ...     for batch in torch.ones(4):
+    ...         state, metrics = step(state, batch)
+    ...         _ = runs.save(state, metrics)
+    ...     again = runs.restore({"w": torch.zeros(1)})
+    >>> again.step, again.params["w"]
+    (4, tensor([-2.]))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        step: TrainStep,
+        *,
+        every: int | None = None,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+    ) -> None:
+        if not isinstance(step, TrainStep):
+            raise TypeError(f"step must be made by train_step, got {step!r}")
+        for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
+        self._folder, self._step, self._mesh = Folder(Path(path)), step, step.run.mesh
+        self._every, self._keep_last, self._keep_every = every, keep_last, keep_every
+        self._run = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for what is being saved."""
+
+    # -- save ---------------------------------------------------------------------------------
+
+    def save(
+        self, state: TrainState, metrics: Metrics | None = None, *, extra: Any = None, data: Any = None
+    ) -> Path | None:
+        """Save a state where a save is due; on all ranks, after the same step.
+
+        Args:
+            state: The state that the step returned.
+            metrics: Those of the same call; None: save in any case.
+            extra: What else to keep, the same on all ranks: JSON.
+            data: The loop over the data, from `step.join`: its position is saved.
+
+        Returns:
+            The folder of the checkpoint, or None where none was due.
+
+        Raises:
+            CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been saved.
+            NonFinite: on all ranks: the last step was not taken.
+            TypeError: `extra` is no JSON.
+        """
+        due = metrics is None or (metrics.stepped and self._every is not None and state.step % self._every == 0)
+        if not due:
+            return None
+        found = of_step(self._step, state)
+        about = {
+            "spec": repr(self._step.pipeline),
+            "settings": {"bucket_bytes": self._step.bucket_bytes},
+            "extra": extra,
+        }
+        save = Save(self._folder, self._mesh, self._identity(), about)
+        position = {"data": None if data is None else data.state_dict()}
+        path, _ = save(state.step, found, position)
+        if self._mesh.rank == 0 and self._keep_last is not None:
+            self._folder.retain(self._keep_last, self._keep_every, self._identity())
+        return path
+
+    def _identity(self) -> str:
+        """The identifier of this run, which all ranks agree on."""
+        if not self._run:
+            self._run = self._mesh.exchange("the run of checkpoints", uuid.uuid4().hex, lambda values: values[0])
+        return self._run
+
+    # -- restore ------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        params: Any,
+        buffers: dict[str, Tensor] | None = None,
+        *,
+        step: int | None = None,
+        fresh: tuple[str, ...] = (),
+        data: Any = None,
+    ) -> TrainState:
+        """The state of the newest checkpoint that verifies, or a new one where the folder holds none; on all ranks.
+
+        Newer checkpoints that do not verify are set aside, so that training can save their steps again.
+
+        Args:
+            params: The parameters at the start, as for `step.init`.
+            buffers: The buffers at the start, likewise.
+            step: Take the checkpoint of this step.
+            fresh: Names, or beginnings of names, such as "pipeline.after", that start anew.
+            data: The loop over the data, from `step.join`, whose position is loaded.
+
+        Raises:
+            CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
+        """
+        state = self._step.init(params, buffers)
+        chosen = self._agreed("the choice of a checkpoint", lambda: self._choose(step), first=True)
+        if chosen is None:
+            return state
+        return self._agreed_state(state, chosen, fresh, data)
+
+    def _choose(self, step: int | None) -> list[Any] | None:
+        """(step, identifier) of the checkpoint to load; on rank 0."""
+        if step is not None:
+            _, manifest = self._folder.read(step)
+        else:
+            newest = self._folder.newest_verified()
+            if newest is None:
+                return None
+            manifest = newest.manifest
+        self._folder.quarantine(manifest.step, manifest.run)
+        return [manifest.step, manifest.id]
+
+    def _agreed_state(self, state: TrainState, chosen: list[Any], fresh: tuple[str, ...], data: Any) -> TrainState:
+        parts = self._tried(lambda: self._read(state, chosen, fresh))
+        self._agreed("the end of a load", lambda: _raised(parts))
+        values, manifest = parts["made"]
+        params, pipeline, buffers, on_buffers, counts = values
+        self._run = manifest.run
+        run = self._step.run
+        run.step_check.weight = counts.get("weight")
+        if data is not None and (position := manifest.ranks[self._mesh.rank]["data"]) is not None:
+            data.load_state_dict(position)
+        batches = int(counts.get("batches", 0))
+        return loaded(state, run.token, params, pipeline, buffers, on_buffers, batches, run.accumulate)
+
+    def _read(self, state: TrainState, chosen: list[Any], fresh: tuple[str, ...]) -> Any:
+        path = self._folder.step_path(chosen[0])
+        manifest = _read_again(path, chosen[1])
+        like = of_step(self._step, state)
+        values = Load(path, manifest, self._mesh).values(like, fresh)
+        values = {**{name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))}, **values}
+        params = tree_from("params", dict(_under("params", like.values)), values)
+        pipeline = tree_from("pipeline", state.pipeline, values)
+        buffers = None if state.buffers is None else tree_from("buffers", state.buffers, values)
+        on_buffers = tree_from("on_buffers", state.on_buffers, values)
+        return [params, pipeline, buffers, on_buffers, dict(_under("run", values))], manifest
+
+    # -- the ranks ----------------------------------------------------------------------------
+
+    def _agreed(self, occasion: str, make: Callable[[], Any], first: bool = False) -> Any:
+        """The JSON value of rank 0, or of each rank; an error of one is raised on all."""
+        tried = self._tried(make) if not first or self._mesh.rank == 0 else {"made": None}
+        shown = {"error": str(tried["error"])} if "error" in tried else {"made": tried["made"]}
+        for rank, one in enumerate(found := self._mesh.exchange(occasion, shown, list)):
+            if "error" in one:
+                raise tried.get("error") or CheckpointError(f"rank {rank}: {one['error']}")
+        return found[0]["made"]
+
+    @staticmethod
+    def _tried(make: Callable[[], Any]) -> dict[str, Any]:
+        try:
+            return {"made": make()}
+        except (CheckpointError, OSError) as error:
+            return {"error": error}
+
+
+def _raised(tried: dict[str, Any]) -> None:
+    if "error" in tried:
+        raise tried["error"]
+
+
+def _read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
+    """The manifest of a step, which a network's file system may show late to some ranks."""
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            manifest = read_step(path)
+        except CheckpointError:
+            if path.exists() or time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+            continue
+        if manifest.id != identifier:
+            raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
+        return manifest
+
+
+def _under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(f"{prefix}."): value for name, value in values.items() if name.startswith(f"{prefix}.")}

@@ -1,0 +1,88 @@
+"""Which rank writes which values: each value is written once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...transforms.tree._placement import Placement
+from ._snapshot import Snapshot, bytes_of, is_host
+
+
+class Place(NamedTuple):
+    """A part of a leaf in a rank's file."""
+
+    name: str  # in the file
+    shape: tuple[int, ...]  # of the whole leaf
+    rank: int | None  # whose value it is; None: that of all
+    start: int | None  # of a slice, its first element in the flat leaf
+
+
+class Writers:
+    """Gives each value to one of the ranks that have it, so that files are about equally large.
+
+    Args:
+        axes: The mesh.
+        rank: This rank.
+        spread: Whether to spread the values over the ranks; if not, the lowest rank that has one writes it.
+    """
+
+    def __init__(self, axes: Mapping[str, int], rank: int, spread: bool = True) -> None:
+        self._axes, self._rank, self._spread = dict(axes), rank, spread
+        self._coords = list(itertools.product(*map(range, axes.values())))
+        self._load: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
+
+    def group(self, equal: tuple[str, ...]) -> int:
+        """The lowest rank that has the values of this rank, of leaves that are equal over these axes."""
+        return self._at({name: 0 for name in equal})
+
+    def _at(self, moved: Mapping[str, int]) -> int:
+        here = dict(zip(self._axes, self._coords[self._rank], strict=True)) | dict(moved)
+        return self._coords.index(tuple(here[name] for name in self._axes))
+
+    def _next(self, equal: tuple[str, ...], size: int) -> dict[str, int]:
+        """The place along these axes that has written least so far."""
+        spots = itertools.product(*(range(self._axes[name]) for name in equal))
+        load = self._load.setdefault(equal, dict.fromkeys(spots, 0))
+        chosen = min(load, key=lambda spot: (load[spot], spot))
+        load[chosen] += size if self._spread else 0
+        return dict(zip(equal, chosen, strict=True))
+
+    def mine(self, found: Snapshot) -> Iterator[tuple[str, Place]]:
+        """(name, place) of the values that this rank writes. All ranks iterate over the same names."""
+        for name, value in found.values.items():
+            if is_host(value):
+                continue
+            place = found.places[name]
+            part = _cut_part(found, name, value, place) if place.cut else (tuple(value.shape), None)
+            size = 0 if place.cut else bytes_of(value)
+            writes = self._at(self._next(place.equal, size)) == self._rank
+            if part is None or not writes:
+                continue
+            shape, start = part
+            rank = None if place.cut and not self._others(place) else self.group(place.equal)
+            rank = None if set(place.equal) == set(self._axes) else rank
+            suffix = ("" if start is None else f"@{start}") + ("" if rank is None else f"@rank-{rank}")
+            yield name, Place(name + suffix, shape, rank, start)
+
+    def _others(self, place: Placement) -> set[str]:
+        """The axes over which ranks have other values, beside slices of one."""
+        return set(self._axes) - set(place.equal) - {place.cut or ""}
+
+
+def _cut_part(found: Snapshot, name: str, value: Tensor, place: Placement) -> tuple[tuple[int, ...], int | None] | None:
+    """The shape of the whole and the start of this rank's slice; None where it holds nothing."""
+    path, pieces = found.leaf_of(name), found.pieces
+    if path is None or pieces is None:
+        raise ValueError(
+            f"the value {name!r} is cut over {place.cut!r}, but belongs to no parameter; it cannot be saved"
+        )
+    start, stop = pieces.slices[path]
+    shape = pieces.shapes[path]
+    holds = bool(stop) or (not shape.numel() and not pieces.rank)
+    if path in pieces.whole or value.numel() != stop - start:  # on one rank as a whole
+        return (tuple(value.shape), None) if holds else None
+    return (tuple(shape), start) if holds else None
