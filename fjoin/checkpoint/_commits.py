@@ -62,7 +62,7 @@ def read_commit(path: Path) -> Commit:
     """The content of the COMMIT in a step's folder. Every byte of it is checked, except against the manifest."""
     data = read_small(path / "COMMIT", 1000)
     try:
-        given = record(parse(data, "it"), "it", Commit._fields)
+        given = record(parse(data, "it"), "it", set(Commit._fields))
         commit = Commit(**{key: text(value, key) for key, value in given.items()})
     except Refused as error:
         raise CheckpointError(f"{path / 'COMMIT'}: {error}; the file is damaged: use another step") from error
