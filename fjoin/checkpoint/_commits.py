@@ -47,9 +47,8 @@ def read_step(path: Path) -> Manifest:
     commit = read_commit(path)
     data = read_small(path / "manifest.json", _LARGEST_MANIFEST)
     if hashlib.sha256(data).hexdigest() != commit.sha256:
-        raise CheckpointError(
-            f"{path / 'manifest.json'} is not the one that was committed: it is damaged; use another step"
-        )
+        names = f"{path / 'manifest.json'} is not the one that COMMIT beside it covers"
+        raise CheckpointError(f"{names}: one of the two is damaged; use another step")
     manifest = Manifest.from_bytes(data, str(path / "manifest.json"))
     if (manifest.id, manifest.run) != (commit.id, commit.run):
         raise CheckpointError(

@@ -48,7 +48,7 @@ def test_verify_finds_every_kind_of_damage(tmp_path: Path) -> None:
     (step / "more").unlink()
     older = folder.step_path(100) / "manifest.json"
     (step / "manifest.json").write_bytes(older.read_bytes())
-    assert "not the one that was committed" in checkpoint.verify(step)[0]
+    assert "not the one that COMMIT beside it covers" in checkpoint.verify(step)[0]
 
 
 def test_verify_finds_parts_that_do_not_fit_their_leaves(tmp_path: Path) -> None:
@@ -71,10 +71,11 @@ def test_verify_finds_parts_that_do_not_fit_their_leaves(tmp_path: Path) -> None
 
 def test_diff_names_leaves_forms_and_the_largest_difference(tmp_path: Path) -> None:
     folders = [Folder(tmp_path / name) for name in "ab"]
+    both = {"same": torch.ones(2), "n": torch.tensor([float("nan")])}
     values = [
-        {"w": torch.tensor([1.0, 2.0]), "same": torch.ones(2), "gone": torch.ones(1), "s": torch.ones(2), "n": torch.tensor([float("nan")])},
-        {"w": torch.tensor([1.5, 1.75]), "same": torch.ones(2), "new": torch.ones(1), "s": torch.ones(3), "n": torch.tensor([float("nan")])},
-    ]  # fmt: skip
+        both | {"w": torch.tensor([1.0, 2.0]), "gone": torch.ones(1), "s": torch.ones(2)},
+        both | {"w": torch.tensor([1.5, 1.75]), "new": torch.ones(1), "s": torch.ones(3)},
+    ]
     for folder, tensors in zip(folders, values, strict=True):
         temporary = folder.begin(1)
         leaves = {name: Leaf(list(value.shape), "float32", {}, [Part(0, name)]) for name, value in tensors.items()}

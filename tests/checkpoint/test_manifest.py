@@ -23,7 +23,7 @@ def full(tmp_path: Path) -> Manifest:
     manifest.settings, manifest.library = {"bucket_bytes": 1 << 20}, {"torch": "2.13"}
     manifest.numbers |= {"each": [1, 2.5], "one": [True]}
     manifest.ranks, manifest.notes = [{"batches": 3, "seed": 2**127}, {"batches": 4}], ["ü"]
-    manifest.extra = {"a": [1, {"b": "\n\""}]}
+    manifest.extra = {"a": [1, {"b": '\n"'}]}
     return manifest
 
 
@@ -31,7 +31,12 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     manifest = full(tmp_path)
     again = Manifest.from_bytes(manifest.to_bytes())
     assert again == manifest and again.to_bytes() == manifest.to_bytes()
-    assert json.loads(manifest.to_bytes())["leaves"]["m"]["parts"][1] == {"file": 1, "name": "m@7", "rank": 1, "start": 7}
+    assert json.loads(manifest.to_bytes())["leaves"]["m"]["parts"][1] == {
+        "file": 1,
+        "name": "m@7",
+        "rank": 1,
+        "start": 7,
+    }
     assert Manifest.from_bytes(new_manifest(0).to_bytes()).files == []
 
 
@@ -121,7 +126,9 @@ def test_fields_that_are_not_as_expected_are_refused(tmp_path: Path, change: Cal
     changed = copy.deepcopy(value)
     change(changed)
     assert Manifest.from_bytes(json.dumps(value).encode())
-    raises_text(fjoin.CheckpointError, lambda: Manifest.from_bytes(json.dumps(changed).encode(), "runs/m"), "runs/m", part)
+    raises_text(
+        fjoin.CheckpointError, lambda: Manifest.from_bytes(json.dumps(changed).encode(), "runs/m"), "runs/m", part
+    )
 
 
 TEXTS = {

@@ -107,7 +107,9 @@ def test_files_around_the_ends_of_blocks(tmp_path: Path, more: int) -> None:
             assert torch.equal(file.read(name), tensors[name])
 
 
-def test_each_block_is_checked_once_and_only_those_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_block_is_checked_once_and_only_those_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = {str(k): torch.full((BLOCK // 2,), k, dtype=torch.uint8) for k in range(8)}
     entry = write_file(tmp_path / "a", tensors)
     calls: list[int] = []
@@ -286,7 +288,9 @@ def test_short_writes_are_continued_and_a_full_disk_is_named(tmp_path: Path, mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    raises_text(fjoin.CheckpointError, lambda: write_file(tmp_path / "b", tensors), "b", "No space left", "free some space")
+    raises_text(
+        fjoin.CheckpointError, lambda: write_file(tmp_path / "b", tensors), "b", "No space left", "free some space"
+    )
 
 
 @pytest.mark.nccl
