@@ -47,9 +47,8 @@ def read_step(path: Path) -> Manifest:
     commit = read_commit(path)
     data = read_small(path / "manifest.json", _LARGEST_MANIFEST)
     if hashlib.sha256(data).hexdigest() != commit.sha256:
-        raise CheckpointError(
-            f"{path / 'manifest.json'} is not the one that was committed: it is damaged; use another step"
-        )
+        names = f"{path / 'manifest.json'} is not the one that COMMIT beside it covers"
+        raise CheckpointError(f"{names}: one of the two is damaged; use another step")
     manifest = Manifest.from_bytes(data, str(path / "manifest.json"))
     if (manifest.id, manifest.run) != (commit.id, commit.run):
         raise CheckpointError(
@@ -62,7 +61,7 @@ def read_commit(path: Path) -> Commit:
     """The content of the COMMIT in a step's folder. Every byte of it is checked, except against the manifest."""
     data = read_small(path / "COMMIT", 1000)
     try:
-        given = record(parse(data, "it"), "it", Commit._fields)
+        given = record(parse(data, "it"), "it", set(Commit._fields))
         commit = Commit(**{key: text(value, key) for key, value in given.items()})
     except Refused as error:
         raise CheckpointError(f"{path / 'COMMIT'}: {error}; the file is damaged: use another step") from error

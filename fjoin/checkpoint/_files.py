@@ -218,7 +218,8 @@ def sync_folder(path: Path) -> None:
 def make_folders(path: Path) -> None:
     """Make a folder and those above it, durably, where they are missing."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with typed_errors(f"make {path}"):
-        path.mkdir(parents=True, exist_ok=True)
+    if missing:
+        with typed_errors(f"make {path}"):
+            path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_folder(folder.parent)

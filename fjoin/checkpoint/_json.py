@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Collection
+from collections.abc import Set
 from typing import Any, NoReturn
 
 LARGEST = 2**62
@@ -72,12 +72,11 @@ def mapping(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def record(value: Any, where: str, keys: Collection[str]) -> dict[str, Any]:
+def record(value: Any, where: str, keys: Set[str]) -> dict[str, Any]:
     """An object of JSON with exactly these keys."""
-    found = mapping(value, where)
-    if found.keys() != set(keys):
-        refuse(f"the set of keys of {where}", sorted(found), f"{sorted(keys)}")
-    return found
+    if type(value) is not dict or value.keys() != keys:
+        refuse(f"the set of keys of {where}", sorted(mapping(value, where)), f"{sorted(keys)}")
+    return value
 
 
 def plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -111,7 +111,7 @@ def _read(value: Any) -> Manifest:
     if type(version) is not int or version != VERSION:
         what = f"this fjoin reads version {VERSION}; read it with the fjoin that wrote it, or a newer one"
         raise Refused(f"version is {version!r}: {what}")
-    given = dict(record(value, "the manifest", [one.name for one in fields(Manifest)]))
+    given = dict(record(value, "the manifest", {one.name for one in fields(Manifest)}))
     for name in ("run", "id", "parent"):
         if not _UUID.fullmatch(text(given[name], name)) and (name != "parent" or given[name]):
             refuse(name, given[name], "the 32 hexadecimal digits of a uuid")
@@ -151,7 +151,7 @@ def _number(value: Any, where: str) -> Any:
 
 
 def _file(value: Any, where: str) -> FileEntry:
-    given = record(value, where, ("name", "size", "blocks"))
+    given = record(value, where, {"name", "size", "blocks"})
     name, size = text(given["name"], f"name of {where}"), whole(given["size"], f"size of {where}")
     if not _FILE.fullmatch(name) or ".." in name or name in (".", "manifest.json", "COMMIT"):
         refuse(f"name of {where}", name, "letters, digits, and single . _ -, other than manifest.json and COMMIT")

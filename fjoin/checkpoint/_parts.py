@@ -12,6 +12,8 @@ from ._json import array, mapping, plain, record, refuse, text, whole
 from ._safetensors import CODES
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES.values(), torch.complex128)}
+_LEAF = frozenset({"shape", "dtype", "placement", "parts"})
+_PART = frozenset({"file", "name", "rank", "start"})
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Leaf:
 
 def read_leaf(value: Any, where: str) -> Leaf:
     """A leaf from JSON."""
-    given = record(value, where, ("shape", "dtype", "placement", "parts"))
+    given = record(value, where, _LEAF)
     shape = [whole(dim, f"a dim of {where}") for dim in array(given["shape"], f"the shape of {where}")]
     if given["dtype"] not in DTYPES:
         refuse(f"the dtype of {where}", given["dtype"], f"one of {sorted(DTYPES)}")
@@ -67,7 +69,7 @@ def read_leaf(value: Any, where: str) -> Leaf:
 
 
 def _part(value: Any, where: str) -> Part:
-    given = record(value, where, ("file", "name", "rank", "start"))
+    given = record(value, where, _PART)
     for key in ("file", "rank", "start"):
         if key == "file" or given[key] is not None:
             whole(given[key], f"{key} of {where}")

@@ -28,6 +28,7 @@ CODES: dict[str, torch.dtype] = {
 }  # fmt: skip
 _CODE_OF = {dtype: code for code, dtype in CODES.items()} | {torch.complex128: "F64"}
 _METADATA = "__metadata__"
+_ENTRY = frozenset({"dtype", "shape", "data_offsets"})
 _LONGEST_HEADER = 100_000_000  # bytes, as in the package safetensors
 
 
@@ -202,7 +203,7 @@ def _parse(file: BlockReader, size: int) -> dict[str, _Span]:
 
 
 def _span(name: str, entry: Any, base: int, size: int) -> _Span:
-    fields = record(entry, repr(name), ("dtype", "shape", "data_offsets"))
+    fields = record(entry, repr(name), _ENTRY)
     if (code := text(fields["dtype"], f"the dtype of {name!r}")) not in CODES:
         refuse(f"the dtype of {name!r}", code, f"one of {sorted(CODES)}")
     shape = tuple(whole(dim, f"a dim of {name!r}") for dim in array(fields["shape"], f"the shape of {name!r}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,16 +13,14 @@ from typing import Any, Self
 from torch import Tensor
 
 from ..._errors import CheckpointError
-from ...training._step import TrainStep
-from ...training.state._load import loaded
+from ...groups._mesh import Mesh
 from ...training.state._metrics import Metrics
-from ...training.state._state import TrainState
 from .._commits import read_step
 from .._folder import Folder
 from .._manifest import Manifest
-from ._load import Load, tree_from
+from ._load import Load
 from ._save import Save
-from ._snapshot import of_step
+from ._sources import source_of
 
 
 class Checkpoints:
@@ -33,13 +31,15 @@ class Checkpoints:
 
     Args:
         path: The run's folder.
-        step: The step, from `train_step`.
+        what: A step from `train_step`, a pipeline of a loop of one's own, or a dict of objects with `state_dict` and
+            `load_state_dict`, such as modules, optimizers and handles of registered modules.
         every: Save after steps whose number is a multiple of this.
         keep_last: The number of checkpoints to keep, the newest ones.
+        mesh: The ranks, for a pipeline or objects; by default all ranks.
         keep_every: Also keep those of steps that are multiples of this.
 
     Raises:
-        TypeError: `step` is no train_step.
+        TypeError: `what` cannot be saved.
         ValueError: a number below 1.
 
     >>> import tempfile
@@ -58,18 +58,18 @@ class Checkpoints:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        step: TrainStep,
+        what: Any,
         *,
+        mesh: Mesh | None = None,
         every: int | None = None,
         keep_last: int | None = 3,
         keep_every: int | None = None,
     ) -> None:
-        if not isinstance(step, TrainStep):
-            raise TypeError(f"step must be made by train_step, got {step!r}")
         for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1, or None, got {value!r}")
-        self._folder, self._step, self._mesh = Folder(Path(path)), step, step.run.mesh
+        self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
+        self._mesh = self._source.mesh
         self._every, self._keep_last, self._keep_every = every, keep_last, keep_every
         self._run = ""
 
@@ -86,13 +86,11 @@ class Checkpoints:
 
     # -- save ---------------------------------------------------------------------------------
 
-    def save(
-        self, state: TrainState, metrics: Metrics | None = None, *, extra: Any = None, data: Any = None
-    ) -> Path | None:
+    def save(self, state: Any, metrics: Metrics | None = None, *, extra: Any = None, data: Any = None) -> Path | None:
         """Save a state where a save is due; on all ranks, after the same step.
 
         Args:
-            state: The state that the step returned.
+            state: The state that the step returned; for a pipeline (params, state), for objects the number of steps so far.
             metrics: Those of the same call; None: save in any case.
             extra: What else to keep, the same on all ranks: JSON.
             data: The loop over the data, from `step.join`: its position is saved.
@@ -105,18 +103,14 @@ class Checkpoints:
             NonFinite: on all ranks: the last step was not taken.
             TypeError: `extra` is no JSON.
         """
-        due = metrics is None or (metrics.stepped and self._every is not None and state.step % self._every == 0)
+        number, every = self._source.number(state), self._every
+        due = metrics is None or (metrics.stepped and every is not None and number % every == 0)
         if not due:
             return None
-        found = of_step(self._step, state)
-        about = {
-            "spec": repr(self._step.pipeline),
-            "settings": {"bucket_bytes": self._step.bucket_bytes},
-            "extra": extra,
-        }
-        save = Save(self._folder, self._mesh, self._identity(), about)
+        found, about = self._source.snapshot(state), self._source.about()._asdict()
+        save = Save(self._folder, self._mesh, self._identity(), {**about, "extra": extra})
         position = {"data": None if data is None else data.state_dict()}
-        path, _ = save(state.step, found, position)
+        path, _ = save(number, found, position)
         if self._mesh.rank == 0 and self._keep_last is not None:
             self._folder.retain(self._keep_last, self._keep_every, self._identity())
         return path
@@ -131,13 +125,13 @@ class Checkpoints:
 
     def restore(
         self,
-        params: Any,
+        params: Any = None,
         buffers: dict[str, Tensor] | None = None,
         *,
         step: int | None = None,
         fresh: tuple[str, ...] = (),
         data: Any = None,
-    ) -> TrainState:
+    ) -> Any:
         """The state of the newest checkpoint that verifies, or a new one where the folder holds none; on all ranks.
 
         Newer checkpoints that do not verify are set aside, so that training can save their steps again.
@@ -152,7 +146,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
         """
-        state = self._step.init(params, buffers)
+        state = self._source.start(params, buffers)
         chosen = self._agreed("the choice of a checkpoint", lambda: self._choose(step), first=True)
         if chosen is None:
             return state
@@ -170,30 +164,23 @@ class Checkpoints:
         self._folder.quarantine(manifest.step, manifest.run)
         return [manifest.step, manifest.id]
 
-    def _agreed_state(self, state: TrainState, chosen: list[Any], fresh: tuple[str, ...], data: Any) -> TrainState:
+    def _agreed_state(self, state: Any, chosen: list[Any], fresh: tuple[str, ...], data: Any) -> Any:
         parts = self._tried(lambda: self._read(state, chosen, fresh))
         self._agreed("the end of a load", lambda: _raised(parts))
-        values, manifest = parts["made"]
-        params, pipeline, buffers, on_buffers, counts = values
+        new, manifest = parts["made"]
         self._run = manifest.run
-        run = self._step.run
-        run.step_check.weight = counts.get("weight")
-        if data is not None and (position := manifest.ranks[self._mesh.rank]["data"]) is not None:
+        position = manifest.ranks[self._mesh.rank].get("data")
+        if data is not None and position is not None:
             data.load_state_dict(position)
-        batches = int(counts.get("batches", 0))
-        return loaded(state, run.token, params, pipeline, buffers, on_buffers, batches, run.accumulate)
+        return new
 
-    def _read(self, state: TrainState, chosen: list[Any], fresh: tuple[str, ...]) -> Any:
+    def _read(self, state: Any, chosen: list[Any], fresh: tuple[str, ...]) -> Any:
         path = self._folder.step_path(chosen[0])
         manifest = _read_again(path, chosen[1])
-        like = of_step(self._step, state)
+        like = self._source.snapshot(state)
         values = Load(path, manifest, self._mesh).values(like, fresh)
-        values = {**{name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))}, **values}
-        params = tree_from("params", dict(_under("params", like.values)), values)
-        pipeline = tree_from("pipeline", state.pipeline, values)
-        buffers = None if state.buffers is None else tree_from("buffers", state.buffers, values)
-        on_buffers = tree_from("on_buffers", state.on_buffers, values)
-        return [params, pipeline, buffers, on_buffers, dict(_under("run", values))], manifest
+        kept = {name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))}
+        return self._source.load(state, {**values, **kept}, manifest.ranks[self._mesh.rank]), manifest
 
     # -- the ranks ----------------------------------------------------------------------------
 
@@ -233,7 +220,3 @@ def _read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:
         if manifest.id != identifier:
             raise CheckpointError(f"{path} is another checkpoint than rank 0 has chosen; all ranks must see one folder")
         return manifest
-
-
-def _under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(f"{prefix}."): value for name, value in values.items() if name.startswith(f"{prefix}.")}

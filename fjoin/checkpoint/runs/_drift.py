@@ -13,10 +13,13 @@ from ._snapshot import Snapshot, is_host
 from ._writers import Writers
 
 
-def drifted(mesh: Mesh, found: Snapshot) -> list[str]:
-    """A line for each leaf that is not equal where its placement says so. One small message, and another where some differ."""
+def drifted(mesh: Mesh, found: Snapshot) -> dict[str, str]:
+    """Name -> a line, for each value that is not equal where its placement says so.
+
+    The ranks exchange one number each, and one of each value where some differ.
+    """
     if mesh.size == 1:
-        return []
+        return {}
     writers = Writers(mesh.shape, mesh.rank)
     whole = [name for name, place in found.places.items() if place.equal and name in found.values]
     groups = {name: writers.group(found.places[name].equal) for name in whole}
@@ -26,8 +29,8 @@ def drifted(mesh: Mesh, found: Snapshot) -> list[str]:
         key = str(groups[name]) + ",".join(found.places[name].equal)
         mine[key] = zlib.crc32(f"{name} {sums[name]}".encode(), mine.get(key, 0))
     if not mesh.exchange("a comparison of replicas", mine, _differ):
-        return []
-    return list(mesh.exchange("the replicas that differ", {n: [groups[n], s] for n, s in sums.items()}, _lines))
+        return {}
+    return dict(mesh.exchange("the replicas that differ", {n: [groups[n], s] for n, s in sums.items()}, _lines))
 
 
 def _checksum(value: Any) -> int:
@@ -46,10 +49,10 @@ def _differ(values: list[dict[str, int]]) -> bool:
     return any(known.setdefault(key, number) != number for mine in values for key, number in mine.items())
 
 
-def _lines(values: list[dict[str, list[int]]]) -> list[str]:
-    found, known = {}, dict[tuple[str, int], int]()
+def _lines(values: list[dict[str, list[int]]]) -> dict[str, str]:
+    found, known = dict[str, str](), dict[tuple[str, int], int]()
     for rank, mine in enumerate(values):
         for name, (group, number) in mine.items():
             if known.setdefault((name, group), number) != number and name not in found:
                 found[name] = f"{name} of rank {rank} differs from that of rank {group}, which has been saved"
-    return list(found.values())
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
-from ...transforms.tree._state_dict import restored, without_unread
 from .._leaves import Leaves
 from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
@@ -106,17 +104,3 @@ def _between(leaves: Leaves, name: str, leaf: Leaf, parts: list[Part], start: in
             f"the parts of {name!r} do not hold the elements from {start} to {stop}; use another step"
         )
     return out
-
-
-def tree_from(prefix: str, like: Any, values: Mapping[str, Any]) -> Any:
-    """The tree of the form of `like` from the values under a prefix.
-
-    Raises:
-        CheckpointError: other names, shapes or dtypes.
-    """
-    start = f"{prefix}."
-    own = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
-    try:
-        return restored(f"{prefix} of the checkpoint", without_unread(like), own)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{error}; it is of another model or pipeline") from error

@@ -14,6 +14,7 @@ import torch
 
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
+from ...transforms.tree._placement import Placement
 from .._files import write_small
 from .._folder import Folder
 from .._manifest import Manifest
@@ -49,7 +50,11 @@ class Save:
             CheckpointError: on all ranks: one of them could not write, or the step exists. Nothing is left behind.
         """
         tmp = self._folder.path / self._first(lambda: self._folder.begin(step).name, "the start of a save")
-        notes = drifted(self._mesh, found)
+        odd = drifted(self._mesh, found)
+        if found.by_content:  # values of ranks by themselves
+            found.places |= dict.fromkeys(odd.keys() & found.places.keys(), Placement(()))
+            odd = {}
+        notes = list(odd.values())
         self._agreed("the files of a save", lambda: self._write(tmp, found, position, spread=not notes))
         name, identifier = self._first(lambda: self._commit(tmp, step, notes), "the commit of a save")
         return self._folder.path / name, identifier
@@ -72,7 +77,13 @@ class Save:
         }
         numbers = {path: value for path, value in found.values.items() if is_host(value)}
         shared = [path for path in numbers if set(found.places[path].equal) == set(mesh.shape)]
-        side = {"file": asdict(entry), "leaves": leaves, "numbers": numbers, "shared": shared, "rank": dict(position)}
+        side = {
+            "file": asdict(entry),
+            "leaves": leaves,
+            "numbers": numbers,
+            "shared": shared,
+            "rank": {**found.rank, **position},
+        }
         write_small(tmp / _SIDE.format(mesh.rank), json.dumps(side).encode())
 
     def _commit(self, tmp: Path, step: int, notes: list[str]) -> list[str]:

@@ -31,11 +31,15 @@ class Snapshot:
         values: Name -> tensor or host number.
         places: Name -> placement.
         pieces: The pieces of a pipeline that shards; None for others.
+        rank: What only this rank has, as JSON.
+        by_content: Whether values that differ are no drift, but placed where they differ.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, Placement] = field(default_factory=dict)
     pieces: Pieces | None = None
+    rank: dict[str, Any] = field(default_factory=dict)
+    by_content: bool = False
 
     def add(self, prefix: str, values: Mapping[str, Any], places: Mapping[str, Placement]) -> None:
         """Add values under a prefix."""

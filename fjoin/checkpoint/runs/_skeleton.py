@@ -1,0 +1,50 @@
+"""A state dict of any depth as named tensors and JSON, and back: for modules and optimizers in torch's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+_TENSOR, _DICT, _TUPLE = "$tensor", "$dict", "$tuple"
+
+
+def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON of a state dict, whose tensors are put into `tensors` by name.
+
+    Raises:
+        TypeError: a value is neither tensor nor container, nor JSON.
+    """
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        items = [[_key(key, name), taken_apart(one, f"{name}.{key}", tensors)] for key, one in value.items()]
+        return {_DICT: items}
+    if isinstance(value, (list, tuple)):
+        parts = [taken_apart(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
+        return {_TUPLE: parts} if isinstance(value, tuple) else parts
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(
+        f"{name} is a {type(value).__name__}, which cannot be saved; a state dict holds tensors, numbers, text, and containers of them"
+    )
+
+
+def _key(key: Any, name: str) -> Any:
+    if not isinstance(key, (str, int)):
+        raise TypeError(f"{name} has the key {key!r}; a state dict that is saved has text or whole numbers as keys")
+    return key
+
+
+def put_together(shown: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state dict that `taken_apart` took apart."""
+    if isinstance(shown, list):
+        return [put_together(one, tensors) for one in shown]
+    if not isinstance(shown, dict):
+        return shown
+    if _TENSOR in shown:
+        return tensors[shown[_TENSOR]]
+    if _TUPLE in shown:
+        return tuple(put_together(one, tensors) for one in shown[_TUPLE])
+    return {key: put_together(one, tensors) for key, one in shown[_DICT]}

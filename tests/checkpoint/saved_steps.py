@@ -1,0 +1,82 @@
+"""Small checkpoints for tests, and a reader of safetensors that shares no code with fjoin."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fjoin.checkpoint import FileEntry, Folder, Leaf, Manifest, Part, write_file
+
+RUN = "a" * 32
+CODES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
+    "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+
+def read_safetensors(data: bytes) -> dict[str, Tensor]:
+    """All tensors of a file."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        raw = bytearray(data[8 + length + first : 8 + length + last])
+        dtype = CODES[entry["dtype"]]
+        assert len(raw) == math.prod(entry["shape"]) * dtype.itemsize
+        flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
+        found[name] = flat.reshape(entry["shape"])
+    return found
+
+
+def entry_of(path: Path) -> FileEntry:
+    """The entry of a file as it is, whatever it holds."""
+    data = path.read_bytes()
+    blocks = [zlib.crc32(data[first : first + (4 << 20)]) for first in range(0, len(data), 4 << 20)]
+    return FileEntry(path.name, len(data), blocks)
+
+
+def a_state(seed: int = 0) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "params.w": torch.randn(40, 30, generator=made),
+        "params.b": torch.randn(30, dtype=torch.complex128, generator=made),
+        "steps": torch.tensor(3.0),
+    }
+
+
+def new_manifest(step: int, parent: str = "", run: str = RUN, **given: Any) -> Manifest:
+    return Manifest(run, uuid.uuid4().hex, step, parent, axes={"data": 2}, **given)
+
+
+def fill(folder: Path, step: int, parent: str = "", run: str = RUN, seed: int = 0) -> Manifest:
+    """Write the files of a step with whole leaves, one of each rank, and pieces, and return its manifest."""
+    state = a_state(seed)
+    rest = [torch.full((5,), float(rank + seed)) for rank in range(2)]
+    flat = torch.arange(12.0) + seed
+    files = [
+        write_file(folder / "rank-0.safetensors", state | {"error@rank-0": rest[0], "m@0": flat[:7]}),
+        write_file(folder / "rank-1.safetensors", {"error@rank-1": rest[1], "m@7": flat[7:]}),
+    ]
+    leaves = {name: Leaf(list(t.shape), str(t.dtype)[6:], {}, [Part(0, name)]) for name, t in state.items()}
+    leaves["error"] = Leaf([5], "float32", {}, [Part(rank, f"error@rank-{rank}", rank) for rank in range(2)])
+    leaves["m"] = Leaf([3, 4], "float32", {"cut": "data"}, [Part(0, "m@0", 0, 0), Part(1, "m@7", 1, 7)])
+    return new_manifest(step, parent, run, files=files, leaves=leaves, numbers={"calls": [step]})
+
+
+def save(folder: Folder, step: int, run: str = RUN, seed: int = 0) -> Path:
+    """Save a step after those that are there."""
+    steps = folder.steps()
+    parent = folder.read(steps[-1])[1].id if steps else ""
+    temporary = folder.begin(step)
+    return folder.commit(temporary, fill(temporary, step, parent, run, seed))

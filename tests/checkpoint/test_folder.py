@@ -1,0 +1,290 @@
+"""The folder of a run: commits, faults of the file system, two runs, and what a crash leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fjoin
+from fjoin.checkpoint import Folder
+from tests.checkpoint.saved_steps import RUN, fill, save
+from tests.helpers import raises_text
+
+OTHER = "b" * 32
+
+
+def names(folder: Folder) -> list[str]:
+    return sorted(os.listdir(folder.path))
+
+
+def test_steps_are_read_back_and_the_newest_is_found(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "runs" / "a")
+    assert folder.newest_verified() is None and folder.steps() == [] and not folder.path.exists()
+    paths = [save(folder, step) for step in (5, 100, 123456789)]
+    assert folder.steps() == [5, 100, 123456789] and names(folder) == [path.name for path in paths]
+    path, manifest = folder.read(100)
+    assert path == tmp_path / "runs" / "a" / "step-00000100" and manifest.step == 100
+    newest = folder.newest_verified()
+    assert newest and (newest.step, newest.path, newest.refused) == (123456789, paths[2], [])
+    assert newest.manifest.parent == manifest.id
+    raises_text(fjoin.CheckpointError, lambda: folder.read(6), "step-00000006", "[5, 100, 123456789]")
+
+
+def test_begin_refuses_what_exists_before_the_first_byte(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    save(folder, 10)
+    for kind in (
+        lambda path: path.mkdir(),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.symlink_to("nowhere"),
+    ):
+        kind(folder.step_path(20))
+        raises_text(fjoin.CheckpointError, lambda: folder.begin(20), "step-00000020", "never replaced")
+        folder.step_path(20).rmdir() if folder.step_path(20).is_dir() else folder.step_path(20).unlink()
+    raises_text(fjoin.CheckpointError, lambda: folder.begin(10), "step-00000010", "exists")
+    raises_text(fjoin.CheckpointError, lambda: folder.begin(9), "step 10", "step 9")
+    assert names(folder) == ["step-00000010"]
+    assert folder.begin(11) != folder.begin(11)
+
+
+@pytest.mark.parametrize("content", [None, b"mine"])
+def test_commit_never_replaces_a_folder_that_came_meanwhile(tmp_path: Path, content: bytes | None) -> None:
+    folder = Folder(tmp_path)
+    manifest = fill(temporary := folder.begin(1), 1)
+    folder.step_path(1).mkdir()
+    if content:
+        (folder.step_path(1) / "file").write_bytes(content)
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "step-00000001", "never replaced")
+    assert [path.read_bytes() for path in folder.step_path(1).iterdir()] == ([content] if content else [])
+
+
+def test_commit_refuses_files_that_are_not_those_of_the_manifest(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+
+    def after(change: Callable[[Path], object], *parts: str) -> None:
+        manifest = fill(temporary := folder.begin(1), 1)
+        change(temporary)
+        raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), *parts)
+        folder.discard(temporary)
+
+    after(lambda path: (path / "rank-1.safetensors").unlink(), "rank-1", "No such file")
+    after(lambda path: (path / "rank-1.safetensors").write_bytes(b"1"), "rank-1", "1 bytes")
+    after(lambda path: (path / "more").write_bytes(b""), "more", "does not list")
+    assert names(folder) == []
+    with pytest.raises(ValueError, match="no temporary folder"):
+        folder.commit(tmp_path, fill(folder.begin(1), 1))
+    with pytest.raises(ValueError, match="no temporary folder"):
+        folder.discard(tmp_path)
+
+
+def test_two_runs_in_one_folder_are_noticed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    first, second = folder.begin(10), folder.begin(20)
+    mine, other = fill(first, 10), fill(second, 20, run=OTHER)
+    folder.commit(first, mine)
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(second, other), "step 10", mine.id, "another run")
+    missing = fill(temporary := folder.begin(30), 30, "c" * 32)
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, missing), "c" * 32, "another run")
+    older = fill(temporary := folder.begin(30), 9, mine.id)  # the parent is not an earlier step
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, older), "step 9", "another run")
+    assert folder.steps() == [10]
+
+
+def failing_rename(monkeypatch: pytest.MonkeyPatch, code: int, done: bool) -> None:
+    rename = os.rename
+
+    def fail(source: str, target: str) -> None:
+        if done:
+            rename(source, target)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "rename", fail)
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EIO, errno.EEXIST])
+def test_a_rename_that_was_done_counts_whatever_it_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    folder = Folder(tmp_path)
+    manifest = fill(temporary := folder.begin(1), 1)
+    failing_rename(monkeypatch, code, done=True)
+    assert folder.commit(temporary, manifest) == folder.step_path(1) and folder.read(1)[1] == manifest
+
+
+def test_a_rename_that_was_not_done_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path)
+    manifest = fill(temporary := folder.begin(1), 1)
+    failing_rename(monkeypatch, errno.EIO, done=False)
+    raises_text(
+        fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved", "Input/output"
+    )
+    assert folder.steps() == [] and folder.newest_verified() is None
+
+
+def test_a_rename_that_another_run_did_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(elsewhere := Folder(tmp_path / "b"), 1, OTHER)
+    folder = Folder(tmp_path / "a")
+    manifest = fill(temporary := folder.begin(1), 1)
+
+    def too_late(source: str, target: str) -> None:
+        shutil.copytree(elsewhere.step_path(1), target)
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(os, "rename", too_late)
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "the step is not saved")
+
+
+def test_a_fault_after_the_rename_says_that_the_step_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(tmp_path)
+    manifest = fill(temporary := folder.begin(1), 1)
+    fsync = os.fsync
+
+    def fail(fd: int) -> None:
+        if os.path.samestat(os.fstat(fd), os.stat(tmp_path)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    raises_text(fjoin.CheckpointError, lambda: folder.commit(temporary, manifest), "is written, but may be lost")
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "mkdir"])
+def test_a_full_disk_leaves_the_older_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The call fails at its first, second, ... time, until a save succeeds."""
+    folder = Folder(tmp_path)
+    save(folder, 1)
+    real, refused = getattr(os, call), 0
+    while True:
+        left = [refused]
+
+        def fail(*args: object, left: list[int] = left, **words: object) -> object:
+            left[0] -= 1
+            if left[0] == -1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args, **words)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, fail)
+            try:
+                save(folder, 2)
+                break
+            except fjoin.CheckpointError as error:
+                reason = str(error)
+        assert "No space left" in reason and "free some space" in reason
+        refused += 1
+        newest = folder.newest_verified()
+        assert newest and (newest.step == 1 or "may be lost" in reason), refused
+        if newest.step == 2:
+            break
+    assert refused >= {"write": 4, "fsync": 6, "mkdir": 1}[call]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    raises_text(fjoin.CheckpointError, lambda: Folder(tmp_path).begin(1), str(tmp_path), "give this user the right")
+
+
+def test_a_damaged_newest_step_is_left_for_the_one_before(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for step in (1, 2, 3):
+        save(folder, step)
+    sound, chance = {path: path.read_bytes() for path in folder.step_path(3).iterdir()}, random.Random(0)
+    for _ in range(200):
+        path = chance.choice(sorted(sound))
+        damaged = bytearray(sound[path])
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        newest = folder.newest_verified()
+        assert newest and newest.step == 2 and [step for step, _ in newest.refused] == [3]
+        assert path.name in newest.refused[0][1]
+        path.write_bytes(sound[path])
+    for path in sound:
+        path.write_bytes((folder.step_path(2) / path.name).read_bytes() if path.suffix == ".json" else sound[path][:-1])
+        assert (newest := folder.newest_verified()) and newest.step == 2, path
+        path.unlink()
+        assert (newest := folder.newest_verified()) and newest.step == 2, path
+        path.symlink_to(folder.step_path(2) / path.name)
+        assert (newest := folder.newest_verified()) and newest.step == 2, path
+        path.unlink()
+        path.write_bytes(sound[path])
+    assert (newest := folder.newest_verified()) and newest.step == 3
+
+
+def test_steps_of_which_none_can_be_read_are_an_error(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run")
+    for step in (1, 2):
+        save(folder, step)
+        (folder.step_path(step) / "rank-0.safetensors").write_bytes(b"")
+    folder.step_path(3).mkdir()  # such as a copy that was cut short
+    save(Folder(tmp_path / "elsewhere"), 4)
+    folder.step_path(4).symlink_to(Folder(tmp_path / "elsewhere").step_path(4))
+    text = raises_text(fjoin.CheckpointError, folder.newest_verified, "none can be read", "start anew", "is a link")
+    assert all(str(folder.step_path(step)) in text for step in (1, 2, 3, 4)) and folder.steps() == [1, 2]
+
+    def refuse(path: Path, manifest: object) -> None:
+        raise fjoin.CheckpointError("not this one")
+
+    raises_text(fjoin.CheckpointError, lambda: folder.newest_verified(refuse), "not this one")
+
+
+def test_a_step_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    save(folder, 1)
+    folder.step_path(1).rename(folder.step_path(2))
+    raises_text(fjoin.CheckpointError, lambda: folder.read(2), "holds step 1", "step-00000001")
+
+
+def test_newer_steps_are_put_aside(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for step in (1, 2, 3):
+        save(folder, step)
+    moved = folder.quarantine(1, RUN)
+    assert [path.name for path in moved] == [f"step-0000000{step}.rejected-{RUN}" for step in (2, 3)]
+    assert folder.steps() == [1] and folder.quarantine(1, RUN) == []
+    save(folder, 2)
+    assert folder.steps() == [1, 2] and len(folder.quarantine(1, RUN)) == 1 and len(names(folder)) == 4
+    with pytest.raises(ValueError, match="uuid"):
+        folder.quarantine(0, "../x")
+
+
+def test_old_steps_of_ones_own_run_are_deleted(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    for step in (1, 2, 3, 4, 5, 6):
+        save(folder, step, OTHER if step == 2 else RUN)
+    assert folder.retain(2, 3, RUN) == [1, 4] and folder.steps() == [2, 3, 5, 6]
+    (folder.step_path(3) / "COMMIT").write_bytes(b"?")
+    assert folder.retain(1, None, RUN) == [5] and folder.steps() == [2, 3, 6]
+    assert all(name.startswith("step-") for name in names(folder))
+    for keep in ((0, None), (1, 0)):
+        with pytest.raises(ValueError, match="at least 1"):
+            folder.retain(*keep, RUN)
+
+
+def test_only_stale_temporary_folders_are_cleaned_and_links_are_not_followed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run")
+    save(folder, 1)
+    old, new = folder.begin(2), folder.begin(2)
+    (old / "file").write_bytes(b"1")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_bytes(b"1")
+    (folder.path / f".tmp-{uuid.uuid4().hex}").symlink_to(precious)
+    (old / "link").symlink_to(precious)
+    (folder.path / ".tmp-mine").mkdir()
+    past = time.time() - 1000
+    for path in (old / "file", old / "link", old, precious, folder.path / ".tmp-mine"):
+        os.utime(path, (past, past), follow_symlinks=False)
+    assert folder.clean(2000) == [] and folder.clean(500) == [old] and not old.exists()
+    assert new.exists() and (precious / "file").exists() and (folder.path / ".tmp-mine").exists()
+    assert folder.steps() == [1] and folder.newest_verified()
