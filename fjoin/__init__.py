@@ -15,7 +15,7 @@ PeriodicModelAverager  HierarchicalModelAverager  PostLocalSGDOptimizer     torc
 ZeroRedundancyOptimizer             torch's ZeRO
 checkpoint_wrapper  offload_wrapper  apply_activation_checkpointing  CheckpointImpl     torch's activation checkpointing
 as_step_param                       torch's own functional optimizers in pipelines
-Checkpoints                         saves a run, and resumes it to the bit
+Checkpoints  save  load             saves a run, and resumes it to the bit
 mesh  bind                          ranks and their axes; init_process_group("fjoin") for torch's own programs on one host
 testing                             the laws, to check custom transforms, optimizers and codecs
 transforms                          the pure part: `from fjoin import transforms as tx`
@@ -40,6 +40,8 @@ from ._functional import Apply as Apply
 from ._functional import functional as functional
 from ._value_and_grad import value_and_grad as value_and_grad
 from .checkpoint.runs._checkpoints import Checkpoints as Checkpoints
+from .checkpoint.runs._functions import load as load
+from .checkpoint.runs._functions import save as save
 from .groups._bind import bind as bind
 from .groups._make_mesh import mesh as mesh
 from .groups._mesh import Mesh as Mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import uuid
@@ -20,7 +21,8 @@ from .._folder import Folder
 from .._manifest import Manifest
 from ._load import Load
 from ._save import Save
-from ._sources import source_of
+from ._snapshot import Snapshot
+from ._sources import empty_params, source_of
 
 
 class Checkpoints:
@@ -37,6 +39,9 @@ class Checkpoints:
         keep_last: The number of checkpoints to keep, the newest ones.
         mesh: The ranks, for a pipeline or objects; by default all ranks.
         keep_every: Also keep those of steps that are multiples of this.
+
+    Attributes:
+        extra: What was kept beside the state in the checkpoint that has been restored.
 
     Raises:
         TypeError: `what` cannot be saved.
@@ -71,7 +76,7 @@ class Checkpoints:
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
         self._mesh = self._source.mesh
         self._every, self._keep_last, self._keep_every = every, keep_last, keep_every
-        self._run = ""
+        self._run, self.extra = "", None
 
     def __enter__(self) -> Self:
         return self
@@ -107,19 +112,19 @@ class Checkpoints:
         due = metrics is None or (metrics.stepped and every is not None and number % every == 0)
         if not due:
             return None
-        found, about = self._source.snapshot(state), self._source.about()._asdict()
-        save = Save(self._folder, self._mesh, self._identity(), {**about, "extra": extra})
-        position = {"data": None if data is None else data.state_dict()}
-        path, _ = save(number, found, position)
+        position = {} if data is None else {"data": data.state_dict()}
+        taken = self._tried(lambda: self._taken(state, extra))
+        run = self._run or uuid.uuid4().hex
+        self._run = self._agreed("the start of a save", lambda: run if _fine(taken) else "")
+        about = {**self._source.about()._asdict(), "extra": extra}
+        path, _ = Save(self._folder, self._mesh, self._run, about)(number, taken["made"], position)
         if self._mesh.rank == 0 and self._keep_last is not None:
-            self._folder.retain(self._keep_last, self._keep_every, self._identity())
+            self._folder.retain(self._keep_last, self._keep_every, self._run)
         return path
 
-    def _identity(self) -> str:
-        """The identifier of this run, which all ranks agree on."""
-        if not self._run:
-            self._run = self._mesh.exchange("the run of checkpoints", uuid.uuid4().hex, lambda values: values[0])
-        return self._run
+    def _taken(self, state: Any, extra: Any) -> Snapshot:
+        check_json(extra)
+        return self._source.snapshot(state)
 
     # -- restore ------------------------------------------------------------------------------
 
@@ -146,11 +151,26 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks: the folder holds checkpoints, but none verifies; one of another model, pipeline or mesh.
         """
-        state = self._source.start(params, buffers)
         chosen = self._agreed("the choice of a checkpoint", lambda: self._choose(step), first=True)
         if chosen is None:
-            return state
-        return self._agreed_state(state, chosen, fresh, data)
+            if params is None:
+                raise CheckpointError(f"{self._folder.path} holds no checkpoint; pass the parameters at the start")
+            return self._source.start(params, buffers)
+        read = self._tried(lambda: _read_again(self._folder.step_path(chosen[0]), chosen[1]))
+        self._agreed("the manifest of a load", lambda: _fine(read))
+        manifest = read["made"]
+        state = self._source.start(empty_params(manifest.leaves) if params is None else params, buffers)
+        made = self._tried(lambda: self._read(state, manifest, fresh))
+        self._agreed("the end of a load", lambda: _fine(made))
+        self._run, self.extra = manifest.run, manifest.extra
+        position = manifest.ranks[self._mesh.rank].get("data")
+        if data is not None and position is not None:
+            data.load_state_dict(position)
+        return made["made"]
+
+    def holds(self) -> bool:
+        """Whether the folder holds a checkpoint; on all ranks."""
+        return bool(self._agreed("a look for checkpoints", lambda: self._folder.newest() is not None, first=True))
 
     def _choose(self, step: int | None) -> list[Any] | None:
         """(step, identifier) of the checkpoint to load; on rank 0."""
@@ -164,23 +184,11 @@ class Checkpoints:
         self._folder.quarantine(manifest.step, manifest.run)
         return [manifest.step, manifest.id]
 
-    def _agreed_state(self, state: Any, chosen: list[Any], fresh: tuple[str, ...], data: Any) -> Any:
-        parts = self._tried(lambda: self._read(state, chosen, fresh))
-        self._agreed("the end of a load", lambda: _raised(parts))
-        new, manifest = parts["made"]
-        self._run = manifest.run
-        position = manifest.ranks[self._mesh.rank].get("data")
-        if data is not None and position is not None:
-            data.load_state_dict(position)
-        return new
-
-    def _read(self, state: Any, chosen: list[Any], fresh: tuple[str, ...]) -> Any:
-        path = self._folder.step_path(chosen[0])
-        manifest = _read_again(path, chosen[1])
+    def _read(self, state: Any, manifest: Manifest, fresh: tuple[str, ...]) -> Any:
         like = self._source.snapshot(state)
-        values = Load(path, manifest, self._mesh).values(like, fresh)
+        values = Load(self._folder.step_path(manifest.step), manifest, self._mesh).values(like, fresh)
         kept = {name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))}
-        return self._source.load(state, {**values, **kept}, manifest.ranks[self._mesh.rank]), manifest
+        return self._source.load(state, {**values, **kept}, manifest.ranks[self._mesh.rank])
 
     # -- the ranks ----------------------------------------------------------------------------
 
@@ -197,13 +205,23 @@ class Checkpoints:
     def _tried(make: Callable[[], Any]) -> dict[str, Any]:
         try:
             return {"made": make()}
-        except (CheckpointError, OSError) as error:
+        except Exception as error:  # the other ranks wait for this one
             return {"error": error}
 
 
-def _raised(tried: dict[str, Any]) -> None:
+def check_json(extra: Any) -> None:
+    """Raise TypeError unless a value can be kept as JSON."""
+    try:
+        json.dumps(extra, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"extra must be JSON, that is numbers, text, and lists and dicts of them: {error}") from None
+
+
+def _fine(tried: dict[str, Any]) -> bool:
+    """True; raises the error of a call that has failed."""
     if "error" in tried:
         raise tried["error"]
+    return True
 
 
 def _read_again(path: Path, identifier: str, wait_s: float = 60.0) -> Manifest:

@@ -50,6 +50,14 @@ class Save:
             CheckpointError: on all ranks: one of them could not write, or the step exists. Nothing is left behind.
         """
         tmp = self._folder.path / self._first(lambda: self._folder.begin(step).name, "the start of a save")
+        try:
+            return self._files(tmp, step, found, position)
+        except BaseException:
+            if self._mesh.rank == 0:
+                self._folder.discard(tmp)
+            raise
+
+    def _files(self, tmp: Path, step: int, found: Snapshot, position: Mapping[str, Any]) -> tuple[Path, str]:
         odd = drifted(self._mesh, found)
         if found.by_content:  # values of ranks by themselves
             found.places |= dict.fromkeys(odd.keys() & found.places.keys(), Placement(()))
@@ -135,7 +143,7 @@ def add_side(manifest: Manifest, rank: int, side: dict[str, Any]) -> None:
 def _tried(make: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": make()}
-    except (CheckpointError, OSError) as error:
+    except Exception as error:  # the other ranks wait for this one
         return {"error": f"{type(error).__name__}: {error}"}
 
 

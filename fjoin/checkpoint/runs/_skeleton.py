@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
 
-_TENSOR, _DICT, _TUPLE = "$tensor", "$dict", "$tuple"
+_TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 
 
 def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -24,6 +25,8 @@ def taken_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         parts = [taken_apart(one, f"{name}.{i}", tensors) for i, one in enumerate(value)]
         return {_TUPLE: parts} if isinstance(value, tuple) else parts
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(
@@ -45,6 +48,8 @@ def put_together(shown: Any, tensors: dict[str, Tensor]) -> Any:
         return shown
     if _TENSOR in shown:
         return tensors[shown[_TENSOR]]
+    if _FLOAT in shown:
+        return float(shown[_FLOAT])
     if _TUPLE in shown:
         return tuple(put_together(one, tensors) for one in shown[_TUPLE])
     return {key: put_together(one, tensors) for key, one in shown[_DICT]}

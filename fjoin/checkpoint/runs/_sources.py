@@ -156,12 +156,22 @@ class OfObjects:
 
     def snapshot(self, state: Any) -> Snapshot:
         tensors: dict[str, Tensor] = {}
-        shown = {name: taken_apart(one.state_dict(), name, tensors) for name, one in self._objects.items()}
+        shown = {name: taken_apart(self._state_of(one), name, tensors) for name, one in self._objects.items()}
         found, all_of = Snapshot(), tuple(self.mesh.shape)
         for name, value in tensors.items():
             found.values[f"objects.{name}"], found.places[f"objects.{name}"] = value.detach(), Placement(all_of)
         found.rank = {"objects": shown, "steps": state}
         found.by_content = True
+        return found
+
+    def _state_of(self, one: Any) -> Any:
+        """The state of an object; of one that gathers it on one rank, on each rank in turn."""
+        if not hasattr(one, "consolidate_state_dict"):
+            return one.state_dict()
+        found = None
+        for to in range(self.mesh.size):
+            one.consolidate_state_dict(to)
+            found = one.state_dict() if to == self.mesh.rank else found
         return found
 
     def start(self, params: Any, buffers: Any) -> Any:

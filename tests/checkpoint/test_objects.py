@@ -1,0 +1,82 @@
+"""Modules, optimizers and handles on real ranks go on as uncut, to the bit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text
+
+STEPS, CUT = 6, 3
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def made(kind: str) -> dict[str, Any]:
+    """A module in DistributedDataParallel, and how it is stepped."""
+    ddp = DistributedDataParallel(model())
+    named = list(ddp.module.named_parameters())
+    if kind == "handle":
+        return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.fuse(tx.mean("data"), tx.adamw(0.1)))}
+    if kind == "feedback":
+        hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
+        return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.fuse(hook, tx.adamw(0.1)))}
+    if kind == "local":
+        return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.local_sgd(tx.adamw(0.1), "data", 2))}
+    if kind == "torch":
+        return {"model": ddp, "optimizer": torch.optim.AdamW(ddp.parameters(), 0.1)}
+    if kind == "optimizer":
+        return {"model": ddp, "optimizer": fjoin.Optimizer(named, tx.adamw(0.1))}
+    return {"model": ddp, "optimizer": fjoin.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.1)}
+
+
+def steps(of: dict[str, Any], rank: int, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * i + rank))
+        of["model"].zero_grad()
+        of["model"](x).square().sum().backward()
+        if "optimizer" in of:
+            of["optimizer"].step()
+
+
+def run(kind: str, folder: str) -> list[bool]:
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    rank, whole = dist.get_rank(), made(kind)
+    steps(whole, rank, 0, CUT)
+    fjoin.save(folder, whole, CUT, extra={"kind": kind})
+    steps(whole, rank, CUT, STEPS)
+    again = made(kind)
+    at = fjoin.load(folder, again)
+    steps(again, rank, at, STEPS)
+    first, second = whole["model"].state_dict(), again["model"].state_dict()
+    return [at == CUT, *(torch.equal(first[name], second[name]) for name in first)]
+
+
+@pytest.mark.parametrize("kind", ["handle", "feedback", "local", "torch", "optimizer", "zero"])
+def test_objects_go_on_to_the_bit(pool: Any, kind: str, tmp_path: Path) -> None:
+    for equal in pool.run(2, run, kind, str(tmp_path)):
+        assert all(equal), equal
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    raises_text(TypeError, lambda: fjoin.save(tmp_path, object(), 1), "object", "state_dict")
+    raises_text(TypeError, lambda: fjoin.save(tmp_path, {"model": 3}, 1), "'model'", "load_state_dict")
+    raises_text(TypeError, lambda: fjoin.save(tmp_path, {"model": model()}, None), "number of steps")
+    raises_text(TypeError, lambda: fjoin.save(tmp_path, {"model": model()}, 1, extra=object()), "extra", "JSON")
+    raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, {"model": model()}), "holds no checkpoint")
+    fjoin.save(tmp_path, {"model": model()}, 1)
+    raises_text(fjoin.CheckpointError, lambda: fjoin.save(tmp_path, {"model": model()}, 1), "step-00000001 exists")
+    raises_text(fjoin.CheckpointError, lambda: fjoin.load(tmp_path, {"other": model()}), "['model']", "['other']")
