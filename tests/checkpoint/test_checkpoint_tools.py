@@ -57,6 +57,7 @@ def test_verify_finds_parts_that_do_not_fit_their_leaves(tmp_path: Path) -> None
         "dtype": Leaf([4], "int32", {}, [Part(0, "w")]),
         "missing": Leaf([4], "float32", {}, [Part(0, "v")]),
         "complex": Leaf([4], "complex128", {}, [Part(0, "w")]),
+        "float64 for complex128": Leaf([4], "complex128", {}, [Part(0, "d")]),
         "hole at the end": Leaf([5], "float32", {}, [Part(0, "w", 0, 0)]),
         "hole at the start": Leaf([5], "float32", {}, [Part(0, "w", 0, 1)]),
         "beyond": Leaf([4], "float32", {}, [Part(0, "w", 0, 2)]),
@@ -64,7 +65,7 @@ def test_verify_finds_parts_that_do_not_fit_their_leaves(tmp_path: Path) -> None
     for number, (case, leaf) in enumerate(wrong.items()):
         folder = Folder(tmp_path / str(number))
         temporary = folder.begin(1)
-        files = [write_file(temporary / "a", {"w": torch.ones(4)})]
+        files = [write_file(temporary / "a", {"w": torch.ones(4), "d": torch.ones(4, dtype=torch.float64)})]
         step = folder.commit(temporary, new_manifest(1, files=files, leaves={"leaf": leaf}))
         assert len(problems := checkpoint.verify(step)) == 1 and ("'leaf'" in problems[0] or "'v'" in problems[0]), case
 

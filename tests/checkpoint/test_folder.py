@@ -279,11 +279,12 @@ def test_only_stale_temporary_folders_are_cleaned_and_links_are_not_followed(tmp
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_bytes(b"1")
-    (folder.path / f".tmp-{uuid.uuid4().hex}").symlink_to(precious)
+    link = folder.path / f".tmp-{uuid.uuid4().hex}"
+    link.symlink_to(precious)
     (old / "link").symlink_to(precious)
     (folder.path / ".tmp-mine").mkdir()
     past = time.time() - 1000
-    for path in (old / "file", old / "link", old, precious, folder.path / ".tmp-mine"):
+    for path in (old / "file", old / "link", old, precious / "file", precious, link, folder.path / ".tmp-mine"):
         os.utime(path, (past, past), follow_symlinks=False)
     assert folder.clean(2000) == [] and folder.clean(500) == [old] and not old.exists()
     assert new.exists() and (precious / "file").exists() and (folder.path / ".tmp-mine").exists()
