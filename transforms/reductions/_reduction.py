@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import optree
 import torch
@@ -16,13 +16,14 @@ from ..transform._call import Call
 from ..transform._rider import Rider
 from ..transform._transform import Needs, Reduction, Transform
 from ..transform._weights import Over, RankWeight, divisor_of, share_in, unless_idle
+from ..tree._placement import Merge
 from ..tree._tree import Tree
 
 
 class MeanState(NamedTuple):
     """The total weight and the lane of the last message."""
 
-    total: Tensor  # the divisor of the sum, 0-d float64
+    total: Annotated[Tensor, Merge.RESTART]  # the divisor of the sum, 0-d float64
     lane: dict[str, Tensor]  # the sums of the lane by name, 0-d float64
 
     @property

@@ -19,9 +19,9 @@ from ..tree._tree import Tree, map_with_path, named_leaves
 class Cut(NamedTuple):
     """Host numbers that say which pieces a state is of."""
 
-    ranks: int
+    ranks: Restarted[int]
     rank: Restarted[int]
-    fingerprint: int  # of the pieces
+    fingerprint: Restarted[int]  # of the pieces
 
 
 class ShardState(NamedTuple):

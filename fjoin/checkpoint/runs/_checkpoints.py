@@ -163,7 +163,7 @@ class Checkpoints:
         made = self._tried(lambda: self._read(state, manifest, fresh))
         self._agreed("the end of a load", lambda: _fine(made))
         self._run, self.extra = manifest.run, manifest.extra
-        position = manifest.ranks[self._mesh.rank].get("data")
+        position = self._own(manifest).get("data")
         if data is not None and position is not None:
             data.load_state_dict(position)
         return made["made"]
@@ -188,7 +188,13 @@ class Checkpoints:
         like = self._source.snapshot(state)
         values = Load(self._folder.step_path(manifest.step), manifest, self._mesh).values(like, fresh)
         kept = {name: value for name, value in like.values.items() if name.startswith(fresh or ("\0",))}
-        return self._source.load(state, {**values, **kept}, manifest.ranks[self._mesh.rank])
+        return self._source.load(state, {**values, **kept}, self._own(manifest))
+
+    def _own(self, manifest: Manifest) -> dict[str, Any]:
+        """What only this rank has saved; on other numbers of ranks, nothing but what objects are made of."""
+        if manifest.axes == dict(self._mesh.shape):
+            return manifest.ranks[self._mesh.rank]
+        return {name: value for name, value in manifest.ranks[0].items() if name != "data"}
 
     # -- the ranks ----------------------------------------------------------------------------
 

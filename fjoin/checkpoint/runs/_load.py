@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..._errors import CheckpointError
 from ...groups._mesh import Mesh
+from ...transforms.layout._merge import merged
+from ...transforms.tree._placement import Merge
 from .._leaves import Leaves
 from .._manifest import Manifest
 from .._parts import DTYPES, Leaf, Part
@@ -28,10 +30,13 @@ class Load:
 
     def __init__(self, folder: Path, manifest: Manifest, mesh: Mesh) -> None:
         self._folder, self.manifest, self._mesh = folder, manifest, mesh
-        if dict(manifest.axes) != dict(mesh.shape):
+        self._same = dict(manifest.axes) == dict(mesh.shape)
+        if manifest.axes.keys() != mesh.shape.keys():
             raise CheckpointError(
-                f"{folder} is of the mesh {dict(manifest.axes)}, but this run has {dict(mesh.shape)}; load it on a mesh of the same axes"
+                f"{folder} is of a mesh with the axes {list(manifest.axes)}, but this run has {list(mesh.shape)}; load it on a mesh of "
+                f"the same axes, of any sizes"
             )
+        self._here, self._there = Writers(mesh.shape, mesh.rank), Writers(manifest.axes, 0)
 
     def values(self, like: Snapshot, fresh: tuple[str, ...] = ()) -> dict[str, Any]:
         """Name -> value of this rank.
@@ -52,16 +57,40 @@ class Load:
 
     def _value(self, leaves: Leaves, name: str, like: Snapshot) -> Any:
         if name in self.manifest.numbers:
-            held = self.manifest.numbers[name]
-            return held[self._mesh.rank if len(held) > 1 else 0]
+            return self._number(name, like)
         leaf = self.manifest.leaves[name]
         if leaf.placement.get("cut") is not None:
             return self._slice(leaves, name, leaf, like)
-        rank = Writers(self._mesh.shape, self._mesh.rank).group(tuple(leaf.placement["equal"]))
-        part = next((part for part in leaf.parts if part.rank in (None, rank)), None)
+        if leaf.parts[0].rank is None:
+            return leaves.part(name, leaf.parts[0])
+        if not self._same:
+            return self._merged(leaves, name, leaf, like)
+        rank = self._here.group(tuple(leaf.placement["equal"]))
+        part = next((part for part in leaf.parts if part.rank == rank), None)
         if part is None:
             raise CheckpointError(f"{self._folder} lacks {name!r} of rank {rank}; use another step")
         return leaves.part(name, part)
+
+    def _number(self, name: str, like: Snapshot) -> Any:
+        held, rank = self.manifest.numbers[name], self._mesh.rank
+        if not self._same and name in like.places and like.places[name].merge is Merge.RESTART:
+            return like.values[name]
+        return held[rank if rank < len(held) else 0]
+
+    def _merged(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:
+        """The value of this rank, from those of another number of ranks."""
+        differs = [axis for axis in self.manifest.axes if axis not in leaf.placement["equal"]]
+        values = {self._there.place(part.rank or 0, differs): leaves.part(name, part) for part in leaf.parts}
+        place, merge = self._here.place(self._mesh.rank, differs), Merge(leaf.placement["merge"])
+        if all(self.manifest.axes[axis] == self._mesh.shape[axis] for axis in differs):
+            return values[place]
+        try:
+            return merged(values, [self._mesh.shape[axis] for axis in differs], place, merge, like.values.get(name))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._folder}: {name!r} of {dict(self.manifest.axes)} cannot be loaded on {dict(self._mesh.shape)}: {error}; save after "
+                f"step.flush(state), or start it anew by fresh=({name!r},)"
+            ) from None
 
     def _slice(self, leaves: Leaves, name: str, leaf: Leaf, like: Snapshot) -> Tensor:
         """This rank's slice of a leaf, from the parts that hold it."""
@@ -79,11 +108,14 @@ class Load:
 
     def _of_group(self, leaf: Leaf) -> list[Part]:
         """The parts of the ranks whose slices make up the value that this rank has a slice of."""
-        equal = (*leaf.placement["equal"], leaf.placement["cut"])
-        group = Writers(self._mesh.shape, self._mesh.rank)
-        wanted = group.group(equal)
-        of = {rank: Writers(self._mesh.shape, rank).group(equal) for rank in range(self._mesh.size)}
-        return [part for part in leaf.parts if part.rank is None or of[part.rank] == wanted]
+        differs = [axis for axis in self.manifest.axes if axis not in (*leaf.placement["equal"], leaf.placement["cut"])]
+        mine = self._here.place(self._mesh.rank, differs)
+        parts = [part for part in leaf.parts if part.rank is None or self._there.place(part.rank, differs) == mine]
+        if not parts or any(self.manifest.axes[axis] != self._mesh.shape[axis] for axis in differs):
+            raise CheckpointError(
+                f"{self._folder} has slices that differ over {differs}, of {dict(self.manifest.axes)}; load it on as many ranks of these"
+            )
+        return parts
 
 
 def _between(leaves: Leaves, name: str, leaf: Leaf, parts: list[Part], start: int, stop: int) -> Tensor:

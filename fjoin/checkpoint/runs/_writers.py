@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,6 +38,11 @@ class Writers:
     def group(self, equal: tuple[str, ...]) -> int:
         """The lowest rank that has the values of this rank, of leaves that are equal over these axes."""
         return self._at({name: 0 for name in equal})
+
+    def place(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The place of a rank along some axes."""
+        here = dict(zip(self._axes, self._coords[rank], strict=True))
+        return tuple(here[name] for name in axes)
 
     def _at(self, moved: Mapping[str, int]) -> int:
         here = dict(zip(self._axes, self._coords[self._rank], strict=True)) | dict(moved)

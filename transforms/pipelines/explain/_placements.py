@@ -58,7 +58,7 @@ def params_placement(pipeline: Pipeline, axes: Mapping[str, int]) -> Placement:
     for stage in stages(pipeline.after) if pipeline.after is not None else ():
         own = _behind(tuple(axes), stage, own)
     whole = own.equal | ({own.cut} if own.cut else set())  # they have been gathered
-    return Placement(_in_order(tuple(axes), whole), None, Merge.MEAN)
+    return Placement(_in_order(tuple(axes), whole), None, Merge.REFUSE)
 
 
 def buffers_placement(on_buffers: Transform | None, axes: Mapping[str, int]) -> Placement:

@@ -1,0 +1,114 @@
+"""A run goes on with another number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fjoin
+from fjoin import transforms as tx
+from tests.helpers import raises_text
+
+PAIRS = [(before, after) for before in range(1, 9) for after in range(1, 9)]
+INT8 = tx.error_feedback(tx.quantized_mean("data", tx.int8(block=4)))
+PIPELINES: dict[str, Any] = {
+    "plain": lambda: tx.fuse(tx.mean("data"), tx.adamw(0.01)),
+    "zero, muon": lambda: tx.zero(tx.mean("data"), tx.partition({"w": tx.muon(0.02), "b": tx.adamw(0.01)}), "data"),
+    "zero, masters": lambda: tx.zero(tx.mean("data"), tx.mixed_precision(tx.adamw(0.01)), "data"),
+    "zero, int8 gather": lambda: tx.fuse(tx.scatter_mean("data"), tx.adamw(0.01), gather=tx.int8()),
+    "momentum, clip, ema": lambda: tx.fuse(
+        tx.chain(tx.mean("data"), tx.clip_by_global_norm(1.0)), tx.sgd(0.1, momentum=0.9), after=tx.ema(0.9)
+    ),
+    "skip": lambda: tx.skip_if_nonfinite(tx.fuse(tx.mean("data"), tx.adafactor(0.01))),
+    "int8 feedback": lambda: tx.fuse(INT8, tx.sgd(0.1)),
+    "local SGD": lambda: tx.local_sgd(tx.adamw(0.01), "data", 3),
+    "DiLoCo": lambda: tx.diloco(tx.adamw(0.01), "data", 3),
+}
+EXACT = [name for name in PIPELINES if name not in ("int8 feedback", "local SGD", "DiLoCo", "zero, int8 gather")]
+START = {"w": torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5), "b": torch.ones(5, dtype=torch.float64)}
+SAMPLES = torch.randn(
+    6, 24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+)  # (step, sample, input)
+CUT = 3
+
+
+def loss_fn(params: Any, x: Tensor) -> Tensor:
+    return (x @ params["w"] + params["b"]).square().mean()
+
+
+def steps(name: str, rank: int, ranks: int, folder: Path, start: int, stop: int) -> Any:
+    """Steps on this rank's samples of each global batch; saves at the end. Returns what a run has."""
+    step = fjoin.train_step(loss_fn, PIPELINES[name](), weight=len, bucket_bytes=128)
+    runs = fjoin.Checkpoints(folder, step)
+    state = runs.restore(START)
+    assert state.step == start
+    restored = tx.to_state_dict(state.clone().pipeline)
+    for i in range(start, stop):
+        state, _ = step(state, SAMPLES[i][rank::ranks])
+    if stop > start:
+        runs.save(state)
+    last = state.clone()
+    step.close()
+    return last.params, tx.to_state_dict(last.pipeline), restored
+
+
+def on(name: str, ranks: int, folder: Path, start: int, stop: int) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return tx.simulate(lambda r: steps(name, r, ranks, folder, start, stop), {"data": ranks}, list(range(ranks)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    known: dict[str, Any] = {}
+
+    def run(name: str) -> Any:
+        if name not in known:
+            known[name] = on(name, 1, tmp_path_factory.mktemp("whole"), 0, 6)[0][0]
+        return known[name]
+
+    return run
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_run_on_other_ranks_equals_one_on_the_whole_batch(
+    name: str, before: int, after: int, whole: Any, tmp_path: Path
+) -> None:
+    on(name, before, tmp_path, 0, CUT)
+    for params, _, _ in on(name, after, tmp_path, CUT, 6):
+        for path, want in whole(name).items():
+            assert (params[path] - want).abs().max() < 1e-12 * (START[path] - want).abs().max() + 1e-13
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_the_sum_of_residuals_is_kept(before: int, after: int, tmp_path: Path) -> None:
+    saved = [state for _, state, _ in on("int8 feedback", before, tmp_path, 0, CUT)]
+    loaded = [state for *_, state in on("int8 feedback", after, tmp_path, CUT, CUT)]
+    for path in ("w", "b"):
+        old, new = (sum(state[f"hook.error.{path}"] for state in states) for states in (saved, loaded))
+        assert torch.allclose(old, new, rtol=0, atol=1e-12)
+        weights = [sum(state[f"hook.last.{path}"][0, 0] for state in states) for states in (saved, loaded)]
+        assert weights[0] == weights[1]
+    assert before == 1 or max(float(state["hook.error.w"].abs().max()) for state in saved) > 0
+
+
+@pytest.mark.parametrize("name", ["local SGD", "DiLoCo"])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 5), (4, 1)])
+def test_after_an_average_local_sgd_goes_on(name: str, before: int, after: int, tmp_path: Path) -> None:
+    saved = on(name, before, tmp_path, 0, 3)
+    for params, *_ in on(name, after, tmp_path, 3, 3):
+        assert all(torch.equal(params[path], saved[0][0][path]) for path in START)
+
+
+def test_within_a_window_local_sgd_is_refused(tmp_path: Path) -> None:
+    on("local SGD", 3, tmp_path, 0, 2)
+    raises_text(fjoin.CheckpointError, lambda: on("local SGD", 2, tmp_path, 2, 3), "params.", "{'data': 3}", "flush")
+    assert on("local SGD", 3, tmp_path, 2, 3)[0][0]["w"].shape == (8, 5)
