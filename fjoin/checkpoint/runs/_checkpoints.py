@@ -38,6 +38,8 @@ class Checkpoints:
         every: Save after steps whose number is a multiple of this.
         keep_last: The number of checkpoints to keep, the newest ones.
         mesh: The ranks, for a pipeline or objects; by default all ranks.
+        background: Write while training goes on. A save then copies the values and returns; an error is raised by the next save, or by
+            `wait`, on all ranks.
         keep_every: Also keep those of steps that are multiples of this.
 
     Attributes:
@@ -69,6 +71,7 @@ class Checkpoints:
         every: int | None = None,
         keep_last: int | None = 3,
         keep_every: int | None = None,
+        background: bool = False,
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (type(value) is not int or value < 1):
@@ -76,7 +79,8 @@ class Checkpoints:
         self._folder, self._source = Folder(Path(path)), source_of(what, mesh)
         self._mesh = self._source.mesh
         self._every, self._keep_last, self._keep_every = every, keep_last, keep_every
-        self._run, self.extra = "", None
+        self._run, self.extra, self._background = "", None, background
+        self._saving: Save | None = None  # in the background
 
     def __enter__(self) -> Self:
         return self
@@ -84,10 +88,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Wait for what is being saved."""
+        if error is None:
+            self.wait()
 
     # -- save ---------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class Checkpoints:
             data: The loop over the data, from `step.join`: its position is saved.
 
         Returns:
-            The folder of the checkpoint, or None where none was due.
+            The folder of the checkpoint, which appears once it is committed; None where none was due.
 
         Raises:
             CheckpointError: on all ranks: one of them could not write, or the folder holds this step. Nothing has been saved.
@@ -112,15 +114,35 @@ class Checkpoints:
         due = metrics is None or (metrics.stepped and every is not None and number % every == 0)
         if not due:
             return None
+        self.wait()
         position = {} if data is None else {"data": data.state_dict()}
         taken = self._tried(lambda: self._taken(state, extra))
         run = self._run or uuid.uuid4().hex
         self._run = self._agreed("the start of a save", lambda: run if _fine(taken) else "")
         about = {**self._source.about()._asdict(), "extra": extra}
-        path, _ = Save(self._folder, self._mesh, self._run, about)(number, taken["made"], position)
-        if self._mesh.rank == 0 and self._keep_last is not None:
+        save = Save(self._folder, self._mesh, self._run, about, self._retain)
+        save.begin(number, taken["made"], position, copies=self._background)
+        self._saving = save
+        if self._background:
+            save.start()
+        else:
+            save.run()
+            self.wait()
+        return save.path
+
+    def wait(self) -> None:
+        """Wait for the save under way, on all ranks.
+
+        Raises:
+            CheckpointError: on all ranks: one of them could not write. Nothing has been saved.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.end()
+
+    def _retain(self) -> None:
+        if self._keep_last is not None:
             self._folder.retain(self._keep_last, self._keep_every, self._run)
-        return path
 
     def _taken(self, state: Any, extra: Any) -> Snapshot:
         check_json(extra)
