@@ -17,9 +17,9 @@ def _mixed(x: int) -> int:
 
 
 def keys_of(seed: int, epoch: int) -> Tensor:
-    """The keys of a permutation, (rounds,) int64."""
+    """The keys of a permutation, (rounds + 1,) int64."""
     key = _mixed((_mixed(seed & _MASK) + epoch * 0x9E3779B97F4A7C15) & _MASK)
-    keys = (_mixed((key + i * 0x9E3779B97F4A7C15) & _MASK) for i in range(1, _ROUNDS + 1))
+    keys = (_mixed((key + i * 0x9E3779B97F4A7C15) & _MASK) for i in range(1, _ROUNDS + 2))
     return torch.tensor([k - 2**64 if k >= 2**63 else k for k in keys], dtype=torch.int64)
 
 
@@ -27,10 +27,11 @@ def permute(positions: Tensor, n: int, keys: Tensor) -> Tensor:
     """The numbers at these positions of a permutation of 0 ... n - 1.
 
     A Feistel network on the smallest even number of bits that holds n, walked along its cycle until the number is below n.
+    The network alone gives even permutations, so one key tells whether 0 and 1 change places.
 
     Args:
         positions: int64, each from 0 to n - 1.
-        keys: (rounds, ...) int64; the further dims broadcast with those of `positions`.
+        keys: (rounds + 1, ...) int64; the further dims broadcast with those of `positions`.
 
     Returns:
         A tensor of int64 with the broadcast shape.
@@ -46,9 +47,11 @@ def permute(positions: Tensor, n: int, keys: Tensor) -> Tensor:
     outside = torch.ones_like(out, dtype=torch.bool)
     while bool(outside.any()):
         left, right = out >> half, out & low
-        for key in keys:
+        for key in keys[1:]:
             left, right = right, left ^ (_hashed(right, key) & low)
-        out = torch.where(outside, left << half | right, out)
+        new = left << half | right
+        new = torch.where(new < 2, new ^ (keys[0] & 1), new)
+        out = torch.where(outside, new, out)
         outside = out >= n
     return out
 

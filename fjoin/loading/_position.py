@@ -86,7 +86,7 @@ class Position(Generic[B]):
         if again:
             self.last = first
             first = self.load()
-        if streams:
+        if "ahead" in streams:
             streams["now"].restore()
         return first
 
