@@ -179,7 +179,7 @@ class Agreements:
         for late, of_all in self._take(step):
             sums = numbers(of_all)
             self.ids.check(step, sums, late)  # sums on a device have not been checked yet
-            self.check.note(sums["has_next"])
+            self._requests.note(sums.get("has_next", 0.0))
             self.check.raise_left_out(step - late, sums)
 
     def _sum(self, values: dict[str, Any]) -> dict[str, float]:

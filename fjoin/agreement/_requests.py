@@ -67,12 +67,13 @@ class Requests:
         asked, self._asked = self._asked, set()
         return has_next + self._base * ("save" in asked) + self._base**2 * bool(asked & {"stop", "loop"})
 
-    def note(self, has_next: float) -> None:
-        """Take the requests of all ranks from the sum of `has_next`."""
-        if has_next >= self._base and math.isfinite(has_next):
-            save_and_stop = has_next // self._base
-            self.save_agreed |= save_and_stop % self._base > 0
-            self.stop_agreed |= save_and_stop >= self._base
+    def note(self, *sums: float) -> None:
+        """Take the requests of all ranks from sums of `has_next`, which all ranks read after the same step."""
+        for has_next in sums:
+            if has_next >= self._base and math.isfinite(has_next):
+                save_and_stop = has_next // self._base
+                self.save_agreed |= save_and_stop % self._base > 0
+                self.stop_agreed |= save_and_stop >= self._base
 
     def with_next(self, has_next: float) -> float:
         """The number of ranks with another batch, from the sum of `has_next`."""

@@ -59,7 +59,7 @@ class StepCheck:
         skips: Whether steps that are not finite are left out without an error.
         mesh: See `DeviceReads`.
         ids: The numbers of the steps that travel in the record; None where none do.
-        requests: Takes the requests that travel in the record; None where none do.
+        requests: Takes the requests in the records.
 
     Attributes:
         grads: Looks at the gradients.
@@ -77,7 +77,7 @@ class StepCheck:
         ids: StepIds | None = None,
         requests: Requests | None = None,
     ) -> None:
-        self.ranks, self._skips, self._ids, self._requests = ranks, skips, ids, requests
+        self.ranks, self._skips, self._ids, self._requests = ranks, skips, ids, requests or Requests(ranks)
         self.grads = GradCheck(norm)
         self.left_out: Any = 0.0
         self.weight: float | None = None
@@ -118,13 +118,12 @@ class StepCheck:
         self.left_out = 0.0
         if counts is not None and not self._skips:
             self.left_out = left_out.double() if isinstance(left_out, Tensor) else float(left_out)
+        asked = [of_all["has_next"] for _, of_all in records if "has_next" in of_all]
         if isinstance(raises, Tensor):
-            asked = [] if self._requests is None else [of_all["has_next"] for _, of_all in records]
             self.reads.add((step, records), torch.stack([raises.double(), sums["weight"], *asked]))
             effect = Effect(live, fine & inverse(left | other), raises)
             return self._on_device(effect, outgoing, divisor, clip)
-        for _, of_all in records if self._requests is not None else ():
-            self.note(of_all["has_next"])
+        self._requests.note(*asked)
         if live:
             self.weight = sums["weight"]
         effect = Effect(live, fine & inverse(left))
@@ -184,16 +183,10 @@ class StepCheck:
         """Wait until the sums of the newest step are available."""
         self.reads.synchronize()
 
-    def note(self, *asked: float) -> None:
-        """Take the requests in records that this rank reads after the same step as all others."""
-        for has_next in asked:
-            if self._requests is not None:
-                self._requests.note(has_next)
-
     def look(self) -> None:
         """Take the requests in the records of a device, except in that of the last step."""
         for _, (_, _, *asked) in self.reads.read(False, keep=True):
-            self.note(*asked)
+            self._requests.note(*asked)
 
     def raise_pending(self, newest: bool = False) -> None:
         """Raise for an earlier step that changed nothing.
@@ -226,7 +219,7 @@ class StepCheck:
     def _read(self, newest: bool, keep: bool) -> None:
         for (step, records), (raises, weight, *asked) in self.reads.read(newest, keep):
             if not keep:
-                self.note(*asked)
+                self._requests.note(*asked)
             if weight and not keep:
                 self.weight = weight
             if raises:
