@@ -27,7 +27,7 @@ class Requests:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks, self._base = ranks, float(ranks + 1)
+        self._ranks, self._digit = ranks, float(ranks + 1)
         self._asked = set[str]()
         self.save_agreed = self.stop_agreed = False
 
@@ -65,16 +65,16 @@ class Requests:
         if not self._asked:
             return float(has_next)
         asked, self._asked = self._asked, set()
-        return has_next + self._base * ("save" in asked) + self._base**2 * bool(asked & {"stop", "loop"})
+        return has_next + self._digit * ("save" in asked) + self._digit**2 * bool(asked & {"stop", "loop"})
 
     def note(self, *sums: float) -> None:
         """Take the requests of all ranks from sums of `has_next`, which all ranks read after the same step."""
         for has_next in sums:
-            if has_next >= self._base and math.isfinite(has_next):
-                save_and_stop = has_next // self._base
-                self.save_agreed |= save_and_stop % self._base > 0
-                self.stop_agreed |= save_and_stop >= self._base
+            if has_next >= self._digit and math.isfinite(has_next):
+                save_and_stop = has_next // self._digit
+                self.save_agreed |= save_and_stop % self._digit > 0
+                self.stop_agreed |= save_and_stop >= self._digit
 
     def with_next(self, has_next: float) -> float:
         """The number of ranks with another batch, from the sum of `has_next`."""
-        return has_next % self._base
+        return has_next % self._digit

@@ -39,8 +39,8 @@ class JoinedLoop(Generic[B]):
         """End the loop on all ranks together, after at most one more iteration; any rank may call it in the body.
 
         Nothing is sent for it: the request travels with the next message of the loop. With accumulate=k the loop ends with
-        the window after the present one at the latest. On a GPU, and in local SGD, where no rank waits for the message of the
-        last step, it ends one step or window later. Where all ranks run out of input before, the loop ends as it would have,
+        the window after the present one at the latest. It ends one step or window later on a GPU, and one in local SGD, where no
+        rank waits for the message of the last step. Where all ranks run out of input before, the loop ends as it would have,
         and `stopped` is False if the request has not travelled.
 
         Raises:
