@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+_MT19937_BYTES = 625 * 4  # of its 624 words and the position among them
 
 
 class Streams(NamedTuple):
@@ -24,13 +27,12 @@ class Streams(NamedTuple):
 
     @staticmethod
     def now() -> Streams:
-        """Where they are now; about 8 microseconds, and 50 more with numpy's."""
-        numpy = sys.modules.get("numpy.random")
+        """Where they are now."""
         return Streams(
             torch.get_rng_state(),
             random.getstate(),
             torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-            None if numpy is None else numpy.get_state(),
+            _numpy_state(),
         )
 
     def restore(self) -> None:
@@ -66,6 +68,29 @@ class Streams(NamedTuple):
         return Streams(
             state["torch"].cpu(), (version, tuple(_unpacked(state["python"])), normal), state.get("cuda"), numpy
         )
+
+
+_last: tuple[bytes, Any] = (b"", None)  # the memory of numpy's generator, and its state, which takes long to read
+
+
+def _numpy_state() -> tuple[Any, ...] | None:
+    """The state of numpy's stream, read anew only where it has moved.
+
+    A normal number that is left over from a pair is not in the memory of the generator, so a state with one is read each time.
+    """
+    global _last
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    generator = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    if type(generator).__name__ != "MT19937":
+        return tuple(numpy.get_state())
+    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    known, state = _last
+    if memory != known or state[3]:
+        state = numpy.get_state()
+        _last = memory, state
+    return tuple(state)
 
 
 def _packed(words: Any) -> Tensor:

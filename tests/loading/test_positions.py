@@ -149,8 +149,12 @@ def test_streams_go_there_and_back() -> None:
             numpy.random.normal(),
         ]
 
-    for _ in range(2):
+    for i in range(6):
+        if i > 2:  # a normal number of a pair is left over, or has been used
+            numpy.random.normal()
+            assert str(Streams.now().numpy) == str(numpy.random.get_state())
         there = Streams.now().state_dict()
+        assert Streams.now().state_dict()["numpy_rest"] == there["numpy_rest"]
         want = draw()
         draw()
         Streams.of(there).restore()
