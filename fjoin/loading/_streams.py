@@ -82,7 +82,7 @@ def _numpy_state() -> tuple[Any, ...] | None:
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return None
-    generator = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
     if type(generator).__name__ != "MT19937":
         return tuple(numpy.get_state())
     memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
