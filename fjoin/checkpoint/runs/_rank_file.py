@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ class RankFile:
     """The part of a snapshot that this rank writes.
 
     Args:
-        position: What only this rank has, such as the position of its data; JSON.
         spread: Whether values that several ranks have are spread over their files.
         copies: Whether to copy the values now, since the next step overwrites them.
     """
 
-    def __init__(self, mesh: Mesh, found: Snapshot, position: Mapping[str, Any], spread: bool, copies: bool) -> None:
+    def __init__(self, mesh: Mesh, found: Snapshot, spread: bool, copies: bool) -> None:
         self._rank, self._ranks = mesh.rank, mesh.size
         places = dict(Writers(mesh.shape, mesh.rank, spread).mine(found))
         self._tensors: dict[str, Tensor] = {place.name: found.values[path] for path, place in places.items()}
@@ -48,7 +46,7 @@ class RankFile:
             },
             "numbers": numbers,
             "shared": [path for path in numbers if set(found.places[path].equal) == set(mesh.shape)],
-            "rank": {**found.rank, **position},
+            "rank": found.rank,
         }
 
     def write(self, folder: Path) -> None:

@@ -21,6 +21,7 @@ from .._manifest import Manifest
 from ._drift import drifted
 from ._rank_file import RankFile, add_side, side_name
 from ._snapshot import Snapshot
+from ._together import on_each, on_first
 
 _WAIT_S = 600.0  # for the file of another rank, once this one has written its own
 
@@ -46,25 +47,23 @@ class Save:
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, step: int, found: Snapshot, position: Mapping[str, Any], copies: bool) -> None:
+    def begin(self, step: int, found: Snapshot, copies: bool) -> None:
         """Agree on the folder, and on what each rank writes.
 
         Args:
-            position: What only this rank has, such as the position of its data; JSON.
             copies: Whether to copy the values, so that the next step may overwrite them.
 
         Raises:
             CheckpointError: on all ranks: the step exists, or the folder cannot be written.
         """
-        first = _tried(lambda: self._folder.begin(step).name) if self._mesh.rank == 0 else None
-        (name,) = _raised(self._mesh.exchange("the folder of a save", first, lambda values: values[:1]))
+        name = on_first(self._mesh, "the start of a save", lambda: self._folder.begin(step).name)
         self._tmp, self.path, self._step = self._folder.path / name, self._folder.step_path(step), step
         odd = drifted(self._mesh, found)
         if found.by_content:  # values of ranks by themselves
             found.places |= dict.fromkeys(odd.keys() & found.places.keys(), Placement(()))
             odd = {}
         self._notes = list(odd.values())
-        self._file = RankFile(self._mesh, found, position, not odd, copies)
+        self._file = RankFile(self._mesh, found, not odd, copies)
 
     def start(self) -> None:
         """Write in a thread."""
@@ -96,14 +95,18 @@ class Save:
             self._error = error
 
     def _agree(self, occasion: str) -> None:
-        error = self._error
-        shown = {"value": None} if error is None else {"error": f"{type(error).__name__}: {error}"}
+        """Meet the other ranks; an error of one is raised on all."""
+
+        def raise_own() -> None:
+            if self._error is not None:
+                raise self._error
+
         try:
-            _raised(self._mesh.exchange(occasion, shown, list))
-        except CheckpointError as failure:
+            on_each(self._mesh, occasion, raise_own)
+        except Exception as error:
             if self._mesh.rank == 0 and self._tmp.exists():
                 self._folder.discard(self._tmp)
-            raise failure from error
+            raise CheckpointError(f"step {self._step} has not been saved: {error}", step=self._step) from error
 
     def _write(self) -> None:
         """Write this rank's file."""
@@ -144,17 +147,3 @@ class Save:
     def _parent(self) -> str:
         newest = self._folder.newest()
         return "" if newest is None else self._folder.read(newest)[1].id
-
-
-def _tried(make: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"value": make()}
-    except Exception as error:  # the other ranks wait for this one
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def _raised(values: list[dict[str, Any]]) -> list[Any]:
-    for rank, value in enumerate(values):
-        if "error" in value:
-            raise CheckpointError(f"rank {rank} could not save, so nothing has been saved: {value['error']}", rank=rank)
-    return [value["value"] for value in values]
