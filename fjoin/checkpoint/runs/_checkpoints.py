@@ -93,18 +93,19 @@ class Checkpoints:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._run, self.extra, self._background = "", None, background
         self._saving: Save | None = None  # in the background
-        asks = () if self._requests is None else (self._requests.ask_save, self._requests.ask_stop)
-        self._on_signal = OnSignal(*asks)
+        asks = self._requests
+        self._on_signal = None if asks is None else OnSignal(asks.ask_save, asks.ask_stop)
 
     def __enter__(self) -> Self:
-        if self._requests is not None:
+        if self._on_signal is not None:
             self._on_signal.install()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._on_signal.uninstall()
+        if self._on_signal is not None:
+            self._on_signal.uninstall()
         if error is None:
             self.wait()
 
@@ -134,7 +135,7 @@ class Checkpoints:
         found: Snapshot = on_each(self._mesh, "the values of a save", lambda: self._taken(state, extra, data))
         self._run = on_first(self._mesh, "the run of a save", lambda: self._run or uuid.uuid4().hex)
         about = {**self._source.about()._asdict(), "extra": extra}
-        save = Save(self._folder, self._mesh, self._run, about, self._retain)
+        save = Save(self._folder, self._mesh, self._run, about, (self._keep_last, self._keep_every))
         save.begin(number, found, copies=self._background)
         self._saving = save
         if self._background:
@@ -180,10 +181,6 @@ class Checkpoints:
         if saving is not None:
             saving.end()
 
-    def _retain(self) -> None:
-        if self._keep_last is not None:
-            self._folder.retain(self._keep_last, self._keep_every, self._run)
-
     # -- restore ------------------------------------------------------------------------------
 
     def restore(
@@ -228,16 +225,14 @@ class Checkpoints:
         self._run, self.extra = manifest.run, manifest.extra
         return loaded
 
-    def holds(self) -> bool:
-        """Whether the folder holds a checkpoint; on all ranks."""
-        return bool(on_first(self._mesh, "a look for checkpoints", lambda: self._folder.newest() is not None))
-
     def _choose(self, step: int | None) -> list[Any] | None:
         """(step, identifier) of the checkpoint to load; on rank 0."""
-        newest = self._folder.newest_verified() if step is None else None
-        if step is None and newest is None:
+        if step is None:
+            newest = self._folder.newest_verified()
+            step = None if newest is None else newest.step
+        if step is None:
             return None
-        manifest = newest.manifest if newest is not None else self._folder.read(step or 0)[1]
+        manifest = self._folder.read(step)[1]
         self._folder.quarantine(manifest.step, manifest.run)
         return [manifest.step, manifest.id]
 

@@ -34,16 +34,16 @@ class Save:
         mesh: The ranks.
         run: The identifier of the run.
         about: Fields of the manifest that are the same on all ranks: spec, settings, extra.
-        after: Called on rank 0 once the checkpoint is committed.
+        keep: The number of checkpoints to keep, or None for all, and the steps of which multiples are kept.
 
     Attributes:
         path: The checkpoint, once it is committed.
     """
 
     def __init__(
-        self, folder: Folder, mesh: Mesh, run: str, about: Mapping[str, Any], after: Callable[[], None]
+        self, folder: Folder, mesh: Mesh, run: str, about: Mapping[str, Any], keep: tuple[int | None, int | None]
     ) -> None:
-        self._folder, self._mesh, self._run, self._about, self._after = folder, mesh, run, about, after
+        self._folder, self._mesh, self._run, self._about, self._keep = folder, mesh, run, about, keep
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
 
@@ -130,7 +130,9 @@ class Save:
         for rank in range(self._mesh.size):
             (self._tmp / side_name(rank)).unlink()
         self._folder.commit(self._tmp, manifest)
-        self._after()
+        last, every = self._keep
+        if last is not None:
+            self._folder.retain(last, every, self._run)
 
     def _side_of(self, rank: int) -> dict[str, Any]:
         """What a rank has written, once it has."""
