@@ -83,6 +83,7 @@ def test_torchs_own_parser_reads_the_header(tmp_path: Path) -> None:
 
 
 @NEEDS_PACKAGE
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_package_and_torchs_storage_reader_read_the_file(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import load_file
