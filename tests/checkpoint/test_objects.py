@@ -32,6 +32,15 @@ def made(kind: str) -> dict[str, Any]:
     if kind == "feedback":
         hook = tx.error_feedback(tx.quantized_mean("data", tx.int8()))
         return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.fuse(hook, tx.adamw(0.1)))}
+    if kind == "sharded":  # slices of other sizes on the ranks
+        return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.zero(tx.mean("data"), tx.adamw(0.1), "data"))}
+    if kind == "muon":
+        muon = tx.partition({("0.weight", "2.weight"): tx.muon(0.1), "*": tx.adamw(0.1)})
+        return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.zero(tx.mean("data"), muon, "data"))}
+    if kind == "post local":
+        local = torch.optim.AdamW(ddp.parameters(), 0.1)
+        averager = fjoin.PeriodicModelAverager(period=2, warmup_steps=1)
+        return {"model": ddp, "optimizer": fjoin.PostLocalSGDOptimizer(local, averager)}
     if kind == "local":
         return {"model": ddp, "handle": fjoin.ddp.register(ddp, tx.local_sgd(tx.adamw(0.1), "data", 2))}
     if kind == "torch":
@@ -65,10 +74,48 @@ def run(kind: str, folder: str) -> list[bool]:
     return [at == CUT, *(torch.equal(first[name], second[name]) for name in first)]
 
 
-@pytest.mark.parametrize("kind", ["handle", "feedback", "local", "torch", "optimizer", "zero"])
+@pytest.mark.parametrize(
+    "kind", ["handle", "feedback", "local", "torch", "optimizer", "zero", "sharded", "muon", "post local"]
+)
 def test_objects_go_on_to_the_bit(pool: Any, kind: str, tmp_path: Path) -> None:
     for equal in pool.run(2, run, kind, str(tmp_path)):
         assert all(equal), equal
+
+
+class Dict(dict[str, Any]):
+    """An object whose state is itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clear()
+        self.update(state)
+
+
+def of_rank(rank: int) -> dict[str, Any]:
+    """Values of other forms, of one rank, in another order, and of all."""
+    own = {"b": torch.ones(2 + rank), "d": torch.zeros(2, 3).reshape(2 + rank, 3 - rank), f"only {rank}": torch.ones(1)}
+    return dict(sorted((own | {"a": torch.ones(5), "c": torch.ones(7)}).items(), reverse=bool(rank)))
+
+
+def run_of_other_forms(folder: str) -> None:
+    import torch.distributed as dist
+
+    state = of_rank(dist.get_rank())
+    for step, mine in enumerate((state, state if dist.get_rank() else {}), 1):  # at last one rank has nothing
+        fjoin.save(folder, {"it": Dict(mine)}, step)
+        assert fjoin.load(folder, again := {"it": Dict()}) == step
+        assert again["it"].keys() == mine.keys() and all(torch.equal(again["it"][name], mine[name]) for name in mine)
+
+
+def test_ranks_may_have_values_of_other_forms(pool: Any, tmp_path: Path) -> None:
+    pool.run(2, run_of_other_forms, str(tmp_path))
+    assert fjoin.checkpoint.verify(tmp_path) == fjoin.checkpoint.verify(tmp_path / "step-00000001") == []
+    one = {"it": Dict()}
+    raises_text(
+        fjoin.CheckpointError, lambda: fjoin.load(tmp_path, one), "objects.it.", "values of their own", "fresh="
+    )
 
 
 def test_bad_input(tmp_path: Path) -> None:

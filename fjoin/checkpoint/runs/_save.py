@@ -74,15 +74,15 @@ class Save:
         places = dict(Writers(mesh.shape, mesh.rank, spread).mine(found))
         tensors = {place.name: found.values[path] for path, place in places.items()}
         entry = write_file(tmp / name, tensors, {"format": "pt"})
-        leaves = {
-            path: {
+        leaves = {}
+        for path, place in places.items():
+            alone = found.by_content and place.rank is not None  # other ranks may have another form, or no such value
+            leaves[place.name if alone else path] = {
                 "shape": list(place.shape),
                 "dtype": str(found.values[path].dtype).removeprefix("torch."),
-                "placement": placement_of(found, path),
-                "part": [place.name, place.rank, place.start],
+                "placement": placement_of(found, path) | ({"of": path, "rank": place.rank} if alone else {}),
+                "part": [place.name, None if alone else place.rank, place.start],
             }
-            for path, place in places.items()
-        }
         numbers = {path: value for path, value in found.values.items() if is_host(value)}
         shared = [path for path in numbers if set(found.places[path].equal) == set(mesh.shape)]
         side = {
