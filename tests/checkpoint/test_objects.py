@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fjoin
 from fjoin import transforms as tx
 from tests.helpers import raises_text
+from tests.pool import JobFailed
 
 STEPS, CUT = 6, 3
 
@@ -80,6 +81,45 @@ def run(kind: str, folder: str) -> list[bool]:
 def test_objects_go_on_to_the_bit(pool: Any, kind: str, tmp_path: Path) -> None:
     for equal in pool.run(2, run, kind, str(tmp_path)):
         assert all(equal), equal
+
+
+def run_on_others(kind: str, folder: str, at: int, fresh: tuple[str, ...] = ()) -> list[list[float]]:
+    """The parameters when loaded on this number of ranks, and after a step more."""
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    of = made(kind)
+    if at:
+        assert fjoin.load(folder, of, fresh=fresh) == at
+    else:
+        steps(of, dist.get_rank(), 0, CUT)
+        if kind == "local":
+            of["handle"].flush()
+        fjoin.save(folder, of, CUT)
+    found = [p.detach().flatten().tolist() for p in of["model"].parameters()]
+    steps(of, dist.get_rank(), CUT, CUT + 1)
+    return found
+
+
+# The module has buffers that differ, so they start anew.
+@pytest.mark.parametrize("kind", ["handle", "feedback", "torch", "optimizer", "zero"])
+def test_equal_values_are_loaded_on_other_ranks(pool: Any, kind: str, tmp_path: Path) -> None:
+    before = pool.run(2, run_on_others, kind, str(tmp_path), 0)
+    fresh = (
+        "objects.model.module.1.running",
+        *(f"objects.handle.hook.0.{name}" for name in ("error", "last") if kind == "feedback"),
+    )
+    after = pool.run(3, run_on_others, kind, str(tmp_path), CUT, fresh)
+    if kind == "feedback":
+        raises_text(
+            JobFailed,
+            lambda: pool.run(3, run_on_others, kind, str(tmp_path), CUT),
+            "hook.0.error.",
+            "values of their own",
+        )
+        wide = (*fresh, "objects.handle.hook")
+        raises_text(JobFailed, lambda: pool.run(3, run_on_others, kind, str(tmp_path), CUT, wide), "name less of it")
+    assert before[0] == before[1] == after[0] == after[1] == after[2]
 
 
 class Dict(dict[str, Any]):

@@ -74,6 +74,15 @@ def load(
 
     Raises:
         CheckpointError: on all ranks: there is no checkpoint, or as `Checkpoints.restore`.
+
+    >>> import tempfile
+    >>> first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = fjoin.save(folder, {"model": first}, 5)
+    ...     fjoin.load(folder, {"model": second})
+    5
+    >>> torch.equal(first.weight, second.weight)
+    True
     """
     runs = Checkpoints(path, what, mesh=mesh, keep_last=None)
     if not runs.holds():
