@@ -59,7 +59,7 @@ def equal_to_uncut(
         again, _ = step(again, batch)
     digests = [digest((one.params, one.pipeline.optimizer)) for one in (again, state)]
     report.check(
-        f"restored after step {first} into a new train_step, it ends with the same bits, in parameters and optimizer state",
+        f"resumed after step {first} in a new train_step: parameters and optimizer state equal to the bit",
         digests[0] == digests[1] and again.step == state.step > first > 0,
         f"{digests[0][:12]} and {digests[1][:12]} after step {again.step}",
     )
