@@ -168,3 +168,24 @@ def test_values_without_a_rule_are_refused(make: Any, name: str, tmp_path: Path,
     monkeypatch.setitem(PIPELINES, "one", make)
     on("one", 3, tmp_path, 0, CUT)
     raises_text(fjoin.CheckpointError, lambda: on("one", 2, tmp_path, CUT, CUT), name, "values of their own", "fresh=")
+
+
+def test_an_open_window_of_accumulate_is_summed(tmp_path: Path) -> None:
+    pipeline = tx.fuse(tx.accumulate(3, tx.mean("data")), tx.sgd(0.1))
+
+    def save(rank: int) -> dict[str, Any]:
+        params, state = START, pipeline.init(START)
+        for i in range(2):
+            x = SAMPLES[i][rank::3][rank:]  # 8, 7, 6 samples
+            params, state = pipeline.step(params, torch.func.grad(loss_fn)(params, x), state, weight=len(x))
+        fjoin.save(tmp_path, pipeline, (params, state), mesh=fjoin.mesh({"data": 3}))
+        return tx.to_state_dict(state)
+
+    def load(rank: int) -> dict[str, Any]:
+        return tx.to_state_dict(fjoin.load(tmp_path, pipeline, mesh=fjoin.mesh({"data": 2}))[1])
+
+    saved, loaded = tx.simulate(save, {"data": 3}, [0, 1, 2]), tx.simulate(load, {"data": 2}, [0, 1])
+    assert sum(float(each["window"]) for each in saved) == 42
+    for name in ("window", "hook.weight", "hook.grads.w", "hook.grads.b"):
+        old, new = (sum(each[name] for each in states) for states in (saved, loaded))
+        assert torch.allclose(old, new, rtol=0, atol=1e-12), name  # type: ignore[arg-type]
